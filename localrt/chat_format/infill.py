@@ -1,8 +1,7 @@
-"""Filling in the middle: prompts of what is before and behind a gap, for models that write what is
-between.
+"""Fill-in-the-middle prompts: the text before and after a gap, for models trained to fill it.
 
-Such models have tokens of their own that mark the parts. GGUF files may declare them; else they are
-known by their spelling. It knows tokenizers, no engine and no options.
+Such models have special tokens that mark the parts. GGUF files may declare them; otherwise they are
+found by their spelling. Knows tokenizers, but no engine and no options.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 
-# Before, behind, and where the middle begins.
+# The marks of the text before the gap, the text after it, and the middle.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and 3 Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -24,19 +23,19 @@ _MARKS = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
 )
-# Codestral: what is behind comes first, and the middle follows what is before.
+# Codestral: the text after the gap comes first, and the middle follows the text before it.
 _SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")
-# A repository's name, and a file's name and text. Qwen, StarCoder 2.
+# The marks of a repository's name, and of a file's name and text. Qwen, StarCoder 2.
 _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 _REPOSITORY, _THIS_FILE = "myproject", "filename"  # llama.cpp's
 _SNIPPET = "\n\n--- snippet ---\n\n"
-# What ends a middle, beside the model's ends and the marks themselves.
+# Tokens that end a middle, besides the model's end tokens and the marks themselves.
 _ENDS = (
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>", "<|endoftext|>"),
     *("<EOT>", "▁<EOT>", "<|EOT|>", "<reponame>", "<filename>"),
 )
-_SUFFIX_SHARE = 4  # of what fits, one part in so many is what stands behind
-_CHARACTERS = 16  # a token has fewer, as a rule
+_SUFFIX_SHARE = 4  # the text after the gap keeps at least 1/4 of the room
+_CHARACTERS = 16  # more than most tokens have
 _UNBOUNDED = 1 << 40
 _SENTINEL = "☺"
 
@@ -51,10 +50,10 @@ class _Ids:
 
 
 class Infill:
-    """How the model of ``tokenizer`` is asked for a middle. ``ends`` are the ids that end one.
+    """Makes fill-in-the-middle prompts for one tokenizer. ``ends`` are the ids that end a middle.
 
     Raises:
-        OptionError: the model has no tokens for it.
+        OptionError: the model has no fill-in-the-middle tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -78,11 +77,11 @@ class Infill:
         most: int | None = None,
         watch: Watch = ignore_count,
     ) -> list[int]:
-        """The ids after which the model writes what is between ``before`` and ``behind``.
+        """The prompt for the text between ``before`` and ``behind``, as token ids.
 
-        ``files`` are names and texts of the same project, or parts of them, the most important one
-        last. Where all is more than ``most`` tokens, the first files are left out; then the
-        beginning of what is before and the end of what is behind, of which a quarter stays.
+        ``files`` are names and texts of the same project's files or parts of files, the most
+        important last. If the prompt exceeds ``most`` tokens, the first files are left out; then
+        ``before`` is cut at its beginning and ``behind`` at its end, to no less than 1/4 of it all.
         """
         if most is not None:
             before, behind = before[-most * _CHARACTERS :], behind[: most * _CHARACTERS]
@@ -104,7 +103,7 @@ class Infill:
         return [*head, ids.before, *before, ids.behind, *behind, ids.middle]
 
     def _project(self, files: Sequence[tuple[str, str]], room: int, watch: Watch) -> list[int]:
-        """The last files that fit, as they stand in front of the one with the gap."""
+        """The tokens of the last files that fit, to put before the file with the gap."""
         ids, plain = self._ids, self._plain
         head, tail = [], []
         if ids.file is not None:
@@ -128,7 +127,7 @@ class Infill:
         return self._tokenizer.encode(text, add_special=False, watch=watch)
 
     def _unspaced(self, text: str, watch: Watch) -> list[int]:
-        """Without the space that such a vocabulary puts in front of every text."""
+        """Encode ``text`` without the space that some vocabularies add before every text."""
         if not self._tokenizer.strip_space or not text:
             return self._plain(text, watch)
         start, whole = self._plain(_SENTINEL), self._plain(_SENTINEL + text, watch)
@@ -136,7 +135,7 @@ class Infill:
 
 
 def _find(tokenizer: Tokenizer) -> _Ids | None:
-    """The marks of a model, as its files declare them or by their names."""
+    """The ids of a model's marks, declared by its files or found by name; None if it has none."""
     named = tokenizer.infill_ids
     find = tokenizer.token_id
     pairs = ((find(repository), find(file)) for repository, file in _FILE_MARKS)

@@ -1,7 +1,7 @@
-"""Answers that follow a JSON schema, an expression or a grammar, token by token, with llguidance.
+"""Constrains answers to a JSON schema, an expression or a grammar, using llguidance.
 
-The tokenizer is prepared once for a model (under a second, 30 MB), a grammar once for each schema.
-It knows tokenizers and grammars; what is done with the tokens that it allows is the loop's.
+A tokenizer is prepared once per model (under a second, 30 MB), a grammar once per schema. Knows
+tokenizers and grammars. It says which tokens are allowed; the engine's loop samples from them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from localrt.models.tokenizers import Tokenizer
 
-_MOST = 200  # keywords of a schema that are tried one by one
-_SECONDS = 1.0  # for trying them
+_MOST = 200  # keywords of a schema to try one by one
+_SECONDS = 1.0  # the time for trying them
 _NESTED = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALWAYS = (
@@ -46,7 +46,7 @@ _ALWAYS = (
 
 
 def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, ...]]:
-    """``schema`` as far as it ``fits``, and the keywords that were left out."""
+    """Return ``schema`` reduced to what ``fits``, and the keywords that were left out."""
     for one_of in (True, False):
         work = _Loosening(fits, one_of=one_of)
         found = work.schema(schema)
@@ -56,7 +56,7 @@ def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, 
 
 
 def outline(schema: Any) -> Any:
-    """What ``schema`` says of types, names and enums."""
+    """Return ``schema`` reduced to types, names and enums."""
     return _Loosening(lambda part: False, one_of=False).schema(schema)
 
 
@@ -95,7 +95,7 @@ class _Loosening:
         return found
 
     def _may(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-        """Whether a keyword of ``schema`` works on its own."""
+        """Whether a keyword of ``schema`` fits alone, or with only the type beside it."""
         alone = {key: {value: {}} if key == "patternProperties" else value}
         if "type" in schema:
             alone["type"] = schema["type"]
@@ -111,20 +111,20 @@ class _Loosening:
 _T = TypeVar("_T")
 
 _KEPT = 16  # grammars
-_LONGEST = 128 << 10  # characters; reading takes the square of a schema's properties
-# The longest text may be thousands of rules, each of which leads to the next. llguidance follows
-# them by recursion, and where the stack ends, so does the process.
-_STACK_NBYTES = 128 << 20  # of addresses: memory is taken as far as it is used
-_STACK = threading.Lock()  # the size of new threads' stacks is the process's
-# One space, or a new line and its indentation: a model must not go on with spaces for ever.
+_LONGEST = 128 << 10  # characters; reading takes time quadratic in a schema's properties
+# A long text may have thousands of rules, each leading to the next. llguidance follows them by
+# recursion, and a stack overflow would end the process.
+_STACK_NBYTES = 128 << 20  # address space: only the pages in use take memory
+_STACK = threading.Lock()  # the stack size of new threads is a setting of the whole process
+# One space, or a new line and its indentation: a model must not write spaces for ever.
 SPACES = r"(\n[ \t]{0,24}|[ ])?"
 
 
 class Grammars:
-    """The constraints of one model. Thread-safe.
+    """Makes the constraints of one model. Thread-safe.
 
-    ``take_ram`` is asked for the bytes that preparing takes, where a budget is kept; those that are
-    left over are given back (below zero).
+    ``take_ram`` takes the bytes for preparing the tokenizer from the memory budget; a negative
+    number returns bytes that were not needed.
     """
 
     def __init__(self, tokenizer: Tokenizer, take_ram: Callable[[int], None] | None = None) -> None:
@@ -136,18 +136,18 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, options: Options) -> MakeConstraint | None:
-        """What makes the constraint of an answer; None where the options ask for none.
+        """Return a function that makes an answer's constraint; None if the options ask for none.
 
         Raises:
-            OptionError: the schema, expression or grammar is malformed, or uses what is not
-                supported.
+            OptionError: the schema, expression or grammar is malformed, or uses an unsupported
+                feature.
             MissingExtraError: llguidance is not installed.
-            MemoryBudgetError: there is no room for it within the budget.
+            MemoryBudgetError: the budget has no room for it.
         """
         return None if options.bound_by is None else self._made(*options.bound_by)
 
     def _followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
-        """A schema as far as answers can follow it, and the keywords that they cannot.
+        """Return the schema reduced to what answers can follow, and the keywords left out.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
@@ -171,10 +171,10 @@ class Grammars:
         several: bool = False,
         answer: tuple[str, str] | None = None,
     ) -> MakeConstraint:
-        """What makes the constraint of a call of one of ``functions``, spelled as in ``syntax``, or
-        of ``several``, or else of an ``answer``: its mark and its schema, which can be followed.
+        """Return a function that makes the constraint to a call of one of ``functions``, spelled as
+        in ``syntax``. ``several`` allows more calls, ``answer`` (mark, schema) an answer instead.
 
-        What of a tool's schema cannot be followed is left out: the answer need not be its call.
+        Parts of a tool's schema that cannot be followed are left out: its call is not mandatory.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
@@ -199,7 +199,7 @@ class Grammars:
         return made(_names_alone)
 
     def _parameters(self, schema: Any) -> Any:
-        """A tool's parameters as far as they can be followed."""
+        """Return the schema of a tool's parameters, reduced to what can be followed."""
         try:
             return json.loads(self.followed(json.dumps(schema))[0])
         except OptionError:
@@ -214,7 +214,7 @@ class Grammars:
         return True
 
     def _terminal(self, text: str) -> str:
-        """``text`` as terminals of a grammar: strings, and the ids of control tokens in it."""
+        """Return ``text`` as terminals of a grammar: strings, and ids for its control tokens."""
         special, found, at = self._tokenizer.special_ids, [], 0
         for mark in MARK.finditer(text):
             token = self._tokenizer.token_id(mark[0])
@@ -238,7 +238,7 @@ class Grammars:
         return lambda: _GrammarConstraint(name, matcher.deep_copy(), vocab)
 
     def _grammar(self, name: str, text: str) -> str:
-        """What the option ``name`` says, as llguidance takes it; ``tool_choice`` is Lark."""
+        """Convert the value of option ``name`` for llguidance; ``tool_choice`` is Lark already."""
         from llguidance import LLMatcher
 
         if name == "regex":
@@ -265,13 +265,13 @@ class Grammars:
             raise _refused(name, str(error)) from error
         if self._prepared is None:
             self._prepared = self._prepare()
-        # The ways to read a text that a parser follows; for each it looks through all others. Of a
-        # schema they are few for its size, of a grammar they may be any number.
+        # Items are the parser's ways to read a text; it compares each with all others. Schemas need
+        # few items for their size, a user's grammar may need any number.
         own = name == "grammar"
         limits = LLParserLimits(
-            initial_lexer_fuel=200_000,  # a second for the largest expression, not ten
-            max_items_in_row=1_000 if own else 20_000,  # thousands of optional properties
-            step_max_items=20_000 if own else 500_000,  # a quarter of a second
+            initial_lexer_fuel=200_000,  # the largest expression takes one second, not ten
+            max_items_in_row=1_000 if own else 20_000,  # enough for thousands of properties
+            step_max_items=20_000 if own else 500_000,  # takes a quarter of a second
         )
         prepared = self._prepared
 
@@ -333,8 +333,8 @@ class _GrammarConstraint:
 
 
 class _Wrapped:
-    """The tokenizer as llguidance takes it. The end is an id of its own, beyond the vocabulary:
-    which tokens end an answer is the request's business.
+    """Adapts a tokenizer to llguidance. Its end token is an extra id after the vocabulary, because
+    each request decides which tokens end its answer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -355,7 +355,7 @@ def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
     from localrt.common.free_memory import return_free_memory
 
     wrapped = _Wrapped(tokenizer)
-    # Without slices: they save a tenth of a millisecond for a token, and take 40 MB.
+    # Without slices: they would save a tenth of a millisecond per token, but take 40 MB.
     wrapper = TokenizerWrapper(wrapped)
     prepared = LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size + 1, slices=[])
     wrapped.tokens = wrapper.tokens = []
@@ -364,7 +364,7 @@ def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
 
 
 def _on_a_large_stack(work: Callable[[], _T]) -> _T:
-    """The result of ``work``, in a thread of its own."""
+    """Run ``work`` in a new thread with a large stack, and return its result."""
     with ThreadPoolExecutor(1, thread_name_prefix="localrt-grammar") as pool:
         with _STACK:
             before = threading.stack_size(_STACK_NBYTES)
@@ -382,13 +382,13 @@ def _names_alone(schema: Any) -> Any:
 
 
 def _readable(schema: str) -> str:
-    """``true`` is any value; llguidance wants an object."""
+    """Replace a schema such as ``true`` by ``{}``: llguidance accepts only objects."""
     value: Any = json.loads(schema)
     return schema if isinstance(value, Mapping) else "{}"
 
 
 def _refused(name: str, reason: str) -> OptionError:
-    # Of a long report the line that says what it is.
+    # A report may be long: show only the line that names the error.
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return OptionError(

@@ -1,9 +1,9 @@
-"""All that a chat template shows of an assistant's answers: how calls stand in them, and thinking.
+"""Finds how a chat template writes calls and thinking in an assistant's answers.
 
-Found once for a template, in some milliseconds: its own probes first, then the published syntaxes.
-How the model is told whether to think is read off the template, too: from the variables that change
-what it writes (``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``). Only
-where a template drops all thoughts are known marks looked for in it.
+This runs once per template, in some milliseconds: probing first, then the published syntaxes. The
+variables that control thinking (``enable_thinking``, ``thinking``, ``reasoning_effort``,
+``thinking_budget``) are those that change the prompt. The template's source is searched for known
+marks of thinking only if probing finds none.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _NO_EFFORTS = ("none", "no_think")
 class ThinkingTags:
     """``opening`` begins a model's thinking, ``closing`` ends it.
 
-    ``lead`` is the space behind the opening, ``close`` all that is written from the end of the
-    thinking to the answer, empty where that is not known. ``next_turn`` stands for it where tools
-    may be called instead of an answer, if that makes a difference.
+    ``lead`` is the whitespace after the opening. ``close`` is the whole text between the thinking
+    and the answer, empty if unknown. ``next_turn`` is used instead when tools may be called, if the
+    template then writes another text.
     """
 
     opening: str
@@ -66,12 +66,12 @@ class ThinkingTags:
     next_turn: str = ""
 
     def closes(self, *, tools: bool) -> tuple[str, ...]:
-        """What ends a thinking: the first time, and whenever it begins again."""
+        """The texts that end thinking: the first time, and whenever thinking begins again."""
         close = self.close or f"\n{self.closing}\n\n"
         return (self.next_turn, close) if tools and self.next_turn else (close,)
 
     def empty(self, *, tools: bool) -> str:
-        """A thinking without a thought."""
+        """The text of empty thinking."""
         return self.opening + self.lead + self.closes(tools=tools)[0]
 
 
@@ -82,7 +82,7 @@ _HARMONY = ThinkingTags(
     close="<|end|><|start|>assistant<|channel|>final<|message|>",
     next_turn="<|end|><|start|>assistant",
 )
-# Of templates that drop the thoughts of earlier answers.
+# The tags of templates that drop the thoughts of earlier answers.
 _KNOWN = (
     ThinkingTags("<|channel>thought", "<channel|>", close="<channel|>"),
     ThinkingTags("[THINK]", "[/THINK]", lead="", close="[/THINK]"),
@@ -94,11 +94,11 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSyntax:
-    """Of one chat template. Without ``tags``, its model does not think as far as can be seen.
+    """How one chat template handles thinking. Without ``tags``, the model probably does not think.
 
-    ``on`` and ``off`` are the template's variables for it, empty where it cannot be told.
-    ``efforts`` are those that it knows, each with the name that it has there; ``has_budget`` says
-    that it takes a number of tokens.
+    ``on`` and ``off`` are the template variables that switch thinking, empty if there are none.
+    ``efforts`` maps our names of efforts to the template's; ``has_budget`` says that the template
+    takes a number of tokens.
     """
 
     tags: ThinkingTags | None = None
@@ -108,7 +108,7 @@ class ThinkingSyntax:
     has_budget: bool = False
 
     def framed(self, frame: AnswerFrame) -> AnswerFrame:
-        """``frame`` with the marks that are known here."""
+        """Return ``frame`` with these tags added, if it lacks them."""
         tags = self.tags
         if tags is None or any(tags.opening == opening for opening, _ in frame.thinking):
             return frame
@@ -116,14 +116,14 @@ class ThinkingSyntax:
 
     @property
     def reads_thoughts(self) -> bool:
-        """Whether the template knows ``<think>`` in what an assistant has said."""
+        """Whether the template understands ``<think>`` in an assistant's messages."""
         return self.tags is None or self.tags.closing == CLOSE
 
     def variables(self, thinking: bool | str | None, tokens: int | None) -> dict[str, Any]:
-        """What tells the template of ``thinking`` (on, off, an effort) of ``tokens`` at most.
+        """The template variables for ``thinking`` (on, off, an effort) of at most ``tokens``.
 
         Raises:
-            OptionError: it is to think, and cannot.
+            OptionError: thinking is on, but the model cannot think.
         """
         if thinking is False:
             return dict(self.off)
@@ -141,7 +141,7 @@ class ThinkingSyntax:
 
 
 def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> ThinkingSyntax:
-    """What ``template`` shows of it, whose answers have this ``frame``."""
+    """Find how ``template`` handles thinking; ``frame`` is that of its answers."""
     source = template.tool_source
     if not source:
         return ThinkingSyntax()
@@ -170,7 +170,7 @@ def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> 
 
 
 def _prompt(template: MessageTemplate, **variables: Any) -> str | None:
-    """The beginning of an answer; None where the template refuses the variables."""
+    """Render a short prompt; None if the template refuses the variables."""
     try:
         return template.render(_ASK, **variables)
     except TemplateError:
@@ -180,7 +180,7 @@ def _prompt(template: MessageTemplate, **variables: Any) -> str | None:
 def _written_tags(
     template: MessageTemplate, on: Mapping[str, Any], frame: AnswerFrame
 ) -> ThinkingTags | None:
-    """The marks around a thought, where the template writes it out."""
+    """The marks around a thought; None if the template does not write thoughts in known marks."""
     try:
         text = template.render([*_ASK, _ANSWER | _THOUGHTS], add_generation_prompt=False, **on)
     except TemplateError:
@@ -195,7 +195,7 @@ def _written_tags(
 
 
 def _known_tags(source: str, frame: AnswerFrame) -> ThinkingTags | None:
-    """The marks of a template that drops thoughts, or writes them in a way of its own."""
+    """The marks of a template that drops thoughts or writes them in its own way."""
     of_frame = (ThinkingTags(*marks) for marks in frame.thinking if marks != (OPEN, CLOSE))
     named = (tags for tags in _KNOWN if tags.opening in source or tags.closing in source)
     usual = ThinkingTags(OPEN, CLOSE) if OPEN in source or CLOSE in source else None
@@ -203,7 +203,7 @@ def _known_tags(source: str, frame: AnswerFrame) -> ThinkingTags | None:
 
 
 def _efforts(template: MessageTemplate, on: Mapping[str, Any]) -> dict[str, str]:
-    """The efforts that make a difference; one that is refused becomes the next higher."""
+    """The efforts that make a difference; a refused one maps to the next higher accepted one."""
     found = {
         effort: text
         for effort in _EFFORTS
@@ -219,7 +219,7 @@ def _efforts(template: MessageTemplate, on: Mapping[str, Any]) -> dict[str, str]
 
 
 def _no_effort(template: MessageTemplate, tags: ThinkingTags | None) -> str | None:
-    """The effort with which the template closes the thinking at once."""
+    """The effort for which the template closes the thinking at once, if there is one."""
     if tags is None or tags is _HARMONY:
         return None
     for effort in _NO_EFFORTS:
@@ -230,11 +230,11 @@ def _no_effort(template: MessageTemplate, tags: ThinkingTags | None) -> str | No
     return None
 
 
-_LONGEST = 64  # characters of a mark
+_LONGEST = 64  # most characters of a mark
 
 
 def probe_frame(written: Written) -> AnswerFrame:
-    """The frame of the template behind ``written``."""
+    """Find the answer frame of the template that ``written`` probes."""
     thinking = _thinking(written)
     pairs = (thinking, *USUAL_FRAME.thinking) if thinking else USUAL_FRAME.thinking
     answer, end = "", ""
@@ -250,7 +250,7 @@ def probe_frame(written: Written) -> AnswerFrame:
 
 
 def _thinking(written: Written) -> tuple[str, str] | None:
-    """The marks around a thought, where they are not the usual ones."""
+    """The marks around a thought; None if they are the usual ones or unknown."""
     fields = dict.fromkeys((*THOUGHT_FIELDS, "thought"), _THOUGHT)
     for calls in ((), ((FIRST, {"zqa": "zvc"}),)):
         try:
@@ -263,9 +263,9 @@ def _thinking(written: Written) -> tuple[str, str] | None:
             continue
         opening = _opening(before, silent)
         closing = _closing(behind)
-        if closing:  # the answer may be a turn of its own
+        if closing:  # the answer may be a separate turn
             closing += _begun_by(written.prompt, behind.partition(closing)[2]).rstrip()
-        if opening and opening in written.prompt:  # it begins turns; the prompt may go on
+        if opening and opening in written.prompt:  # it begins a turn; the mark may follow it
             rest = written.prompt.rpartition(opening)[2].strip()
             opening = rest if rest and closing not in rest else opening
         if opening and closing and (opening, closing) != (OPEN, CLOSE):
@@ -275,7 +275,7 @@ def _thinking(written: Written) -> tuple[str, str] | None:
 
 
 def _opening(before: str, silent: str) -> str:
-    """What opens a thought at the end of ``before``; without one, it would be ``silent``."""
+    """The opening mark at the end of ``before``; ``silent`` is the text without a thought."""
     shared = common_start(before, silent)
     cut = shared.rfind("<") if "<" in shared and ">" not in shared[shared.rfind("<") :] else None
     opening = before[len(shared[:cut]) :].strip()
@@ -303,16 +303,16 @@ def _begun_by(prompt: str, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSyntax:
-    """``calls`` in answers, and the ``frame`` of what else is in them."""
+    """The syntax of ``calls`` in answers, and the ``frame`` of their other parts."""
 
     calls: CallSyntax
     frame: AnswerFrame = USUAL_FRAME
 
     @classmethod
     def of(cls, template: MessageTemplate, tokenizer: Tokenizer | None = None) -> TemplateSyntax:
-        """That of ``template``, whose model has this tokenizer.
+        """Find the syntax of ``template``; ``tokenizer`` is its model's.
 
-        gpt-oss' channels are ``HarmonyParser``'s.
+        ``HarmonyParser`` parses the channels of gpt-oss.
         """
         source = template.tool_source
         if is_harmony(source):
@@ -350,5 +350,5 @@ class TemplateSyntax:
 
     @property
     def answer(self) -> str:
-        """What begins an answer where a call could begin as well."""
+        """The mark that begins an answer, to tell it from a call."""
         return HARMONY_ANSWER if self.calls.spelling is HARMONY_CALL else self.frame.answer

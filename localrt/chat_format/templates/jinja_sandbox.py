@@ -1,9 +1,9 @@
-"""Jinja2 for chat templates, set up as transformers sets it up, and the process that renders them.
+"""Jinja2 for chat templates, configured as in transformers, and the process that renders them.
 
-Chat templates are code from the internet: they run in a process of their own, which is killed when
-one takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
-reads a request a line and answers with a line. It is run by its path and imports nothing of
-localrt.
+Chat templates are code from the internet, so they run in a separate process, which is killed when a
+template takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
+reads one request per line and answers each with a line. This file is run by its path and imports
+nothing of localrt.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_SECONDS = 1.0  # of the processor, for a request without its size
+_SECONDS = 1.0  # CPU time for a request, besides that for its bytes
 _SECONDS_PER_BYTE = 2e-6
-_NBYTES = 128 << 20  # of memory, likewise
+_NBYTES = 128 << 20  # memory, likewise
 _NBYTES_PER_BYTE = 40
-_CHARACTERS = 4 << 20  # of a rendered text, likewise
+_CHARACTERS = 4 << 20  # of the rendered text, likewise
 _CHARACTERS_PER_BYTE = 4
-_LONGEST_REASON = 1_000  # characters of what a template says
-_COMPILED = 16  # templates that are kept
+_LONGEST_REASON = 1_000  # characters of an error message
+_COMPILED = 16  # cached templates
 
 
 def answer(source: str, given: Mapping[str, Any] | None, size: int) -> dict[str, str]:
-    """``text`` is what the template writes for the variables ``given``, without them nothing;
-    ``invalid`` says why it is no template, ``refused`` why it wrote nothing.
+    """Render the template with the variables ``given``, as ``text``; None only checks the template.
 
-    ``size`` bytes are those of the request, which a long text is measured against.
+    Instead, ``invalid`` says why the template is not valid, ``refused`` why rendering failed. The
+    longest text allowed depends on ``size``, the bytes of the request.
     """
     try:
         template = _compiled(source)
@@ -47,7 +47,7 @@ def answer(source: str, given: Mapping[str, Any] | None, size: int) -> dict[str,
         return {"invalid": f"line {error.lineno}: {_one_line(error.message)}"}
     except (RecursionError, IndentationError):
         return {"invalid": "it is nested too deeply"}
-    except Exception as error:  # noqa: BLE001 - Python's compiler refuses in many ways
+    except Exception as error:  # noqa: BLE001 - Python's compiler raises many types of errors
         return {"invalid": _one_line(error.msg if isinstance(error, SyntaxError) else error)}
     if given is None:
         return {"text": ""}
@@ -83,7 +83,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # nothing is computed while compiling
+        optimized=False,  # compute nothing while compiling
         extensions=[LoopControlExtension, _GenerationTag],
     )
     environment.filters |= {"tojson": _tojson, "from_json": json.loads}
@@ -92,7 +92,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks training targets; here it only shows its body."""
+    """``{% generation %}`` marks training targets; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class has it so
 
@@ -135,13 +135,13 @@ def _one_line(text: object) -> str:
 
 
 def _limits() -> Callable[[int], None]:
-    """What bounds the next request, of so many bytes: the kernel then ends this process.
+    """Return a function that sets the limits of the next request, given its size in bytes.
 
-    Time is the processor's, so that a busy machine refuses nothing.
+    Exceeding a limit ends this process. CPU time is limited, so a busy machine refuses nothing.
     """
     try:
         import resource
-    except ImportError:  # Windows: whoever asked ends it after some seconds
+    except ImportError:  # Windows: the parent process ends this one after some seconds
         return lambda size: None
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -158,7 +158,7 @@ def _limits() -> Callable[[int], None]:
 
 
 def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the program that started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent process
     limit = _limits()
     for line in sys.stdin.buffer:
         limit(len(line))
