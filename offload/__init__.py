@@ -1,19 +1,19 @@
-"""Models larger than memory: where each weight is, how it gets there, and what it all takes.
+"""Runs models larger than memory: places weights, moves them, and accounts for memory.
 
 ``localrt.load`` compares a model with its budget. One that fits is loaded whole. Otherwise it is
 packed into a store, once (``store/cached.py``), and the machine is measured, once, in a process of
-its own. The planner knows rates and bytes only: it searches ring sizes and placements by rules,
+its own. The planner, from rates and bytes alone, searches ring sizes and placements by rules,
 scores them by replaying the schedule, and chooses a ``Placement``. ``pipeline/opening.py`` carries
 it out.
 
-What stays in memory lies in RAM or on a GPU. What does not passes through a ``Ring`` in each pass:
-read from the SSD by ``reading/``, copied to a GPU over the link. A mixture's experts have slots of
-their own (``experts/``), keys and values may lie on the SSD (``kv/``). The output does not depend
-on the placement: on one device it is bit for bit the resident model's.
+Resident units are in RAM or on a GPU. Other units pass through a ``Ring`` in each pass: read from
+the SSD by ``reading/``, copied to a GPU over the link. A mixture's experts have slots of their own
+(``experts/``); keys and values may be on the SSD (``kv/``). The output does not depend on the
+placement: on one device it is bit for bit the resident model's.
 
 The budget is a hard limit for the whole process: interpreter and libraries, activations, scratch,
-rings, weights, keys and values, logits. ``account.py`` computes every part; the peak that follows
-is ``Model.status().ram.forecast``. ``python -m benchmarks.memory`` compares budgets, forecasts and
+rings, weights, keys and values, logits. ``account.py`` computes every part; their peak is
+``Model.status().ram.forecast``. ``python -m benchmarks.memory`` compares budgets, forecasts and
 peaks of real processes; some of its cells are tests. The process that measures the machine counts
 too: if it does not fit, it uses less memory, or rates are assumed.
 

@@ -1,8 +1,8 @@
-"""What everything takes of memory, in bytes: the one place that computes it.
+"""Computes what each part takes of memory, in bytes, for the whole program.
 
-Loading, planner, drafts, budgets and the server ask here. It turns shapes, rows and contexts into
-bytes; how much memory there is (``offload/memory``) and who gets it (``offload/planner``) are not
-its business. Estimates err to the large side: a budget is a hard limit for the whole process.
+Loading, planner, drafts, budgets and the server use it. It turns shapes, rows and contexts into
+bytes; ``offload/memory`` says how much memory there is, ``offload/planner`` divides it. Estimates
+err on the large side: a budget is a hard limit for the whole process.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ PACKED_ROWS = 64
 # -- constants -----------------------------------------------------------------------------------
 
 _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' threads
-_VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
+_VOCABULARY_NBYTES = 100  # per token in the tokenizer: its bytes, merges, hash tables
 GROWTH_NBYTES = 4 << 20
-"""What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
+"""Growth of a loaded process beyond the accounted parts: sampling, text, threads' stacks."""
 
 KERNEL_SCRATCH_NBYTES = 3 << 20
 """What the native kernels allocate for themselves."""
 
 TORCH_GROWTH_NBYTES = 20 << 20
-"""Of torch's scratch, what passes take where its libraries are there already."""
+"""The scratch of torch in passes, without its libraries."""
 
 MARGIN_NBYTES = 3 << 20
-"""Left free of a budget: pages that two parts share, memory that comes back later than asked."""
+"""Kept free in a budget: pages that two parts share, memory that is freed late."""
 
 LOADING_NBYTES = 3 << 20
-"""What loading itself leaves behind: a refusal before it has to leave room for that."""
+"""Memory that loading leaves in use; a check before loading must include it."""
 
 SERVER_NBYTES = 4 << 20
-"""A server's libraries, the checks of its bodies, requests, threads and what is not sent yet."""
+"""A server's libraries, body validation, requests, threads and unsent data."""
 
 MEASURING_NBYTES = 68 << 20
-"""The process that measures this machine, beside the memory that it measures with."""
+"""The measuring process, without the memory that it measures with."""
 
 UNKNOWN_MODEL_NBYTES = 200 << 20
-"""Process and conversation, beside a model of which nothing but its size is known."""
+"""Process and conversation, for a model of which only the size is known."""
 
 CUDA_CONTEXT_NBYTES = 400 << 20
-"""Of a GPU's memory: CUDA's context and kernels' code, before anything is allocated."""
+"""CUDA's context and kernels' code in GPU memory, before any allocation."""
 
 SPARE_VRAM_NBYTES = (128 + 40 + 32 + 150) << 20
 """Of a real GPU: torch rounds each of about 64 allocations up by 2 MB at most, and takes small
@@ -66,28 +66,28 @@ PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
 
 LONG_PREFILL_ROWS = 2048
-"""The same beside a GPU: enough for it to compute as long as a link takes to bring what it lacks.
+"""The same with a GPU: enough rows to compute for as long as the link copies missing weights.
 """
 
 FIRST_CONTEXT = 512
 """Tokens that a first placement has room for; caches take it from the weights as they grow."""
 
 SMALLEST_CONTEXT = 512
-"""Of a context that was not asked for."""
+"""The smallest context that is chosen automatically."""
 
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
-_UNPACKED_AT_ONCE = 32 << 20  # numbers of a matrix, in bf16, by passes of more than 64 rows
-_RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
-_KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
-_DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
-_CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
+_UNPACKED_AT_ONCE = 32 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
+_RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: read while that is computed
+_KV_BUFFERS = 2  # one for the computing layer, one for the next layer's load
+_DRAFT_PASS_NBYTES = 40 << 20  # logits and activations of a draft's round
+_CONSTRAINT_NBYTES = 400  # per token, to prepare a tokenizer for grammars; half stays
 _CONTEXT_STEP = 256
-_TABLES = ("embedding", "norm")  # units that stay where they are: rows are taken from them
+_TABLES = ("embedding", "norm")  # units that never move: passes read rows of them
 
-# A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
+# A pass needs enough rows for arithmetic to outweigh reading, within a small part of the budget.
 _ROW_CHOICES = (1024, 512, 256, 128, 64, 32)
 _ACTIVATION_SHARE = 0.02
-_GPU_ACTIVATION_SHARE = 0.07  # beside a GPU, of its memory and of the RAM for more rows than 512
+_GPU_ACTIVATION_SHARE = 0.07  # share of VRAM and RAM for passes of over 512 rows
 _FEWEST_ROWS = 32
 
 Tier = Literal["ram", "vram", "ssd"]
@@ -98,7 +98,7 @@ Tier = Literal["ram", "vram", "ssd"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """``nbytes`` of ``tier`` for ``what``."""
+    """``nbytes`` bytes of ``tier``, used for ``what``."""
 
     tier: Tier
     what: str
@@ -113,7 +113,7 @@ class Account:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Tier, str, int]]) -> Account:
-        """Without the parts that are empty."""
+        """An account of ``parts`` without the empty ones."""
         return cls(tuple(MemoryPart(*part) for part in parts if part[2]))
 
     def total(self, tier: Tier = "ram") -> int:
@@ -129,9 +129,9 @@ class Account:
 class Budgets:
     """Bytes that may be used: ``ram`` by the whole process, ``vram`` of the GPU.
 
-    ``process`` is what the process takes without weights, slots, keys and values and activations
-    (None: an estimate); ``cuda_context`` what the driver takes of ``vram`` (None: an estimate; a
-    virtual GPU has none); ``scratch`` what kernels allocate for themselves.
+    ``process`` is what the process takes without weights, slots, KV caches and activations (None:
+    an estimate); ``cuda_context`` what the driver takes of ``vram`` (None: an estimate; a virtual
+    GPU has none); ``scratch`` what kernels allocate for themselves.
     """
 
     ram: int
@@ -146,15 +146,15 @@ class Budgets:
                 raise OptionError(f"{option(name)} must not be negative, is {getattr(self, name)}")
 
     def less(self, nbytes: int) -> Budgets:
-        """With ``nbytes`` of the RAM taken."""
+        """These budgets with ``nbytes`` less RAM."""
         return replace(self, ram=max(0, self.ram - nbytes))
 
     def process_bytes(self, vocab: int) -> int:
-        """What the process takes beside the model."""
+        """Bytes that the process takes without the model."""
         return process_nbytes(vocab) if self.process is None else self.process
 
     def context_bytes(self) -> int:
-        """What the GPU's driver takes."""
+        """Bytes that the GPU's driver takes."""
         if self.vram == 0:
             return 0
         return CUDA_CONTEXT_NBYTES if self.cuda_context is None else self.cuda_context
@@ -163,13 +163,13 @@ class Budgets:
 def check_fits(
     account: Account, budget: int, what: str, *, ctx: int | None = None, tier: str = "RAM"
 ) -> None:
-    """Do nothing when the account's RAM fits ``budget`` bytes; else say by how much it does not.
+    """Check that the account's RAM fits ``budget`` bytes.
 
-    ``ctx`` is the context length in tokens behind the account's keys and values: with it the error
-    names the context that would fit. ``tier`` is what the memory is called.
+    With ``ctx``, the context length in tokens of the account, the error names one that would fit.
+    ``tier`` is what the memory is called.
 
     Raises:
-        MemoryBudgetError: it does not fit; the message has the numbers and a way out.
+        MemoryBudgetError: it does not fit; the message gives the numbers and a remedy.
     """
     total = account.total()
     if total <= budget:
@@ -195,15 +195,15 @@ def _way_out(account: Account, budget: int, ctx: int | None) -> str:
 
 
 def shorter_contexts(ctx: int, least: int = SMALLEST_CONTEXT) -> Iterator[int]:
-    """Halves of ``ctx`` and of each other, down to ``least``."""
+    """Yield ``ctx`` halved again and again, down to ``least``."""
     while ctx > least:
         ctx = max(ctx // 2, least)
         yield ctx
 
 
 def longest_context(ctx: int, fits: Callable[[int], bool], least: int = SMALLEST_CONTEXT) -> int:
-    """``ctx``, or the first of the shorter ones that fits; else ``least``, or ``ctx`` if that is
-    less.
+    """The first of ``ctx`` and ``shorter_contexts`` that fits; if none does, the smaller of ``ctx``
+    and ``least``.
     """
     if fits(ctx):
         return ctx
@@ -215,12 +215,12 @@ def longest_context(ctx: int, fits: Callable[[int], bool], least: int = SMALLEST
 
 
 def process_nbytes(vocab: int) -> int:
-    """An estimate for a process that is not there yet: interpreter, libraries, tokenizer."""
+    """Estimate the bytes of a new process: interpreter, libraries, tokenizer."""
     return _PROCESS_NBYTES + _VOCABULARY_NBYTES * vocab
 
 
 def constraint_nbytes(vocab: int) -> int:
-    """What preparing a tokenizer for grammars takes."""
+    """Bytes that preparing a tokenizer for grammars takes."""
     return _CONSTRAINT_NBYTES * vocab
 
 
@@ -230,8 +230,8 @@ def logits_nbytes(vocab: int, rows: int) -> int:
 
 
 def pass_logits_nbytes(vocab: int, rows: int) -> int:
-    """Logits of a pass beside what its activations count: of all rows but one, and a slice of the
-    head's before it is put beside the others.
+    """Logits of a pass that ``activation_nbytes`` omits: all rows but one, twice, since slices of
+    the head are joined by a copy.
     """
     return 2 * logits_nbytes(vocab, max(0, rows - 1))
 
@@ -251,10 +251,10 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 
 
 def gpu_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
-    """What passes of at most ``rows`` rows need of a GPU beside weights, keys and values.
+    """GPU memory for passes of at most ``rows`` rows, without weights, keys and values.
 
-    Long passes unpack a piece of a matrix at a time, and keep its product beside the others'. Short
-    ones have memory of their own where they are recorded: what their attention splits is added.
+    Long passes unpack one piece of a matrix at a time and keep all products. Recorded short passes
+    have memory of their own: the partial results of split attention are added.
     """
     most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
     unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > PACKED_ROWS else 0
@@ -270,7 +270,7 @@ def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
 
 
 def gpu_rows_choices(sizes: PassSizes, budgets: Budgets, most: int) -> Iterator[int]:
-    """Rows of a prompt's pass beside a GPU, more than ``PREFILL_ROWS``: the most first."""
+    """Row counts above ``PREFILL_ROWS`` for a prompt's pass with a GPU, largest first."""
     room = _GPU_ACTIVATION_SHARE * min(budgets.ram, budgets.vram)
     for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
         if rows > PREFILL_ROWS and _row_nbytes(sizes, rows) <= room:
@@ -282,13 +282,13 @@ def _row_nbytes(sizes: PassSizes, rows: int) -> int:
 
 
 def kv_buffer_nbytes(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
-    """What keys and values on the SSD are read through."""
+    """Bytes of the buffers through which keys and values are read from the SSD."""
     return _KV_BUFFERS * _largest_kv(shape, kv_format, ctx)
 
 
 def kv_tail_nbytes(shape: ModelShape, kv_format: KvFormat, layers: int) -> int:
-    """What ``layers`` whose keys and values live on the SSD keep of a sequence in RAM: the blocks
-    that are being written.
+    """RAM that a sequence takes for ``layers`` layers with KV caches on the SSD: the blocks being
+    written.
     """
     return layers * 2 * _largest_kv(shape, kv_format, 1)
 
@@ -302,15 +302,15 @@ def _largest_kv(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
 
 
 def weight_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
-    """A whole model's matrices, as ``ops`` keep them."""
+    """Bytes of all matrices of a model, as ``ops`` keep them."""
     matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
     return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
 
 
 def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ctx: int) -> Account:
-    """A model that is loaded whole, with a context of ``ctx`` tokens, beside what the process has.
+    """Account for a model loaded whole with a context of ``ctx`` tokens, without the process.
 
-    All of it is counted as RAM, wherever ``ops`` compute.
+    Everything counts as RAM, even if ``ops`` compute on a GPU.
     """
     if ops.name == "native":
         activations = activation_nbytes(PassSizes.of_config(config), PREFILL_ROWS)
@@ -336,8 +336,8 @@ def placed_account(
     sequences: int,
     rows: int,
 ) -> Account:
-    """A model under a placement, with caches of ``sequences`` for ``ctx`` tokens each; ``rows`` are
-    the most of a pass.
+    """Account for a model under a placement, with ``sequences`` caches for ``ctx`` tokens each;
+    ``rows`` is the most rows of a pass.
     """
     weights = dict.fromkeys(Where, 0)
     for unit in shape.units:
@@ -372,19 +372,19 @@ def placed_account(
 
 
 def growing_ring_nbytes(largest: int) -> int:
-    """A ring that a unit of ``largest`` bytes passes through, for memory given back later."""
+    """Bytes of a ring for units of up to ``largest`` bytes, for weights evicted later."""
     return largest + _RING_SLACK_NBYTES
 
 
 def ring_for_all_nbytes(shape: ModelShape) -> int:
-    """A ring that all units pass through that can be streamed, none of which is yet."""
+    """Bytes of a ring for every streamable unit, where none is streamed yet."""
     return growing_ring_nbytes(max(u.nbytes for u in shape.units if u.kind not in _TABLES))
 
 
 def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
-    """Weights in RAM that stay there whatever the caches need, beside the ring as planned.
+    """Bytes of RAM for weights that cannot be evicted, beyond the planned ring.
 
-    Where there is a ring, it grows until every unit passes through.
+    An existing ring grows until every unit fits through it.
     """
     in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
     stays = sum(u.nbytes for u in in_ram if u.kind in _TABLES or not placement.ram_ring)
@@ -395,7 +395,7 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
 
 
 def unstreamable_gpu_nbytes(shape: ModelShape, placement: Placement) -> int:
-    """Weights on the GPU that stay there whatever the caches need. Of experts few have to."""
+    """Bytes of weights on the GPU that cannot be evicted. Experts do not count."""
     limit = min(placement.ram_ring, placement.vram_ring)
     on_gpu = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
     return sum(u.nbytes for u in on_gpu if u.kind != "expert" and u.nbytes > limit)
@@ -405,11 +405,11 @@ def unstreamable_gpu_nbytes(shape: ModelShape, placement: Placement) -> int:
 
 
 def draft_nbytes(shape: ModelShape, ctx: int, kv_format: KvFormat = "bf16") -> int:
-    """A resident draft with ``ctx`` tokens of keys and values, and its activations."""
+    """Bytes of a resident draft model, its KV cache of ``ctx`` tokens, and its activations."""
     kv = sum(shape.kv_nbytes(kv_format, ctx))
     return shape.nbytes + kv + activation_nbytes(shape.pass_sizes, PREFILL_ROWS)
 
 
 def draft_growth_nbytes(kv: int) -> int:
-    """What a loaded draft still grows by: its cache of ``kv`` bytes, and its passes."""
+    """Bytes by which a loaded draft still grows: its cache of ``kv`` bytes, and its passes."""
     return kv + _DRAFT_PASS_NBYTES

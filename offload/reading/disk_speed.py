@@ -1,8 +1,8 @@
-"""How this disk is read best: direct or through the page cache, how many readers, which block.
+"""Measures how to read this disk: direct or through the page cache, how many threads, block size.
 
-Every way is tried on files that are there, in turns and the way that a pipeline reads: pieces with
-gaps between them, again and again; the median decides. There is no single winner across disks and
-machines. (io_uring was tried beside these, with fio: at no depth or block size was it faster.)
+Each way is tried in turn on existing files with a pipeline's pattern: pieces with gaps between
+them, repeatedly; the median decides. There is no single winner across disks and machines. (io_uring
+was tried too, with fio: it was not faster at any depth or block size.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ASSUMED_BYTES_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class DiskProfile:
-    """``read_bytes_s`` in ``mode``, and the processor seconds that a byte costs."""
+    """Read speed in bytes per second with ``mode``, and CPU seconds per byte read."""
 
     mode: ReadMode
     read_bytes_s: float
@@ -46,7 +46,7 @@ class DiskProfile:
 
     @classmethod
     def assumed(cls) -> DiskProfile:
-        """Of a disk that nothing is known of."""
+        """The profile assumed for an unmeasured disk."""
         return cls(ReadMode(), _ASSUMED_BYTES_S, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,10 +61,10 @@ class DiskProfile:
 
 
 def measure_disk(paths: Sequence[Path], *, sample: int = 48 * _MB, rounds: int = 3) -> DiskProfile:
-    """The best way to read ``paths``, files of one folder and together some hundred megabytes.
+    """Measure the best way to read ``paths``: files of one folder, some hundred megabytes in all.
 
-    Takes about a second on a fast disk; never more than a few samples on a slow one. Without a
-    page to read it is an assumption.
+    Takes about a second on a fast disk, and few samples on a slow one. If the files hold not even a
+    page, the profile is an assumption.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -102,7 +102,7 @@ def _ranges(paths: Sequence[Path]) -> list[_Job]:
 
 
 def _jobs(ranges: Sequence[_Job], nbytes: int, block: int) -> list[_Job]:
-    """Blocks of together ``nbytes``, in pieces with gaps between them, as streamed units lie."""
+    """Blocks of ``nbytes`` in total, in pieces with gaps between them, like streamed units."""
     jobs: list[_Job] = []
     left = nbytes
     for gap in (_PIECE, 0):  # without gaps where the files are small

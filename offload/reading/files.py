@@ -1,8 +1,7 @@
-"""The files of a store as the pipeline reads them: ranges into memory that is there already.
+"""The files of a store: reads byte ranges into existing memory.
 
-Direct reads go past the page cache; where a file system refuses them, and where buffered reads are
-faster, the pages that were read are dropped, so that a memory budget means what it says. It knows
-ranges, not what they mean.
+Direct reads bypass the page cache. Where a file system refuses them or buffered reads are faster,
+the pages read are dropped, so that a memory budget holds. It knows ranges, not what they mean.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from localrt.quant.formats.packed import Bytes
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How a disk is read best: see ``disk_speed``. ``block`` is the bytes of one request."""
+    """How to read a disk: see ``disk_speed``. ``block`` is the bytes of one request."""
 
     direct: bool = False
     threads: int = 2
@@ -66,7 +65,7 @@ class StoreFiles:
                 except OSError:
                     if not direct:
                         raise
-                    # An odd remainder, or a file system that lets direct files be opened only.
+                    # An odd remainder, or a file system that refuses the direct read itself.
                     self._use_cache(name)
                     continue
             except OSError as error:
@@ -82,7 +81,7 @@ class StoreFiles:
             _drop(self._descriptors[name][0], offset, len(view))
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError when a file's size or time of change is not what it was."""
+        """Raise CheckpointError if a file's size or modification time has changed."""
         for name, stamp in self._stamps.items():
             if self._stamp(name) != stamp:
                 raise CheckpointError(
@@ -131,7 +130,7 @@ def _read_at(descriptor: int, view: memoryview, offset: int, lock: threading.Loc
 
 
 def _drop(descriptor: int, offset: int, count: int) -> None:
-    """Tell the system that the pages will not be wanted from the cache."""
+    """Tell the system to drop the pages from its cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
@@ -144,7 +143,7 @@ class DiskSource:
         self._clock = clock
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
-        """Read now: RAM is free at once, no GPU works on it."""
+        """Read at once: no GPU uses this RAM, so there is no event to wait for."""
         started = self._clock.begin("ssd")
         try:
             self._files.read_into(unit.file, unit.offset + start, out)
@@ -152,7 +151,7 @@ class DiskSource:
             self._clock.end("ssd", unit.name, started)
 
     def skip(self, unit: StoredUnit) -> None:
-        """Nothing to do: a file gives what it is asked for, and waits for nobody."""
+        """Nothing to do: files are read on request, in any order."""
 
     def forget(self) -> None:
         """Nothing to do."""

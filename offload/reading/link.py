@@ -1,5 +1,5 @@
-"""Units on their way over the link, from RAM to a GPU: those that stay in RAM, and those that the
-CPU's ring brings from the SSD. A ``UnitReader`` with this source fills the GPU's ring.
+"""Copies units over the link from RAM to a GPU: units that stay in RAM, and units that the CPU's
+ring reads from the SSD. A ``UnitReader`` with this source fills the GPU's ring.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ class _Passing:
     """A unit of the reader's ring that is being copied; ``data`` is None until it is there."""
 
     unit: StoredUnit
-    unasked: int  # bytes that no thread has taken on
+    unasked: int  # bytes that no thread has begun to copy
     data: Bytes | None = None
     error: BaseException | None = None
-    active: int = 0  # threads at it
+    active: int = 0  # threads that copy it
     given_up: bool = False
 
 
 class LinkSource:
-    """Units whose bytes ``resident`` gives, and others through ``reader``'s ring.
+    """A source of units: resident ones from ``resident``, others through ``reader``'s ring.
 
-    See ``reader.Source``. A unit's place in the reader's ring is given back when all of it has
-    been copied; before that it is not asked for again. ``verify`` is called for every unit that is
-    read. No lock is held while a unit is waited for: another may have to be given back before it
-    can be read.
+    See ``reader.Source``. A unit's place in the reader's ring is given back when all of it has been
+    copied; before that it is not asked for again. ``verify`` is called for every unit that is read.
+    Waiting for a unit holds no lock: another unit may have to be released before it can be read.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class LinkSource:
         self._reader = reader
         self._changed = threading.Condition()
         self._passing: dict[str, _Passing] = {}
-        self._from_ram = 0  # copies on their way of units that are resident
+        self._from_ram = 0  # running copies of resident units
         self._stopped = False
 
     def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
-        """Copy over the link."""
+        """Copy bytes of ``unit`` over the link."""
         stop = start + len(out)
         with self._changed:
             self._check()
@@ -77,16 +76,15 @@ class LinkSource:
             self._leave(passing)
 
     def skip(self, unit: StoredUnit) -> None:
-        """The reader leaves it out as well: it brings a unit once for each time it is copied."""
+        """Have the reader skip it too: it reads a unit once for each time it is copied."""
         if self._resident(unit.name) is None and not self._stopped:
             assert self._reader is not None, "units that are not resident are read"
             self._reader.skip([unit.name])
 
     def forget(self) -> None:
-        """Nobody wants what is on its way: waiting ends, units copied in part are given back.
+        """Drop what is being copied: end all waiting, release units that are partly copied.
 
-        Until ``resume`` nothing is asked of the reader, and nothing resident is copied: its RAM
-        may be freed.
+        Until ``resume`` nothing is read or copied, so the RAM of resident units may be freed.
         """
         with self._changed:
             self._stopped = True
@@ -98,12 +96,12 @@ class LinkSource:
                 self._changed.wait()
 
     def resume(self) -> None:
-        """All fetches from before ``forget`` have ended."""
+        """Copy again. All fetches from before ``forget`` must have ended."""
         with self._changed:
             self._stopped = False
 
     def _enter(self, unit: StoredUnit, nbytes: int) -> tuple[_Passing, bool]:
-        """Take on ``nbytes`` of a unit; True to the first, who gets it from the reader."""
+        """Register a copy of ``nbytes``; True for the unit's first, which must acquire it."""
         with self._changed:
             self._check()
             passing = self._passing.get(unit.name)
@@ -152,7 +150,7 @@ class LinkSource:
             self._release(passing)
 
     def _release(self, passing: _Passing) -> None:
-        """A unit of which nothing more is copied."""
+        """Release the unit in the reader's ring once nothing more of it is to be copied."""
         if passing.active or (passing.unasked and not passing.given_up):
             return
         del self._passing[passing.unit.name]

@@ -1,9 +1,8 @@
 """Threads that fetch units, piece by piece, and passes that wait for them.
 
-``Reader`` has what all reading has in common: loads and their pieces, errors, a disk that is
-silent, the threads' end. Which piece comes next is for its two kinds to say: ``UnitReader`` follows
-a fixed order through a ring, ``DemandReader`` reads experts, which are known only once chosen: the
-urgent first, then those that are expected.
+``Reader`` has what all reading shares: loads and their pieces, errors, stalled disks, ending
+threads. Two subclasses choose the next piece: ``UnitReader`` follows a fixed order through a ring;
+``DemandReader`` reads experts on request, urgent ones first, then expected ones.
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ from localrt.offload.ring import Chunk, Lease, Ring, chunks
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
-_CLOSE_S = 2.0  # how long closing waits for reads on their way
+_CLOSE_S = 2.0  # how long closing waits for running reads
 T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where units come from. Used by several threads at once."""
+    """Where a reader gets units from. Used by several threads at once."""
 
     def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
         """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
 
         Raises:
-            LocalrtError: they cannot be had.
+            LocalrtError: the bytes cannot be fetched.
         """
 
     def skip(self, unit: StoredUnit) -> None:
-        """The unit is left out once: in the order of ``fetch``, after all of what came before."""
+        """Leave the unit out once, at this point in the order of fetches."""
 
     def forget(self) -> None:
-        """Nobody wants what is on its way: end all waiting, begin nothing until ``resume``."""
+        """Drop pending fetches: end all waiting, begin nothing until ``resume``."""
 
     def resume(self) -> None:
-        """All fetches from before ``forget`` have ended."""
+        """Begin again. All fetches from before ``forget`` have ended."""
 
 
 @runtime_checkable
 class Waiter(Protocol):
-    """A check that is told when its pass waits for weights: others may use the processor then."""
+    """A check that is told when its pass waits for weights, so that others may use the CPU."""
 
     def __call__(self) -> None:
         """Raises to abandon the pass."""
@@ -60,12 +59,12 @@ class Waiter(Protocol):
 
 
 def waiting(check: Check | None) -> AbstractContextManager[None]:
-    """What to hold while waiting, for a check of either kind."""
+    """The context to hold while waiting, for either kind of check."""
     return check.waiting() if isinstance(check, Waiter) else nullcontext()
 
 
 def require_answer(since: float, stall_s: float, what: str) -> None:
-    """Raises CheckpointError when nothing has come for ``stall_s`` seconds ``since`` then."""
+    """Raise CheckpointError if nothing has arrived for ``stall_s`` seconds after ``since``."""
     silent = time.perf_counter() - since
     if silent > stall_s:
         raise CheckpointError(
@@ -78,7 +77,7 @@ def require_answer(since: float, stall_s: float, what: str) -> None:
 class Load:
     """A unit on its way into ``memory``.
 
-    ``waiting`` are the pieces that nobody has begun, ``missing`` the bytes that have not arrived.
+    ``waiting`` holds the pieces not begun yet, ``missing`` counts the bytes not arrived yet.
     """
 
     unit: StoredUnit
@@ -93,7 +92,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """Whether all of it is there, or it has failed and nothing of it is on its way."""
+        """Whether it has arrived whole, or has failed and no piece of it is in flight."""
         return self.missing == 0 or (self.error is not None and not self.in_flight)
 
 
@@ -102,9 +101,9 @@ Job = tuple[Load, Chunk, "Event | None"]
 
 
 class Reader:
-    """``threads`` fetch from ``source``. ``stall_s``: how long a disk may be silent.
+    """``threads`` threads fetch from ``source``. ``stall_s``: seconds a disk may stall.
 
-    Methods with an underscore, but ``_run`` and ``_fetch``, are called with the lock held.
+    Private methods except ``_run`` and ``_fetch`` are called with the lock held.
     """
 
     def __init__(self, source: Source, *, threads: int, stall_s: float, name: str) -> None:
@@ -123,12 +122,12 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that have arrived since construction, dropped ones included."""
+        """Bytes fetched since construction, including dropped ones."""
         with self._changed:
             return self._fetched
 
     def close(self) -> None:
-        """End the threads. A read that hangs is left behind; its thread ends with it."""
+        """End the threads. A hanging read is not waited for; its thread ends when the read does."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -137,15 +136,15 @@ class Reader:
             thread.join(timeout=max(0.0, end - time.perf_counter()))
 
     def _next(self) -> Job | None:
-        """What to fetch next; None while there is nothing, or no room."""
+        """The next piece to fetch; None if there is nothing to fetch or no room."""
         raise NotImplementedError
 
     def _arrived(self, load: Load) -> None:
-        """A piece of ``load`` has come, or has failed."""
+        """Handle a piece of ``load`` that has arrived or failed."""
         raise NotImplementedError
 
     def _wait(self, found: Callable[[], T | None], what: str, check: Check | None) -> T:
-        """What ``found`` gives, as soon as it is not None.
+        """Wait until ``found`` returns a value, and return it.
 
         Raises:
             CheckpointError: the reader is closed, or the disk does not answer.
@@ -185,7 +184,7 @@ class Reader:
         error: LocalrtError | None = None
         try:
             self._source.fetch(load.unit, chunk.start, out, after)
-        except LocalrtError as failure:  # it is the pass's that waits, not the thread's
+        except LocalrtError as failure:  # raised in the waiting pass, not in this thread
             error = failure
         except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
             error = CheckpointError(f"{load.unit.file} cannot be read: {failure}")
@@ -203,7 +202,7 @@ class Reader:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _UnitLoad(Load):
-    """A unit in the ring or on its way there."""
+    """A unit in the ring or being read into it."""
 
     lease: Lease
     unwanted: bool = False
@@ -228,13 +227,13 @@ class UnitReader(Reader):
     ) -> None:
         self._ring = ring
         self._order: tuple[StoredUnit, ...] = ()
-        self._cursor = 0  # of the unit that is leased next
-        self._skips: Counter[str] = Counter()  # times that a unit is left out
+        self._cursor = 0  # index of the unit to lease next
+        self._skips: Counter[str] = Counter()  # how many times to skip a unit
         self._loads: deque[_UnitLoad] = deque()  # oldest first
         self._draining = False  # loads are dropped once nothing of them is in flight
-        self._stopped = False  # and nothing is begun after that
-        self._following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
-        self._new_ring: Ring | None = None  # and the ring
+        self._stopped = False  # begin nothing after draining
+        self._following: tuple[StoredUnit, ...] | None = None  # the order to follow after draining
+        self._new_ring: Ring | None = None  # the ring to use after draining
         super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
 
     @property
@@ -244,7 +243,7 @@ class UnitReader(Reader):
 
     @property
     def failed(self) -> bool:
-        """Whether a unit that nobody has asked for yet could not be fetched."""
+        """Whether fetching a unit ahead has failed."""
         with self._changed:
             return any(load.error is not None for load in self._loads)
 
@@ -253,12 +252,12 @@ class UnitReader(Reader):
         with self._changed:
             self._stopped = True
             self._drop()
-        self._source.forget()  # later: what was dropped could have ended before, and resumed it
+        self._source.forget()  # last: until ``_stopped`` is set, a drop may resume the source
 
     def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
-        """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
+        """Drop what was fetched; from now on fetch ``units`` in a cycle, from the first.
 
-        ``ring`` takes the place of the one so far.
+        ``ring`` replaces the present ring.
         """
         with self._changed:
             self._following = tuple(units)
@@ -267,7 +266,7 @@ class UnitReader(Reader):
             self._drop()
 
     def rewind(self) -> None:
-        """Begin again with the first unit, since the pass was abandoned."""
+        """Begin again with the first unit: the pass was abandoned."""
         with self._changed:
             self._stopped = False
             self._drop()
@@ -276,8 +275,8 @@ class UnitReader(Reader):
         """Leave each of these units out once: the pass does not want them.
 
         Every pass acquires or skips each unit of the order, so that a unit which is there already
-        is the one of this pass, however many rounds the ring holds. With ``finish`` what is on its
-        way is fetched to its end, since the source gives it once.
+        is the one of this pass, however many rounds the ring holds. With ``finish`` a load that has
+        begun is completed, since the source gives it only once.
         """
         with self._changed:
             order = self._order if self._following is None else self._following
@@ -308,7 +307,7 @@ class UnitReader(Reader):
             return self._wait(lambda: self._take(name), name, check)
 
     def release(self, name: str, event: Event | None = None) -> None:
-        """Give the memory of ``name`` to the units that follow, once ``event`` has happened."""
+        """Release the memory of ``name`` to later units, once ``event`` has happened."""
         with self._changed:
             for load in self._loads:
                 if load.unit.name == name and load.used:
@@ -348,7 +347,7 @@ class UnitReader(Reader):
         self._changed.notify_all()
 
     def _sweep(self) -> None:
-        """Free what nobody wants, as far as it has arrived."""
+        """Free loads that are no longer wanted and have nothing in flight."""
         for load in [load for load in self._loads if load.unwanted]:
             if not load.in_flight and not load.waiting:
                 self._free(load)
@@ -417,7 +416,7 @@ class UnitReader(Reader):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DemandLoad(Load):
-    """Appended to ``ends`` when it has ended, well or not."""
+    """A load that is appended to ``ends`` when it completes or fails."""
 
     ends: deque[DemandLoad]
 
@@ -436,7 +435,7 @@ class DemandReader(Reader):
     def ask(
         self, unit: StoredUnit, memory: Any, *, urgent: bool, ends: deque[DemandLoad]
     ) -> DemandLoad:
-        """Begin to fill ``memory`` with ``unit``. See ``Load``."""
+        """Begin to read ``unit`` into ``memory``. See ``Load``."""
         waiting = deque(chunks(unit.nbytes, self._block, first=0))
         load = DemandLoad(unit=unit, memory=memory, waiting=waiting, ends=ends)
         with self._changed:
@@ -445,16 +444,16 @@ class DemandReader(Reader):
         return load
 
     def hurry(self, load: DemandLoad) -> None:
-        """What was asked for ahead is needed now."""
+        """Make a load that was requested ahead urgent."""
         with self._changed:
             if load in self._ahead:
                 self._ahead.remove(load)
                 self._urgent.append(load)
 
     def cancel(self, loads: Collection[DemandLoad]) -> list[DemandLoad]:
-        """Of ``loads`` that were asked for ahead begin none; returns those of which none was read.
+        """Cancel those of ``loads`` that have not begun, and return them.
 
-        The others come all the same.
+        The others are read to their end.
         """
         with self._changed:
             dropped = [
@@ -466,7 +465,7 @@ class DemandReader(Reader):
             return dropped
 
     def wait(self, load: DemandLoad, check: Check | None = None) -> None:
-        """Until ``load`` is there. ``check`` is called while waiting, and may raise.
+        """Wait until ``load`` is complete. ``check`` is called while waiting, and may raise.
 
         Raises:
             CheckpointError: the file is truncated or fails, or the disk does not answer.
