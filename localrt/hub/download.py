@@ -78,10 +78,10 @@ class RemoteRepo:
 
 
 def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo:
-    """Ask the hub for the files of a repository. One request, no retry: ten seconds at most.
+    """Ask the hub for the files of a repository: one request, no retry, ten seconds at most.
 
     Raises:
-        HubError: and its kinds; see ``hub_errors``.
+        HubError: or a subclass of it; see ``hub_errors``.
     """
     with hub_errors(repo, settings, revision=revision):
         # False, not None: with None the library would search for a token.
@@ -235,7 +235,7 @@ def download(
     Stages of ``progress``: ``"download"``, then ``"verify"``, each in bytes over all files.
 
     Raises:
-        HubError: and its kinds; a file with a wrong checksum is removed.
+        HubError: or a subclass of it; a file with a wrong checksum is removed.
         StorageError: the cache cannot be written, or the disk is too small.
         CancelledError: ``cancel`` was set; the next call continues.
     """

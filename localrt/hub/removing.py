@@ -1,7 +1,7 @@
-"""Deletes models: which files a name stands for, and which of them localrt may delete.
+"""Deletes models: finds the files of a name, and checks that localrt may delete them.
 
-The hub's cache counts as localrt's, although other tools share it. Files of other programs and of
-the user are never deleted: the error says what to do instead.
+localrt may delete from the hub's cache, although other tools share it. It never deletes files of
+other programs or of the user: the error says what to do instead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What deleting ``name`` deletes: ``models`` of ``bytes`` (none if only packed copies go), and
-    the copies in ``packed``, of ``packed_bytes``. ``place`` is that of ``LocalModel``.
+    """What deleting ``name`` would delete: ``models``, ``bytes`` in all (none if only packed copies
+    are deleted), and the packed copies in ``packed``. ``place`` is as in ``LocalModel``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Removal:
 
 
 def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) -> Removal:
-    """What ``remove_model`` would delete.
+    """Return what ``remove_model`` would delete.
 
     Raises:
         ModelNotFoundError: it is not on this machine, or has no packed copy.
@@ -76,10 +76,10 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
 def remove_model(name: str, settings: Settings, *, packed_only: bool = False) -> int:
     """Delete a model's files and packed copies of it; returns the bytes this freed.
 
-    ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
-    variant, ``org/name@revision`` one revision, a path one of localrt's own stores, finished or
-    not. Bytes that another model shares stay. ``packed_only`` keeps the model itself, whoever it
-    belongs to.
+    ``org/name`` removes the repository with all its revisions; ``org/name:LABEL``, one GGUF
+    variant; ``org/name@revision``, one revision; a path, one of localrt's own stores, finished or
+    not. Bytes that another model shares are kept. ``packed_only`` deletes only packed copies, and
+    works for any owner's model.
 
     Raises:
         ModelNotFoundError: it is not on this machine, or has no packed copy.
@@ -108,7 +108,7 @@ def _remove(name: str, removal: Removal, settings: Settings) -> int:
         if cached.is_file():
             return _remove_file(cached)
         full = str(DEMO_HUB)
-    elif removal.place == "hub cache" and parse_hub_ref(full) is None:  # a file there, by its path
+    elif removal.place == "hub cache" and parse_hub_ref(full) is None:  # a path into the cache
         full = removal.models[0]
     ref = parse_hub_ref(full)
     repo = None if ref is None else CachedRepo(settings.hub_cache, ref.repo)
@@ -126,7 +126,7 @@ def _not_here(name: str, listed: Iterable[LocalModel]) -> ModelNotFoundError:
 
 
 def _is_begun(full: str, settings: Settings) -> bool:
-    """Whether an unfinished store or download of it is here."""
+    """Whether an unfinished store or download of the model is on this machine."""
     ref = DEMO_HUB if full == DEMO_NAME else parse_hub_ref(full)
     in_cache = ref is not None and CachedRepo(settings.hub_cache, ref.repo).folder.is_dir()
     return in_cache or own_store(full, settings) is not None
@@ -153,7 +153,7 @@ def _remove_folder(folder: Path) -> int:
 
 
 def _own_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of the files among ``paths``; those of a link are another's."""
+    """Return the size of the regular files among ``paths``; links are not counted."""
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
@@ -165,7 +165,7 @@ def _remove_file(file: Path) -> int:
 
 def _remove_repo(repo: CachedRepo) -> int:
     freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
-    # Where links cannot be made, a snapshot holds the bytes themselves.
+    # On a file system without links, a snapshot holds the bytes themselves.
     freed += _own_bytes(repo.paths())
     shutil.rmtree(repo.folder)
     shutil.rmtree(repo.lock("").parent, ignore_errors=True)
@@ -198,9 +198,9 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
 
 
 def _remove_blob(repo: CachedRepo, blob: Path) -> int:
-    """Delete a blob; returns the bytes freed: none while other repositories share them.
+    """Delete a blob; return the bytes freed, 0 while other repositories share them.
 
-    Since version 2 huggingface_hub may keep bytes once for all repositories, a blob being a link.
+    From version 2 on, huggingface_hub may store the bytes once and make each blob a link to them.
     """
     target = blob.resolve()
     freed = target.stat().st_size if target.exists() else 0

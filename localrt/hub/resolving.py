@@ -1,7 +1,7 @@
-"""From MODEL to files: the order in which places are searched, and the error when none has it.
+"""Finds the files of a MODEL: searches each place in order, and raises an error if none has it.
 
-The disk first, then the cache, then the network: a model that is complete on this machine is used
-without asking anybody, unless the caller wants the newest.
+The order is the disk, the cache, the network. A model that is complete on this machine is used
+without a network request, unless the caller asks for the newest commit.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """``sizes`` are bytes by quantization (or file name). ``config`` is the model's published one,
-    None where it is not known; ``here`` says that the files are on this machine.
+    """The GGUF files to choose from. ``sizes`` maps a quantization (or file name) to bytes.
+    ``config`` is the model's config, None if unknown. ``here``: the files are on this machine.
     """
 
     repo: str
@@ -71,20 +71,20 @@ class Offer:
 
 
 Chooser: TypeAlias = Callable[[Offer], str]
-"""Takes one of ``sizes``."""
+"""Returns one key of ``sizes``."""
 
 
-_LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; GGUF repositories may have a mere note
+_LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; a GGUF repository's config may be a stub
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """A model on this machine. ``path`` is a GGUF file (the first of a split one) or a folder.
 
-    ``name`` says what was chosen where MODEL left a choice (``org/name:Q4_K_M``); ``revision`` is
-    the hub's commit; ``source`` is where the files lie: the given path, the hub's cache, the
-    demo model's package (its copy in localrt's cache included), or another program's store, whose
-    ``extras`` say how to run it.
+    ``name`` includes the chosen variant if MODEL allowed several (``org/name:Q4_K_M``).
+    ``revision`` is the hub's commit. ``source`` says where the files are: the given path, the hub's
+    cache, the demo model's package (or its copy in localrt's cache), or another program's store.
+    ``extras`` are the settings that the other program keeps for the model.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ResolvedModel:
 
     @property
     def listed_name(self) -> str:
-        """What ``list_models`` calls it: a path is absolute there."""
+        """The model's name in ``list_models``, which shows absolute paths."""
         named = self.name == self.path.name and self.path.is_absolute()  # one of localrt's stores
         if self.source != "local" or named:
             return self.name
@@ -116,15 +116,15 @@ def resolve(
 ) -> ResolvedModel:
     """Find ``model`` on this machine; download it if that is needed and allowed.
 
-    ``offline`` overrides ``settings.offline``; without ``download``, or offline, nothing leaves
-    this machine. ``refresh`` asks the hub for a newer commit even when the model is here.
-    ``choose`` takes one of several GGUF files that a repository has; without it the usual one of
-    four bits is taken, if there is one.
+    ``offline`` overrides ``settings.offline``. Offline, or without ``download``, no request is
+    sent. ``refresh`` asks the hub for a newer commit even if the model is on this machine.
+    ``choose`` selects one of a repository's GGUF files; without it, the usual 4-bit file is used
+    if there is one.
     ``progress`` is called with the stages ``"download"`` and ``"verify"``, in bytes.
 
     Raises:
-        OptionError: an empty name, or a revision for something that has none.
-        ModelNotFoundError: nothing of that name; the message suggests what to type.
+        OptionError: an empty name, or a revision for a model that is not on the hub.
+        ModelNotFoundError: no model has that name; the message suggests what to type.
         GatedModelError, OfflineError, HubError: the download failed.
         StorageError: the cache cannot be written.
         CancelledError: ``cancel`` was set; the next call continues the download.
@@ -169,12 +169,12 @@ def resolve(
 
 
 def offer_of(repo: str, settings: Settings) -> Offer:
-    """What GGUF files a repository of the hub has; its config is downloaded, no weights.
+    """Return the GGUF files that a hub repository has; downloads its config, but no weights.
 
     Raises:
-        HubError: and its kinds, as for a download.
+        HubError: or a subclass of it, as for a download.
     """
-    from localrt.hub.download import list_repo  # it imports huggingface_hub
+    from localrt.hub.download import list_repo  # imports huggingface_hub, which is slow
 
     online = not settings.offline
     fetch = _Fetch(settings, download=True, online=online, choose=None, progress=None, cancel=None)
@@ -190,11 +190,11 @@ def resolve_adapter(
     progress: ProgressCallback | None = None,
     cancel: Event | None = None,
 ) -> Path:
-    """Find an adapter on this machine, a folder or a file, or download its folder from the hub.
+    """Find an adapter (a folder or a file) on this machine, or download its folder from the hub.
 
     Raises:
         OptionError: an empty name.
-        ModelNotFoundError: nothing of that name, or no adapter.
+        ModelNotFoundError: nothing has that name, or the repository is not an adapter.
         OfflineError, HubError, StorageError, CancelledError: see ``resolve``.
     """
     if not adapter.strip() or "\0" in adapter:
@@ -219,7 +219,7 @@ def resolve_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """How one call of ``resolve`` may get at files."""
+    """What one call of ``resolve`` may do to get files."""
 
     settings: Settings
     download: bool
@@ -231,12 +231,12 @@ class _Fetch:
 
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
         found = self._cached(ref)
-        if found is not None:  # a newer one is looked for of the same files
+        if found is not None:  # look for a newer commit of the same files
             ref = replace(ref, variant=found.variant)
             if not refresh:
                 return ResolvedModel(str(ref), found.path, found.commit, "hub")
         self._check_allowed(str(ref))
-        # What asks the hub imports huggingface_hub: only for a model that is not here.
+        # This imports huggingface_hub, so do it only if the model is not on this machine.
         from localrt.hub.download import download, list_repo
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
@@ -267,7 +267,7 @@ class _Fetch:
         return ResolvedModel(str(name), found.path, found.commit, "hub")
 
     def _safetensors(self, ref: HubRef, remote: RemoteRepo) -> list[str]:
-        """The files of a Hugging Face model, its shards as the index lists them."""
+        """List the files of a Hugging Face model, with the shards that its index names."""
         names = safetensors_model_files(remote.files)
         if INDEX_NAME not in names:
             return names
@@ -276,7 +276,7 @@ class _Fetch:
         download(
             remote,
             [INDEX_NAME],
-            revision=remote.commit,  # branches and tags follow when all is here
+            revision=remote.commit,  # the branch or tag is recorded once all files are here
             settings=self.settings,
             cancel=self.cancel,
         )
@@ -284,7 +284,7 @@ class _Fetch:
         return safetensors_model_files(remote.files, index_shards(snapshot)) or names
 
     def _cached(self, ref: HubRef) -> CachedModel | None:
-        """What the cache has all of; of several GGUF files the one that is chosen."""
+        """Return the cache's complete model; ``choose`` selects one of several GGUF files."""
         found = find_cached(self.settings.hub_cache, ref)
         if ref.variant is not None or self.choose is None or (found and not found.variant):
             return found
@@ -297,14 +297,14 @@ class _Fetch:
     def _wanted(
         self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]
     ) -> str | None:
-        """Which of a repository's GGUF files; None leaves it to the usual one."""
+        """Return the name of the wanted GGUF file; None means the usual one."""
         complete = [variant for variant in variants if variant.complete]
         if ref.variant is not None or self.choose is None or len(complete) < 2:
             return ref.variant
         return self.choose(self.offer(ref, remote, variants))
 
     def offer(self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]) -> Offer:
-        """Its GGUF files, and the model's config."""
+        """Return the repository's complete GGUF files, and the model's config."""
         sizes = {
             variant_name(each, variants): sum(remote.files[name].size for name in each.files)
             for each in variants
@@ -314,7 +314,7 @@ class _Fetch:
         return Offer(ref.repo, sizes, config)
 
     def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, Any] | None:
-        """The repository's own ``config.json``, where it says more than a name."""
+        """Read the repository's own ``config.json``; None if it is missing or only a stub."""
         file = remote.files.get("config.json")
         if file is None or not _SMALLEST_CONFIG < file.size < _LARGEST_CONFIG:
             return None
@@ -327,7 +327,7 @@ class _Fetch:
         return values if isinstance(values, dict) else None
 
     def files(self, ref: HubRef, *choices: Sequence[str]) -> str:
-        """Download the first of these sets of files that a repository has; returns their commit."""
+        """Download the first of ``choices`` that the repository has in full; return its commit."""
         self._check_allowed(str(ref))
         from localrt.hub.download import (
             download,
@@ -391,7 +391,7 @@ def _refuse_revision(model: str, revision: str | None) -> None:
 
 
 def _not_found(model: str, path: Path, settings: Settings) -> str:
-    """The one line for ``model``, which is not at ``path`` and nothing else."""
+    """Return a one-line error: ``model`` is neither the file ``path`` nor any known model."""
     model = one_line(model)
     here = [each.name for each in list_models(settings)]
     if looks_like_path(model):
@@ -412,7 +412,7 @@ def _not_found(model: str, path: Path, settings: Settings) -> str:
 
 
 def _target(path: Path) -> str:
-    """Where a broken link points, or that it leads back to itself."""
+    """Say where a broken link points, or that it leads back to itself."""
     target = one_line(str(path.readlink()))
     try:
         path.stat()

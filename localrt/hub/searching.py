@@ -1,6 +1,6 @@
-"""Searches the hub: models by words, and those files of a model that localrt can run.
+"""Searches the hub for models by words, and lists the files of a model that localrt can run.
 
-Each call is one request. huggingface_hub is imported only when the hub is asked.
+Each call sends one request. huggingface_hub is imported only then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _KINDS = ("gguf", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A repository of the hub. ``kinds`` are those of its files that localrt reads.
+    """A hub repository. ``kinds`` are the file formats in it that localrt reads.
 
-    ``updated`` is a date like ``2026-02-17``, or empty. ``gated``: its licence has to be accepted
-    on the hub first.
+    ``updated`` is a date like ``2026-02-17``, or empty. ``gated``: the user must first accept its
+    licence on the hub.
     """
 
     name: str
@@ -38,8 +38,8 @@ class FoundModel:
 class Variant:
     """One variant of a repository's model: ``name`` is what ``pull`` and ``load`` take.
 
-    ``label`` is its quantization, or ``"safetensors"``; ``bytes`` are those to download. ``why``
-    says why this is the one to take of several GGUF files; it is empty for the others.
+    ``label`` is its quantization, or ``"safetensors"``; ``bytes`` is the download size. ``why``
+    says why this GGUF file is recommended; it is empty for the others.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Variant:
 
 
 def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[FoundModel]:
-    """Models whose names have these words, the most downloaded first.
+    """Return models whose names contain these words, the most downloaded first.
 
     Raises:
         OfflineError: offline mode is on, or the hub cannot be reached.
-        HubError: it refused, or does not answer like a hub.
+        HubError: the hub refused the request, or the server is not a model hub.
     """
     from localrt.hub.download import hub_errors
 
     _check_online(settings)
     with hub_errors("the search", settings):
-        entries = _ask(words.strip(), settings, 2 * limit)  # those of other kinds are left out
+        entries = _ask(words.strip(), settings, 2 * limit)  # some are dropped below
     found = [_found_model(entry) for entry in entries if isinstance(entry.get("id"), str)]
     return [model for model in found if model.kinds][:limit]
 
@@ -77,7 +77,7 @@ def _found_model(entry: dict[str, Any]) -> FoundModel:
 
 
 def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
-    """One request without a retry, of ten seconds at most: a person waits for it."""
+    """Send one request without retries, 10 seconds at most, because a person waits for it."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
         build_hf_headers,
@@ -103,10 +103,10 @@ def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
 
 
 def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
-    """The variants of a repository's model: its safetensors as a whole, each GGUF quantization.
+    """Return the variants of a repository's model: its safetensors and each GGUF quantization.
 
     Raises:
-        HubError: and its kinds, as for a download.
+        HubError: or a subclass of it, as for a download.
     """
     from localrt.hub.download import list_repo
 
