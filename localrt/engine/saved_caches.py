@@ -1,10 +1,10 @@
-"""KV caches of conversations that wait: how long they stay in memory, and where they are kept then.
+"""KV caches of waiting conversations: how long they stay in memory, and where they are saved.
 
-``KvKeeper`` decides when: a cache is held as long as that costs less than reading it back
-(Continuum, Li et al. 2025), by how long the same tool or person took before. ``PromptCache`` keeps
-caches: a GPU's in RAM for a while, all on the disk, found again by their tokens, so that a saved
-sequence serves every prompt that begins like it. Saving one that went on writes its new blocks only
-(FastSwitch, Shen et al. 2024). The oldest go when the folder is full.
+``KvKeeper`` decides when to save: a cache is held as long as that costs less than reading it back
+(Continuum, Li et al. 2025), judged by how long the same tool or person took before. ``PromptCache``
+saves caches: a GPU's in RAM for a while, all on the disk. It finds them by their tokens, so a saved
+sequence serves every prompt with the same beginning. Saving a longer version writes only the new
+blocks (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from localrt.quant.ops.states import SavedState, reachable
 
 PERSON = ""
 """The name under which a person's own pauses are kept."""
-_MOST_SECONDS = 600.0  # a cache is held at most so long, then saved in any case
-_SAMPLES = 32  # durations that are remembered of each tool
-_RESTORE_BYTES_S = 1e9  # of reading a cache back, until one was read
+_MOST_SECONDS = 600.0  # the longest time to hold a cache before saving it
+_SAMPLES = 32  # durations remembered for each tool
+_RESTORE_BYTES_S = 1e9  # speed of reading a cache back, until one was measured
 _LEAST_RESTORE_S = 0.01
 Tier: TypeAlias = Literal["ram", "disk"]
 
 
 class Parkable(Protocol):
-    """A conversation whose cache can be moved to the disk."""
+    """A conversation whose cache can be saved and freed."""
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes that its cache takes in memory now."""
+        """The bytes that its cache takes in memory now."""
 
     def try_park(self, to: Tier) -> bool:
-        """Move the cache there if that is possible now; whether it was. Never raises."""
+        """Move the cache to ``to`` if that is possible now; return whether it was. Never raises."""
 
 
 def hold_seconds(
     durations: Sequence[float], *, restore_s: float, price: float, most: float = _MOST_SECONDS
 ) -> float:
-    """The time to hold a cache whose owner was away for ``durations`` before.
+    """Return how long to hold a cache whose owner was away for ``durations`` before.
 
     Holding for T costs ``price`` (seconds lost by others per second held) until the owner is back
-    or T is over; not having it costs ``restore_s``. The best T is 0 or one of the durations, at
-    most ``most``. Without any durations the cache is held for as long as holding is cheaper than
+    or T is over; restoring costs ``restore_s``. The best T is 0 or one of the durations, at most
+    ``most``. Without any durations the cache is held for as long as holding is cheaper than
     restoring it once.
     """
     if price <= 0:
@@ -87,15 +87,15 @@ class _Wait:
     since: float
     tool: str
     until: float
-    tier: int = 0  # where it goes next
+    tier: int = 0  # the index of the tier to move it to next
 
 
 class KvKeeper:
-    """The conversations of one model that wait. Thread-safe.
+    """The waiting conversations of one model. Thread-safe.
 
-    ``room`` says how many bytes are left for caches, ``price`` what one of so many bytes costs the
-    others, in seconds per second. ``tiers`` are where caches go, one after another. A thread runs
-    while something waits.
+    ``room`` returns the bytes left for caches, ``price`` what holding a number of bytes costs other
+    answers, in seconds per second. ``tiers`` are where caches go, in order. A thread runs while a
+    conversation waits.
     """
 
     def __init__(
@@ -138,19 +138,19 @@ class KvKeeper:
         self.make_room()
 
     def returns(self, chat: Parkable) -> None:
-        """``chat`` goes on."""
+        """``chat`` continues: record how long it waited."""
         with self._lock:
             wait = self._waits.pop(chat, None)
             if wait is not None:
                 self._durations[wait.tool].append(self._clock() - wait.since)
 
     def restored(self, nbytes: int, seconds: float) -> None:
-        """A cache was brought back from the disk in so long."""
+        """Restoring a cache of ``nbytes`` from the disk took ``seconds``."""
         if nbytes and seconds > 0:
             self._restore_bytes_s = nbytes / seconds
 
     def make_room(self) -> int:
-        """Where there is no room left, save those expected last; returns the bytes freed."""
+        """If memory is short, save the caches expected back last; return the bytes freed."""
         with self._lock:
             waiting = dict(self._waits)
             now = self._clock()
@@ -163,7 +163,7 @@ class KvKeeper:
         return freed
 
     def close(self) -> None:
-        """Forget all that wait; nothing is saved."""
+        """Forget all waiting conversations; nothing is saved."""
         with self._lock:
             self._closed = True
             self._waits.clear()
@@ -172,7 +172,7 @@ class KvKeeper:
     # -- parts -----------------------------------------------------------------------------------
 
     def _expected(self, wait: _Wait, now: float) -> float:
-        """Seconds until the owner is expected back: the mean of the durations that are left."""
+        """Return the seconds until the owner is expected: the mean of durations not yet over."""
         gone = now - wait.since
         left = [d - gone for d in self._durations[wait.tool] if d > gone]
         return fmean(left) if left else gone
@@ -185,7 +185,7 @@ class KvKeeper:
         parked = chat.try_park(tier)
         with self._lock:
             wait = self._waits.get(chat)
-            if wait is not None:  # it still waits, and its time is still learnt
+            if wait is not None:  # it still waits, and its duration is still recorded
                 further = parked and wait.tier + 1 < len(self._tiers)
                 wait.tier += further
                 wait.until = self._clock() + _MOST_SECONDS if further else float("inf")
@@ -194,7 +194,7 @@ class KvKeeper:
     def _run(self) -> None:
         while True:
             with self._lock:
-                # Looked up once: who is dropped meanwhile is out of the dictionary.
+                # Read once: a conversation deleted meanwhile leaves the dictionary.
                 ends = [w.until for w in self._waits.values() if w.until < float("inf")]
                 if self._closed or not ends:
                     self._thread = None
@@ -207,7 +207,7 @@ class KvKeeper:
             for chat in due:
                 self._park(chat)
                 del chat
-            del due  # the thread keeps nobody alive
+            del due  # the thread keeps no conversation alive
 
 
 _LEAST_TOKENS = 32
@@ -215,10 +215,10 @@ _LEAST_TOKENS = 32
 
 
 class PromptCache:
-    """Sequences of one model in ``folder``, which need not exist. Thread-safe.
+    """Saved sequences of one model in ``folder``, which need not exist. Thread-safe.
 
-    ``limit`` is what the folder's parent may hold in bytes, all models together. Other processes
-    may use the same folder: what one deletes the others no longer find.
+    ``limit`` is the most bytes in the folder's parent, all models together. Other processes may use
+    the same folder and delete its files.
     """
 
     def __init__(self, folder: Path, *, limit: int) -> None:
@@ -229,10 +229,10 @@ class PromptCache:
         self._in_ram: list[_RamCopy] = []
 
     def save(self, session: EngineSession) -> int:
-        """Keep what ``session`` holds; the bytes on the disk, 0 where nothing was kept.
+        """Save what ``session`` holds; return the bytes on the disk, 0 if nothing was saved.
 
         Raises:
-            StorageError: the disk is full or fails; the session is as it was.
+            StorageError: the disk is full or fails; the session has not changed.
         """
         blocks = session.blocks
         if blocks is None:
@@ -247,7 +247,7 @@ class PromptCache:
             )
 
     def hold(self, session: EngineSession) -> int:
-        """Keep a copy in RAM of what ``session`` holds elsewhere; its bytes, 0 where it cannot.
+        """Copy the session's cache to RAM; return the copy's bytes, 0 if it cannot be copied.
 
         It stays until it is restored, or until ``settle``.
         """
@@ -261,7 +261,7 @@ class PromptCache:
         return kept.nbytes
 
     def settle(self) -> int:
-        """Move the copies in RAM to the disk; the bytes of RAM freed.
+        """Move the copies in RAM to the disk; return the bytes of RAM freed.
 
         Raises:
             StorageError: the disk is full or fails; what was not moved stays.
@@ -275,9 +275,9 @@ class PromptCache:
         return freed
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
-        """Give ``session`` the beginning of ``prompt`` where more of it is kept than it holds.
+        """Restore the beginning of ``prompt`` if more of it is saved than ``session`` holds.
 
-        Returns the tokens that it got; 0 where it stays as it was.
+        Returns the number of tokens restored; 0 if the session has not changed.
         """
         if session.blocks is None:
             return 0
@@ -309,7 +309,7 @@ class PromptCache:
         return got
 
     def clear(self) -> None:
-        """Forget everything of this model."""
+        """Delete all that is saved for this model."""
         with self._lock:
             self._look()
             for file in self._files.values():
@@ -340,7 +340,7 @@ class PromptCache:
             default=None,
         )
         if file is not None and len(file.tokens) > len(tokens):
-            file.touch()  # it holds all of this already
+            file.touch()  # it contains these tokens already
             return file.nbytes
         if file is None:
             file = BlockFile(self.folder / uuid.uuid4().hex)
@@ -350,7 +350,7 @@ class PromptCache:
         return file.nbytes
 
     def _look(self) -> None:
-        """Read the descriptions that came, forget those that went."""
+        """Read the descriptions of new files, forget deleted ones."""
         found = set(_folders(self.folder))
         for path in self._files.keys() - found:
             del self._files[path]
@@ -360,7 +360,7 @@ class PromptCache:
                 self._files[path] = file
 
     def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
-        """Delete those used longest ago, of any model, until ``nbytes`` more are within limits."""
+        """Delete the least recently used, of any model, until ``nbytes`` more fit the limit."""
         kept = [
             (*_time_and_size(path), path)
             for folder in _folders(self.folder.parent)
@@ -378,7 +378,7 @@ class PromptCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RamCopy:
-    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes), and states."""
+    """A saved sequence in RAM, like a ``BlockFile``: blocks (count, block_bytes), and states."""
 
     tokens: Tokens
     layout: str
@@ -404,10 +404,10 @@ class _RamCopy:
 
 
 def model_key(path: Path, fingerprint: str, *facts: object) -> str:
-    """A name for what a KV cache depends on: the model at ``path``, and ``facts`` of the engine.
+    """Return a name for what a KV cache depends on: the model at ``path``, and engine ``facts``.
 
-    ``fingerprint`` tells contents apart by a sample of them. Each file's identity and times find
-    the changes that the sample misses: a change time cannot be set back as a file's own time can.
+    ``fingerprint`` identifies contents by a sample. Each file's identity and times reveal changes
+    outside the sample: unlike its modification time, its change time cannot be set back.
     """
     about = [fingerprint, *map(repr, facts)]
     for file in _files_of(path):
@@ -428,7 +428,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _goes_on(held: Tokens, tokens: Tokens) -> bool:
-    """Whether one of the two begins with the other, or nearly: a last word may be another."""
+    """Whether one nearly begins with the other: their last block may differ."""
     same = common_prefix(held, tokens)
     return same >= min(len(held), len(tokens)) - BLOCK_TOKENS and 2 * same > len(held)
 
@@ -441,7 +441,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _time_and_size(path: Path) -> tuple[float, int]:
-    """When it was used last, in seconds since the epoch, and its bytes."""
+    """Return when it was last used, in seconds since the epoch, and its bytes."""
     used, size = 0.0, 0
     with suppress(OSError):
         for entry in os.scandir(path):

@@ -1,11 +1,11 @@
 """Speculation in the loop: several tokens from one target pass, along a tree of draft tokens.
 
-The loop chooses a token, as always, and asks for the logits after it. If the last pass verified
-that token, they are there already. If not, the accepted path is kept, a tree is drafted behind the
-new token, and one pass computes all of it (``Stepper``). So penalties, stops, limits and
+The loop chooses a token and asks for the logits after it. If the last pass verified that token, the
+logits are there already. Otherwise the accepted path is kept, a tree is drafted after the new
+token, and one pass computes all of it (``Stepper``). So penalties, stops, limits and
 log-probabilities work as without speculation, and one random number is drawn for each token. A
 sequence that shares its passes has a ``Proposer``. While a pass waits for its weights, ``GapWork``
-lets a draft go on. It knows no text, and no source beyond its protocol.
+lets drafting go on. This module knows no text, and no source beyond its protocol.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import MixedTree, Plan, Run, TreeSize, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
-# Called in the thread with the check and the outcome of ``DraftSource.ahead``.
+# Runs in the drafting thread, with the check and the outcome of ``DraftSource.ahead``.
 Work = Callable[[Check, Outcome], None]
 
 
 class GapWork:
-    """The check of one pass, and ``work`` beside it, if any.
+    """The check of one pass, and ``work`` that a thread does while the pass waits, if any.
 
-    A pass says through its check when it waits. In between, the thread that works stands still at
-    the next place where it looks: between two layers of the draft. So the two hardly ever compute
-    at the same time. A context: leaving it ends the thread. ``check`` is the caller's own, called
-    in both threads.
+    The pass reports through its check when it waits. When the wait is over, the thread stops at its
+    next check, between two layers of the draft, so the two hardly ever compute at the same time.
+    Leaving the context ends the thread. ``check`` is the caller's own, called in both threads.
     """
 
     def __init__(self, check: Check, work: Work | None = None) -> None:
@@ -44,22 +43,22 @@ class GapWork:
         self._work = work
         self._gap = threading.Event()  # the pass waits, or has ended
         self._over = False
-        self._next: Sequence[int] | None = None  # the tokens that follow, as far as can be told
-        self._closed: float | None = None  # when the gap ended during which a layer began
+        self._next: Sequence[int] | None = None  # the tokens that probably follow
+        self._closed: float | None = None  # when a gap ended; None once the thread has seen it
         self._thread: threading.Thread | None = None
-        self.waited_s = 0.0  # the pass did, for weights
-        self.shared_s = 0.0  # at most so long the work computed beside the pass
-        self.error: BaseException | None = None  # of the work, but for cancelling
+        self.waited_s = 0.0  # seconds that the pass waited for weights
+        self.shared_s = 0.0  # at most this long, both computed at once
+        self.error: BaseException | None = None  # of ``work``, except cancelling
 
     # -- the pass --------------------------------------------------------------------------------
 
     def __call__(self) -> None:
-        """The caller's check."""
+        """Call the caller's check."""
         self._check()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The pass waits, and nothing of it computes."""
+        """The pass waits and computes nothing inside this context."""
         began = time.perf_counter()
         self._gap.set()
         try:
@@ -70,7 +69,7 @@ class GapWork:
             self.waited_s += now - began
 
     def ended(self, following: Sequence[int]) -> None:
-        """The pass has ended: these tokens come next, as far as can be told."""
+        """The pass has ended; ``following`` are the tokens that probably come next."""
         self._next = following
         self._over = True
         self._gap.set()
@@ -101,7 +100,7 @@ class GapWork:
             self.error = error
 
     def _between(self) -> None:
-        """Stand still until there is a gap; give up if the pass ended without a result."""
+        """Wait for the next gap; raise ``CancelledError`` if the pass ended without a result."""
         if not self._gap.is_set():
             closed, self._closed = self._closed, None
             if closed is not None:
@@ -113,14 +112,14 @@ class GapWork:
 
 
 class TreePass:
-    """A pass of ``session`` over ``tree``, whose tokens are confirmed one after another.
+    """A pass of ``session`` over ``tree``, whose tokens are accepted one after another.
 
     The accept rule: a token is chosen from the target's logits exactly as plain decoding would
-    (same penalties, same filters, one random number). If a child of the present node has that
-    token, the next is chosen from its logits; if not, the pass is over. The choice is the answer's
-    either way. Nothing is rejected and drawn again, so every token has the target's own
+    (same penalties, same filters, one random number). If a child of the current node has that
+    token, the next is chosen from its logits; if not, the pass is over. The token is part of the
+    answer either way. Nothing is rejected and drawn again, so every token has the target's own
     distribution given what came before: exact for any tree, any draft and any sampler (SpecExec,
-    Svirschevski et al. 2024, section 4). ``path`` are the nodes confirmed so far.
+    Svirschevski et al. 2024, section 4). ``path`` has the nodes accepted so far.
     """
 
     def __init__(self, session: EngineSession, tree: TokenTree, logits: Logits) -> None:
@@ -131,12 +130,12 @@ class TreePass:
 
     @property
     def first(self) -> Logits:
-        """Logits (vocab,) after the token that the tree hangs on."""
+        """Logits (vocab,) after the root's token."""
         row: Logits = self._logits[0]
         return row
 
     def after(self, token: int) -> Logits | None:
-        """Logits (vocab,) after ``token``, which was chosen; None where the tree has no such."""
+        """Return the logits (vocab,) after the chosen ``token``; None if it is not in the tree."""
         node = self.tree.follow(self.path[-1] if self.path else ROOT, token)
         if node is None:
             return None
@@ -145,11 +144,11 @@ class TreePass:
         return row
 
     def close(self) -> None:
-        """The session keeps what was confirmed, and can go on."""
+        """Keep the accepted tokens in the session, which can then go on."""
         self._session.keep([0, *(1 + node for node in self.path)])
 
     def likeliest(self) -> list[int]:
-        """The tokens that greedy decoding would choose along the tree."""
+        """Return the tokens that greedy decoding would choose along the tree."""
         tokens: list[int] = []
         node: int | None = ROOT
         while node is not None:
@@ -159,11 +158,11 @@ class TreePass:
 
 
 class Speculation:
-    """How the generations of a model speculate. Thread-safe.
+    """How a model's generations speculate. Thread-safe.
 
-    ``makers`` make the sources of a sequence, by name, which stay with its session. Trees of a
-    ``fixed`` size are made by all of them; without, the ``tuner`` decides. ``archive`` remembers
-    answers. ``note`` says why something asked for is not done.
+    ``makers`` create a sequence's draft sources, by name; they stay with its session. With a
+    ``fixed`` size all sources draft for every tree; otherwise the ``tuner`` decides. ``archive``
+    remembers answers. ``note`` says why a requested way of drafting is not used.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Speculation:
         )
 
     def start(self, session: EngineSession, prompt: Sequence[int], limit: int) -> Stepper | None:
-        """The steps of one generation of at most ``limit`` tokens; None where it cannot be."""
+        """Start a generation of at most ``limit`` tokens; return None if it cannot speculate."""
         if not session.takes_trees:
             return None
         sources = self._begin(session, prompt, list(self._makers))
@@ -193,7 +192,7 @@ class Speculation:
         return Stepper(self, session, prompt, sources, run)
 
     def start_shared(self, session: EngineSession, prompt: Sequence[int]) -> Proposer | None:
-        """What drafts for a generation while others share its passes; None: nothing does."""
+        """Return what drafts for a generation whose passes are shared; None if nothing does."""
         if self._fixed is not None or not session.takes_trees:
             return None
         cheap = [name for name in self._makers if self.tuner.sources[name].cheap]
@@ -204,7 +203,7 @@ class Speculation:
     def _begin(
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
     ) -> dict[str, DraftSource]:
-        """The session's sources of these names, at the start of a generation."""
+        """Return the session's sources with these names, prepared for a generation."""
         held = self._sources.setdefault(session, {})
         for name in names:
             if name not in held:
@@ -214,9 +213,9 @@ class Speculation:
 
 
 class Drafting(ABC):
-    """One generation that speculates on ``session``: what is common to both ways.
+    """One generation that speculates on ``session``: the common part of both ways.
 
-    ``passes`` counts target passes, ``emitted`` the tokens that they brought.
+    ``passes`` counts target passes, ``emitted`` the tokens they brought.
     """
 
     def __init__(
@@ -239,21 +238,21 @@ class Drafting(ABC):
     @property
     @abstractmethod
     def reason(self) -> str:
-        """How it went, in one sentence."""
+        """Why and how it speculated, in one sentence."""
 
     def acceptance(self) -> dict[str, float]:
-        """The share of the passes' tokens that each source had drafted."""
+        """Return the share of emitted tokens that each source had drafted."""
         emitted = max(1, self.emitted)
         return {name: count / emitted for name, count in sorted(self._accepted.items())}
 
     def finish(self) -> None:
-        """The generation has ended, or goes on in the other way."""
+        """The generation has ended, or continues with the other class."""
         if self._archive is not None:
             self._archive.add(self._history[self._prompt_size :])
 
 
 class Stepper(Drafting):
-    """A generation whose passes are its own."""
+    """A generation that has its passes to itself."""
 
     def __init__(
         self,
@@ -267,18 +266,18 @@ class Stepper(Drafting):
         self._run = run
         self._note = speculation.note
         self._plan: Plan | None = None
-        self._computed: TreePass | None = None  # and not yet kept
-        self._took = (0.0, 0.0, 0.0)  # seconds of that pass, waiting in it, shared with a draft
+        self._computed: TreePass | None = None  # the last pass, not yet kept
+        self._took = (0.0, 0.0, 0.0)  # seconds of that pass: total, waiting, shared with a draft
         self._prefill = time.perf_counter()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
-        self._cramped = False  # trees need more memory than there is
+        self._cramped = False  # trees do not fit in memory
 
     def prefilled(self, rows: int) -> None:
-        """A prompt of ``rows`` has just been computed."""
+        """Record that a prompt of ``rows`` has just been computed."""
         self.tuner.prompt(rows, time.perf_counter() - self._prefill)
 
     def advance(self, token: int, left: int, check: Check) -> Logits:
-        """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be."""
+        """Return the logits (vocab,) after the chosen ``token``; at most ``left`` more follow."""
         self._history.append(token)
         logits = self._verified(token)
         if logits is None:
@@ -288,7 +287,7 @@ class Stepper(Drafting):
         return logits
 
     def finish(self) -> None:
-        """The generation has ended: the session keeps what was accepted."""
+        """The generation has ended: the session keeps the accepted tokens."""
         self._close()
         super().finish()
 
@@ -326,7 +325,7 @@ class Stepper(Drafting):
                 try:
                     logits = session.extend_tree(token, tree, check=gap_work)
                 except MemoryBudgetError:
-                    # Its rows and logits need more than the budget leaves: one row may still fit.
+                    # Its rows and logits do not fit the budget: one row may still fit.
                     self._cramped, self._plan, tree = True, None, TokenTree.empty()
                     self._note = "no more drafts: they need memory that the budget does not have"
             if not len(tree):
@@ -340,11 +339,11 @@ class Stepper(Drafting):
         if ahead is not None and gap_work.error is not None:
             if not isinstance(gap_work.error, LocalrtError):
                 raise gap_work.error
-            self._run.failed(ahead[0], str(gap_work.error))  # the pass is as good without it
+            self._run.failed(ahead[0], str(gap_work.error))  # the pass is valid without it
         return computed.first
 
     def _work(self, name: str, nodes: int) -> Work | None:
-        """What the source of that name does beside the pass that begins."""
+        """Return the work of the source with that name during the pass that begins."""
         source = self._preparing.get(name)
         counts = self.session.counts()
         if source is None or (counts and counts.link_bytes):  # passes wait for the GPU
@@ -353,12 +352,12 @@ class Stepper(Drafting):
         return lambda check, outcome: source.ahead(history, nodes, check=check, outcome=outcome)
 
     def _room(self) -> int:
-        """The most nodes that a tree may have: those whose tokens may still be emitted."""
+        """Return the most nodes a tree may have: by the context, and by memory."""
         room, rows = self.session.capacity - len(self.session.tokens) - 1, self.session.tree_rows
         return room if rows is None else max(0, min(room, rows - 1))
 
     def _draft(self, depth: int, check: Check) -> TokenTree:
-        """Draft tokens behind the history, as planned, at most ``depth`` ahead."""
+        """Draft tokens after the history, as planned, at most ``depth`` deep."""
         if self._run.rests():
             return TokenTree.empty()
         began, charged, preparing = time.perf_counter(), 0.0, self._preparing
@@ -382,7 +381,7 @@ class Stepper(Drafting):
                 )
             except CancelledError:
                 raise
-            except LocalrtError as error:  # the answer is the same without it
+            except LocalrtError as error:  # the answer is the same without this source
                 self._run.failed(plan.source, str(error))
                 continue
             seconds = time.perf_counter() - started
@@ -395,10 +394,10 @@ class Stepper(Drafting):
 
 
 class Proposer(Drafting):
-    """A generation whose passes others share.
+    """A generation that shares its passes with others.
 
-    Only cheap sources: a draft model's own passes would be made for each sequence in turn. It
-    proposes and learns; which draft tokens are computed is decided for all sequences together.
+    It has cheap sources only: a draft model would run its own passes for each sequence in turn. It
+    proposes and learns; which draft tokens are verified is decided for all sequences together.
     """
 
     def __init__(
@@ -413,13 +412,13 @@ class Proposer(Drafting):
         self._mixed = MixedTree()
 
     def chosen(self, token: int) -> None:
-        """``token`` is what the next pass computes first."""
-        del self._history[self._computed :]  # of a pass that was abandoned
+        """``token`` is the first token that the next pass computes."""
+        del self._history[self._computed :]  # left by an abandoned pass
         self._history.append(token)
         self._mixed.clear()
 
     def propose(self, most: int, depth: int, check: Check) -> TokenTree:
-        """At most ``most`` draft tokens; scores are logarithms of believed chances."""
+        """Return at most ``most`` draft tokens, scored by log of calibrated probability."""
         most = min(most, self.session.capacity - len(self.session.tokens) - 1)
         depth = min(depth, DEPTH)
         if most < 1 or depth < 1:
@@ -429,7 +428,7 @@ class Proposer(Drafting):
                 tree = source.propose(self._history, most, depth, check=check)
             except CancelledError:
                 raise
-            except LocalrtError:  # the answer is the same without it
+            except LocalrtError:  # the answer is the same without this source
                 del self._sources[name]
                 continue
             if len(tree):
@@ -438,7 +437,7 @@ class Proposer(Drafting):
             return self._mixed.tree(most)
 
     def verified(self, computed: TreePass) -> None:
-        """A pass has ended."""
+        """Learn from a pass that has ended."""
         tree, path = computed.tree, computed.path
         self.passes += 1
         self.emitted += 1 + len(path)

@@ -1,8 +1,8 @@
-"""What ends an answer, or its thinking, beside stop strings.
+"""What ends an answer or its thinking, besides stop strings.
 
-``LineMatcher``, for editors: a line that is indented too little, or the first line after a time
-limit. ``Thinking``: how long a model thinks, and the tokens that end it where a limit is reached.
-A parser tells whether the text is within thinking.
+``LineMatcher``, for editors, stops at a line with too little indentation, or at the end of a line
+after a time limit. ``Thinking`` counts how long a model thinks, and knows the tokens that end it at
+a limit. A parser tells whether the text is within thinking.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A line's end, blank lines, and the white space that the next line begins with.
+# A line's end, blank lines, and the indentation of the next line.
 _LINE = re.compile(r"\n(?:[ \t\r]*\n)*([ \t]*)(?=\S)")
 
 
 @dataclass(frozen=True, slots=True)
 class LineLimit:
-    """An answer ends before a line that begins with fewer than ``indent`` spaces and tabs, and
-    after ``seconds`` with the line that it is in. The line that it begins in has any indentation.
+    """End an answer before a line that begins with fewer than ``indent`` spaces and tabs, and at
+    the end of its line after ``seconds``. The answer's first line may have any indentation.
     """
 
     indent: int = 0
@@ -27,7 +27,7 @@ class LineLimit:
 
 
 class LineMatcher:
-    """Feeds on text pieces; tells what may be shown. ``stopped`` says that nothing follows."""
+    """Takes pieces of text and returns what may be shown. ``stopped``: nothing follows."""
 
     def __init__(self, limit: LineLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -37,14 +37,14 @@ class LineMatcher:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """Text of the answer for certain."""
+        """Return the text that is certain to be in the answer."""
         if self.stopped:
             return ""
         now = self._clock()
         self._began = now if self._began is None else self._began
         text = self._held + piece
         late = self._limit.seconds is not None and now - self._began > self._limit.seconds
-        # Space alone decides nothing; looking through all of it each time would take its square.
+        # White space decides nothing; searching it each time would take quadratic time.
         for line in _LINE.finditer(text) if piece.strip() else ():
             if late or len(line[1]) < self._limit.indent:
                 return self._stop(text[: line.start()])
@@ -58,7 +58,7 @@ class LineMatcher:
         return text[:end]
 
     def flush(self) -> str:
-        """What was held back when the answer ended otherwise."""
+        """Return the text held back, when the answer ended otherwise."""
         held, self._held = self._held, ""
         return held
 
@@ -69,8 +69,9 @@ class LineMatcher:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """At most ``tokens`` of thinking. ``closes`` are the tokens that then end it: the first time,
-    and, by the last of them, whenever it begins again. ``then`` follows what a model ends itself.
+    """Limit thinking to ``tokens``. At the limit the first of ``closes`` ends it; when thinking
+    resumes, the next ones do, then always the last. ``then`` follows thinking that the model ends
+    itself.
     """
 
     tokens: int | None
@@ -79,8 +80,8 @@ class ThinkingLimit:
 
 
 class Thinking:
-    """Of one answer: ``tokens`` are those that the model has thought, ``inside`` whether it does
-    so now.
+    """The thinking of one answer: ``tokens`` counts its tokens, ``inside`` says whether the model
+    thinks now.
     """
 
     def __init__(self, limit: ThinkingLimit | None, *, inside: bool) -> None:
@@ -88,20 +89,20 @@ class Thinking:
         self.inside = inside
         self._limit = limit
         self._closed = 0
-        self._forced: list[int] = []  # the next ones, in order
+        self._forced: list[int] = []  # the next tokens, in order
 
     @property
     def free(self) -> bool:
-        """Whether what comes next is thinking, or forced: no part of the answer itself."""
+        """Whether the next token is thinking or forced, so not part of the answer itself."""
         return self.inside or bool(self._forced)
 
     @property
     def can_close(self) -> bool:
-        """Whether it is known how the thinking of now is ended."""
+        """Whether the tokens that end the current thinking are known."""
         return self.inside and self._limit is not None
 
     def close(self) -> int | None:
-        """The first of the tokens that end the thinking of now, which the others follow."""
+        """Return the first token that ends the thinking now; ``take`` returns the others."""
         limit = self._limit
         assert limit is not None, "it can be closed"
         self._forced = list(limit.closes[min(self._closed, len(limit.closes) - 1)])
@@ -109,11 +110,11 @@ class Thinking:
         return self.take()
 
     def take(self) -> int | None:
-        """The token that must come next, if there is one."""
+        """Return the token that must come next, if any."""
         return self._forced.pop(0) if self._forced else None
 
     def follow(self, inside: bool, *, forced: bool) -> None:
-        """A token has been chosen, or ``forced``; the text now ends ``inside`` or not."""
+        """Record a token, chosen or ``forced``; ``inside``: the text now ends within thinking."""
         was, self.inside = self.inside, inside
         if inside and was and not forced:
             self.tokens += 1
@@ -127,9 +128,9 @@ class Thinking:
             self._closed += 1
 
     def ahead(self, left: int) -> int:
-        """Of ``left`` tokens to come, those worth drafting and the one after them.
+        """Return how many of ``left`` tokens are worth drafting, plus the token after them.
 
-        What is forced is not drafted.
+        Forced tokens are not drafted.
         """
         if self._forced:
             return min(left, 1)

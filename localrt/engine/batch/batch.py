@@ -1,7 +1,7 @@
 """Many prompts at once: each pass over the weights serves a block of sequences.
 
-All prompts are there from the start, and one event cancels all; ``live.py`` is for prompts that
-come and go.
+All prompts are known at the start, and one event cancels all; ``live.py`` is for prompts that come
+and go.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import current_rss, ram_budget
 
-# The rest is for activations, and for what else the machine does meanwhile.
+# The rest is for activations and other programs.
 _KV_SHARE = 0.8
 
 
 def kv_room(engine: Engine) -> int:
-    """Bytes that KV caches may still take within the budgets, where ``engine`` keeps them.
+    """Return how many more bytes of KV caches fit the budgets, on the device where caches lie.
 
     Weights that would be streamed instead count as room: a pass reads them once for all sequences.
     """
@@ -55,16 +55,16 @@ def generate_batch(
     cancel: threading.Event,
     on_progress: ProgressCallback | None = None,
 ) -> Generator[tuple[int, Chunk], None, None]:
-    """The chunks of every request, each with its request's number, as they come.
+    """Yield the chunks of every request as they come, each with its request's number.
 
-    ``ctx`` is the longest sequence in tokens. The KV caches of those on their way take ``room``
-    bytes at most; a single one always runs. They are ``size`` sequences, or with None up to 64, as
-    many as ``room`` holds.
+    ``ctx`` is the longest sequence in tokens. The KV caches of running sequences take ``room``
+    bytes at most; a lone sequence always runs. ``size`` sequences run at once; with None, up to 64,
+    as many as ``room`` holds.
 
-    The prompts have been checked. Those waiting start in order, as soon as one on its way has
-    finished. What fails one sequence is in its last chunk; what fails a pass is raised. An engine
-    that cannot join sequences runs one after another. ``on_progress`` counts finished prompts, with
-    the tokens so far in ``detail``, after every pass.
+    The prompts have been checked. Waiting prompts start in order, each when a running one has
+    finished. An error of one sequence is in its last chunk; an error of a pass is raised. An engine
+    that cannot share passes runs one prompt after another. After every pass, ``on_progress`` gets
+    the number of finished prompts, with the tokens so far in ``detail``.
 
     Raises:
         MemoryBudgetError: the caches of ``size`` sequences do not fit.
@@ -97,7 +97,7 @@ def _run(
     check: Check,
     on_progress: ProgressCallback | None,
 ) -> Generator[tuple[int, Chunk], None, None]:
-    """Pass after pass, until all have finished or all are cancelled."""
+    """Run passes until all sequences have finished or are cancelled."""
     total, finished, tokens = len(waiting), 0, 0
     with closing(schedule):
         try:
@@ -117,7 +117,7 @@ def _run(
 
 
 def _check_room(size: int, costs: Iterable[int], room: int) -> None:
-    """Whether caches of these ``costs`` go into ``room``, ``size`` at a time."""
+    """Raise an error unless the ``size`` largest of ``costs`` fit into ``room`` together."""
     largest = sorted(costs, reverse=True)[:size]
     if len(largest) > 1 and sum(largest) > room:
         fitting = max(1, int(np.count_nonzero(np.cumsum(largest) <= room)))

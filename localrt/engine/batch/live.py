@@ -1,8 +1,8 @@
 """Requests that join and leave a running batch: one thread computes, any thread asks.
 
-Every pass serves all running answers; those who come meanwhile join the next one. A ``LiveAnswer``
-holds what its reader has not read yet; an answer whose reader is far behind is paused without
-holding up the others. What a pass holds is ``schedule.py``'s business.
+Every pass serves all running answers; new requests join the next pass. A ``LiveAnswer`` holds the
+chunks that its reader has not read yet; if a reader is far behind, its answer is paused without
+delaying the others. ``schedule.py`` decides what a pass computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from localrt.models.weight_store import PipelineCounts
 class LiveAnswer(Iterator[Chunk]):
     """The chunks of one request, as ``Model.stream`` would yield them; one thread reads them.
 
-    Iterate over it, or ``take`` what is there. Reading raises what went wrong with the request.
+    Iterate over it, or ``take`` all unread chunks. Reading raises the request's error.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LiveAnswer(Iterator[Chunk]):
         wake: Callable[[], None],
         notify: Callable[[], None] | None = None,
     ) -> None:
-        self.started = False  # the computing thread's
+        self.started = False  # used by the computing thread only
         self._request = request
         self._limit = limit
         self._wake = wake
@@ -52,7 +52,7 @@ class LiveAnswer(Iterator[Chunk]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What of the answer's schema is not followed, as ``Request`` has it."""
+        """The keywords of the answer's schema that are not enforced: see ``Request``."""
         return self._request.left_out
 
     # -- reading ---------------------------------------------------------------------------------
@@ -70,10 +70,10 @@ class LiveAnswer(Iterator[Chunk]):
         return chunk
 
     def take(self) -> list[Chunk]:
-        """All chunks that are there, at once.
+        """Return all unread chunks at once.
 
         Raises:
-            LocalrtError: what went wrong, when all chunks before it have been taken.
+            LocalrtError: the request's error, once all chunks before it have been taken.
         """
         with self._changed:
             chunks = list(self._unread)
@@ -88,7 +88,7 @@ class LiveAnswer(Iterator[Chunk]):
 
     @property
     def over(self) -> bool:
-        """Whether all has been read."""
+        """Whether everything has been read."""
         with self._changed:
             return self._over and not self._unread
 
@@ -104,15 +104,15 @@ class LiveAnswer(Iterator[Chunk]):
         if goes_on:
             self._wake()
 
-    # -- the computing thread's ------------------------------------------------------------------
+    # -- for the computing thread ----------------------------------------------------------------
 
     @property
     def full(self) -> bool:
-        """Whether the reader is so far behind that nothing more should be computed for it."""
+        """Whether the reader is too far behind to compute more for it."""
         return self._full
 
     def put(self, chunks: Chunks) -> bool:
-        """Add what a pass has brought; False where the reader cannot be told."""
+        """Add a pass's chunks; return False if ``notify`` fails, since the event loop is closed."""
         with self._changed:
             if self._over:
                 return True
@@ -129,26 +129,26 @@ class LiveAnswer(Iterator[Chunk]):
         return True
 
 
-# An answer joins where there is room for this many tokens of it; one that outgrows what memory
-# there is waits again, and is computed again.
+# An answer joins if there is room for this many more tokens. One that outgrows memory goes back
+# to the queue and is computed again.
 _AHEAD = 512
-# Rows of prompts beside answers where weights are in memory: more would make each answer's next
-# token wait, and gain little.
+# Rows of prompts in a pass with answers, where weights are in memory: more rows would delay each
+# answer's next token and gain little.
 _PROMPT_ROWS = 128
-# Caches kept for conversations that go on. Where weights are streamed they take their room.
+# Caches kept for conversations that go on. Where weights are streamed, caches take their room.
 _KEEP, _KEEP_STREAMED = 8, 2
-_ROOM_AGE_S = 0.5  # until free memory is looked up again: others use it too
-_LOOK_S = 0.25  # between looks at paused answers where nothing else runs
-_FORGET_S = 600.0  # until caches that nobody goes on with are freed
+_ROOM_AGE_S = 0.5  # until free memory is read again: other programs use it too
+_LOOK_S = 0.25  # between checks of paused answers while nothing runs
+_FORGET_S = 600.0  # until unused caches are freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveLimits:
-    """How much may be on its way.
+    """Limits of a running batch.
 
-    ``ctx`` is the longest sequence in tokens. ``most`` answers share a pass, fewer where memory is
-    short. An answer pauses when its reader is ``buffer`` chunks behind, and is cancelled when that
-    lasts ``patience_s``.
+    ``ctx`` is the longest sequence in tokens. At most ``most`` answers share a pass, fewer if
+    memory is short. An answer pauses when its reader is ``buffer`` chunks behind, and is cancelled
+    if that lasts ``patience_s``.
     """
 
     ctx: int
@@ -164,10 +164,10 @@ class LiveLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveStats:
-    """What there is now, and what has been done so far.
+    """The current state of a batch, and its counts so far.
 
-    Answers that are ``running`` share passes; others are ``waiting`` for their turn or ``paused``,
-    since nobody reads them. ``kv_bytes`` are those of all caches.
+    ``running`` answers share passes, ``waiting`` ones wait for their turn, and ``paused`` ones wait
+    for their readers. ``kv_bytes`` is the size of all caches.
     """
 
     running: int
@@ -182,10 +182,10 @@ class LiveStats:
 
 
 class Live:
-    """A batch that runs as long as it is open. Thread-safe; close it before its engine.
+    """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
-    ``room`` says how many bytes caches may take beside those that they take already. ``save`` keeps
-    what a cache holds for later, before it is freed because nobody has gone on with it.
+    ``room`` returns how many more bytes the caches may take. ``save`` saves an unused cache before
+    it is freed.
     """
 
     def __init__(
@@ -200,16 +200,16 @@ class Live:
         self._engine = engine
         self._more_room = room
         self._save = save
-        self._parked: threading.Event | None = None  # what waits for caches to be saved and freed
+        self._parked: threading.Event | None = None  # set once caches are saved and freed
         self._limits = limits
         self._waiting: FairQueue[BatchSequence[LiveAnswer]] = FairQueue()
         self._schedule = self._scheduler(engine, tokenizer)
-        self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # with when patience ends
-        self._room = (0.0, 0)  # when it was looked at, and the bytes that caches may take
+        self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # with their deadlines
+        self._room = (0.0, 0)  # when memory was read, and the bytes that caches may take
         self._prompted = self._cached = self._said = 0
         self._changed = threading.Condition()
         self._news = self._closing = False
-        # All that were submitted, whichever list holds them.
+        # All submitted sequences, in whichever list they are.
         self._asked: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
@@ -221,14 +221,14 @@ class Live:
         client: Hashable = None,
         notify: Callable[[], None] | None = None,
     ) -> LiveAnswer:
-        """Queue ``request`` behind those of the same ``client``; its chunks come as they are made.
+        """Queue ``request`` after those of the same ``client``; its chunks come once computed.
 
         ``notify`` is called by the computing thread when there is something to read: it must not
         block.
 
         Raises:
             OptionError: the prompt is empty, or has an id outside the vocabulary.
-            ContextOverflowError: it leaves no room for one token.
+            ContextOverflowError: the prompt leaves no room for one token.
             LocalrtError: the batch is closed.
         """
         limits = self._limits
@@ -259,7 +259,7 @@ class Live:
         )
 
     def cancel_all(self) -> None:
-        """Every answer ends, with what it has said."""
+        """End every answer with its text so far."""
         with self._changed:
             sequences = list(self._asked)
         for seq in sequences:
@@ -267,7 +267,7 @@ class Live:
         self._wake()
 
     def park(self) -> None:
-        """Save the caches that nobody uses now, and free them; returns when that is done."""
+        """Save and free the caches that are not in use; return when that is done."""
         with self._changed:
             if self._closing:
                 return
@@ -278,7 +278,7 @@ class Live:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be asked of it any more."""
+        """Whether the batch accepts no more requests."""
         return self._closing
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ class Live:
             self._park(lambda session: None)
 
     def _ready(self) -> bool:
-        """Wait until there is something to do; False when closing."""
+        """Wait until there is work; return False when closing."""
         forgotten = False
         with self._changed:
             if not self._schedule.sequences and not self._news and self._waiting.first() is None:
@@ -315,12 +315,12 @@ class Live:
                 forgotten = not woken and not self._paused
             self._news = False
             closing = self._closing
-        if forgotten:  # a disk takes its time, in which others may ask
+        if forgotten:  # saving takes time, in which others may submit
             self._schedule.park(self._save)
         return not closing
 
     def _park(self, save: Callable[[EngineSession], object]) -> None:
-        """What ``park`` waits for."""
+        """Do the work that ``park`` waits for."""
         with self._changed:
             done, self._parked = self._parked, None
         if done is not None:
@@ -330,7 +330,7 @@ class Live:
                 done.set()
 
     def _tend(self) -> None:
-        """Those cancelled leave; those paused go on, or leave when patience is over."""
+        """End cancelled answers; pause, resume or end those whose readers are behind."""
         self._park(self._save)
         for seq in [*self._schedule.sequences, *self._waiting.items()]:
             if seq.request.cancel.is_set():
@@ -355,7 +355,7 @@ class Live:
             return
         except BaseException as error:  # noqa: BLE001  a panic too: the thread serves others after
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
-            self._schedule.rest(keep=0)  # what the caches hold is not known
+            self._schedule.rest(keep=0)  # the contents of the caches are unknown
             return
         for seq, found in items:
             self._give(seq, found)
@@ -374,10 +374,10 @@ class Live:
         self._said += len(chunk.token_ids)
 
     def _fail(self, error: LocalrtError) -> None:
-        """A pass has failed: those who shared it hear why, and others go on."""
+        """Report a failed pass to all sequences in it; the others go on."""
         sequences = self._schedule.sequences
         for seq in sequences:
-            # Each its own: an exception that is raised twice collects both tracebacks.
+            # One exception for each: raised twice, it would collect both tracebacks.
             self._give(seq, seq.fail(error if len(sequences) == 1 else type(error)(error.marked)))
             self._schedule.remove(seq)
 
@@ -417,7 +417,7 @@ class Live:
         )
 
     def _kv_room(self) -> int:
-        """Bytes that caches may take in all, with what they take already."""
+        """Return the bytes that all caches together may take, including what they take now."""
         looked, room = self._room
         if time.monotonic() - looked > _ROOM_AGE_S:
             room = self._more_room() + self._schedule.held_bytes
@@ -425,7 +425,7 @@ class Live:
         return room
 
     def _check(self) -> None:
-        """Abandon a pass that nobody waits for any more."""
+        """Abandon the pass if no one waits for it any more."""
         sequences = self._schedule.sequences
         if self._closing or (sequences and all(seq.request.cancel.is_set() for seq in sequences)):
             raise CancelledError("the generation was cancelled")

@@ -1,11 +1,11 @@
-"""Sequences that share passes: who runs, what the next pass computes, whose cache fits.
+"""Sequences that share passes: which ones run, what the next pass computes, whose cache fits.
 
 A pass takes one row of every sequence that is answering and fills up with rows of prompts
 (FlexGen's block schedule, Sheng et al. 2023, with prompts joining as others finish, as in Orca, Yu
 et al. 2022, and Sarathi, Agrawal et al. 2023). Clients take turns (``FairQueue``): one with nothing
-running joins at once, in place of a sequence of the busiest client, which goes on later. Prompts of
-a client that begin alike are computed once (``SharedPrompts``). An engine whose passes hold one
-sequence runs one after another. It does not know threads, or where the weights are.
+running displaces a sequence of the busiest client, which resumes later. A beginning shared by a
+client's prompts is computed once (``SharedPrompts``). An engine whose passes hold one sequence runs
+one after another. This module does not know threads, or where the weights are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Thread-safe; between ``first`` and ``take`` by one thread, others may only push."""
+    """A queue with a turn per client. Thread-safe; one thread calls ``first`` and ``take``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,19 +40,19 @@ class FairQueue(Generic[T]):
             return sum(map(len, self._clients.values()))
 
     def push(self, client: Hashable, item: T) -> None:
-        """``item`` comes after all of ``client``."""
+        """Add ``item`` after all other items of ``client``."""
         with self._lock:
             self._clients.setdefault(client, deque()).append(item)
 
     def put_back(self, client: Hashable, item: T) -> None:
-        """``item`` comes before all of ``client``, whose turn it is."""
+        """Put ``item`` before all others of ``client``, and give that client the next turn."""
         with self._lock:
             items = self._clients.pop(client, deque())
             items.appendleft(item)
             self._clients = {client: items, **self._clients}
 
     def first(self, load: Mapping[Hashable, int] | None = None) -> T | None:
-        """Whose turn it is, among the clients of the least ``load``; None where nobody waits."""
+        """Return the next item, of a client with the least ``load``; None if the queue is empty."""
         with self._lock:
             clients = self._clients
             if not clients:
@@ -60,7 +60,7 @@ class FairQueue(Generic[T]):
             return clients[min(clients, key=lambda client: (load or {}).get(client, 0))][0]
 
     def take(self, item: T) -> None:
-        """Take out ``item``, which is the ``first``; the next turn is another client's."""
+        """Remove ``item``, which ``first`` returned; the next turn is another client's."""
         with self._lock:
             for client, items in list(self._clients.items()):
                 if items[0] is item:
@@ -71,12 +71,12 @@ class FairQueue(Generic[T]):
                     return
 
     def items(self) -> list[T]:
-        """All that wait, in no promised order."""
+        """Return all waiting items, in no promised order."""
         with self._lock:
             return [item for items in self._clients.values() for item in items]
 
     def remove(self, item: T) -> None:
-        """Take out ``item`` (by identity), if it waits."""
+        """Remove ``item`` (by identity) if it is in the queue."""
         with self._lock:
             for client, items in list(self._clients.items()):
                 self._clients[client] = deque(other for other in items if other is not item)
@@ -85,14 +85,14 @@ class FairQueue(Generic[T]):
 
 
 Live: TypeAlias = Sequence[tuple[BatchSequence[Owner], EngineSession]]
-_LEAST = 64  # tokens: fewer are read about as fast
+_LEAST = 64  # tokens: shorter prefixes are computed about as fast as copied
 
 
 class SharedPrompts(Generic[Owner]):
-    """The sequences that wait for a beginning; contains those."""
+    """The sequences that wait while another one computes the prefix they share."""
 
     def __init__(self) -> None:
-        # What each waits for: a session, and how much that will hold.
+        # The session that each sequence waits for, and the length of the shared prefix.
         self._waits: dict[BatchSequence[Owner], tuple[EngineSession, int]] = {}
 
     def __contains__(self, seq: BatchSequence[Owner]) -> bool:
@@ -105,7 +105,7 @@ class SharedPrompts(Generic[Owner]):
         live: Live[Owner],
         idle: Iterable[EngineSession],
     ) -> None:
-        """``seq`` has started on ``session``, beside ``live`` ones."""
+        """``seq`` has started on ``session``: copy a prefix from others to it, or wait for one."""
         if session.blocks is None:  # nothing can be copied to it
             return
         tokens = seq.tokens
@@ -123,7 +123,7 @@ class SharedPrompts(Generic[Owner]):
             _copy(seq, session, copied, live)
 
     def advance(self, live: Live[Owner]) -> None:
-        """Copy what has been computed of what others wait for."""
+        """Copy each shared prefix that has been computed to the sequences that wait for it."""
         for seq, (source, length) in list(self._waits.items()):
             reads = any(held is source and len(other.pending) > 1 for other, held in live)
             if reads and len(source.tokens) < length:
@@ -134,7 +134,7 @@ class SharedPrompts(Generic[Owner]):
                     _copy(seq, session, source, live)
 
     def leave(self, seq: BatchSequence[Owner]) -> None:
-        """``seq`` waits no more."""
+        """Stop waiting."""
         self._waits.pop(seq, None)
 
 
@@ -147,7 +147,7 @@ def _copy(
     seq.copy(session, source)
 
 
-# More rows of a decode pass gain little: from here on products are bound by arithmetic.
+# More rows of a decode pass gain little: from here on matrix products are compute-bound.
 MOST_SEQUENCES = 64
 
 
@@ -155,12 +155,12 @@ MOST_SEQUENCES = 64
 class Terms:
     """How a schedule shares passes and memory.
 
-    ``most`` sequences share a pass. A cache is made for ``capacity`` tokens (None: for what its
-    sequence needs), and an answer joins where there is room for ``ahead`` tokens of it (None: for
-    all that it may say). ``keep`` caches of sequences that have left stay for those that go on
-    with their text. Beside answers a pass takes ``prompt_rows`` rows of prompts (None: as many as
-    go in), which clients, and the prompts of each, share in equal parts where ``evenly``, else they
-    come in their order.
+    At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: for
+    what its sequence needs). An answer joins if there is room for ``ahead`` more tokens of it
+    (None: for its longest). ``keep`` caches of finished sequences stay, for requests that continue
+    their text. A pass with answers takes at most ``prompt_rows`` rows of prompts (None: as many as
+    fit). If ``evenly``, the clients, and each client's prompts, share them equally; otherwise
+    prompts come in order.
     """
 
     most: int = MOST_SEQUENCES
@@ -172,10 +172,10 @@ class Terms:
 
 
 class Schedule(Generic[Owner]):
-    """Which sequences are on their way, and what the next pass computes. Not thread-safe.
+    """The running sequences, and what the next pass computes. Not thread-safe.
 
-    Those ``waiting`` have not started, or have to start again.
-    ``room`` says how many bytes the caches may take in all, ``check`` raises to abandon a pass.
+    ``waiting`` has sequences that have not started or must restart. ``room`` returns the bytes that
+    all caches may take, ``check`` raises to abandon a pass.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Schedule(Generic[Owner]):
         most = min(terms.most, engine.pass_rows) if engine.shares_passes else 1
         self._most = self._limit = most
         self._live: list[tuple[BatchSequence[Owner], EngineSession]] = []  # in the order of joining
-        self._idle = IdleSessions()  # of those that have left
+        self._idle = IdleSessions()  # of finished sequences
         self._shared: SharedPrompts[Owner] = SharedPrompts()
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
@@ -205,20 +205,20 @@ class Schedule(Generic[Owner]):
 
     @property
     def sequences(self) -> list[BatchSequence[Owner]]:
-        """The sequences on their way."""
+        """The running sequences."""
         return [seq for seq, _ in self._live]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that caches take now."""
+        """The bytes that all caches take now."""
         return sum(session.nbytes for _, session in self._live) + self._idle.nbytes
 
     def step(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """Let those in who have room, compute one pass, and let those out who have finished.
+        """Start the sequences that fit, compute one pass, and remove the finished sequences.
 
         Raises:
-            MemoryBudgetError: a sequence that is alone has no room; others wait for it.
-            LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
+            MemoryBudgetError: a lone sequence does not fit; one of several would wait instead.
+            LocalrtError: the pass failed, or ``check`` raised it; no sequence has changed.
         """
         items = self._join()
         if self._terms.ahead is not None:
@@ -233,7 +233,7 @@ class Schedule(Generic[Owner]):
         return items
 
     def remove(self, seq: BatchSequence[Owner]) -> None:
-        """``seq`` leaves; its cache stays for whoever goes on with its text."""
+        """Remove ``seq``; its cache stays for requests that continue its text."""
         seq.settle()
         self._shared.leave(seq)
         for other, session in self._live:
@@ -244,17 +244,17 @@ class Schedule(Generic[Owner]):
         self._live = [(other, session) for other, session in self._live if other is not seq]
 
     def end(self, seq: BatchSequence[Owner]) -> Chunks:
-        """``seq`` leaves, started or not; its last chunk."""
+        """Remove ``seq``, started or not, and return its last chunk."""
         self.remove(seq)
         return [seq.end("cancelled")]
 
     def rest(self, keep: int | None = None) -> None:
-        """Free the caches beyond those that are kept, ``keep`` or the usual number."""
+        """Free idle caches until ``keep`` are left, by default the usual number."""
         while len(self._idle) > (self._terms.keep if keep is None else keep):
             self._idle.evict().close()
 
     def park(self, save: Callable[[EngineSession], object]) -> int:
-        """``save`` the caches that nobody uses, and free them; their bytes."""
+        """Call ``save`` for every idle cache and free them; return their bytes."""
         nbytes = self._idle.nbytes
         for session in self._idle:
             save(session)
@@ -270,7 +270,7 @@ class Schedule(Generic[Owner]):
         self._idle, self._live = IdleSessions(), []
 
     def cost(self, seq: BatchSequence[Owner], session: EngineSession | None = None) -> int:
-        """Bytes to count for a sequence: of its cache, and of its row of logits."""
+        """Return the bytes to reserve for a sequence: its cache and its row of logits."""
         ahead = self._terms.ahead
         tokens = seq.capacity if ahead is None else min(seq.capacity, seq.length + ahead)
         return self._bytes(tokens, session)
@@ -278,7 +278,7 @@ class Schedule(Generic[Owner]):
     # -- one step --------------------------------------------------------------------------------
 
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """Start waiting sequences while there is room; the errors of those that cannot start."""
+        """Start waiting sequences while they fit; return the errors of those that cannot start."""
         failed: list[tuple[BatchSequence[Owner], Chunks]] = []
         while (seq := self._waiting.first(self._load())) is not None:
             try:
@@ -298,11 +298,11 @@ class Schedule(Generic[Owner]):
         return failed
 
     def _load(self) -> Counter[Hashable]:
-        """How many sequences of each client are on their way."""
+        """Count the running sequences of each client."""
         return Counter(seq.client for seq, _ in self._live)
 
     def _give_way(self, seq: BatchSequence[Owner]) -> bool:
-        """If the client of ``seq`` has none on its way, one of who has several waits for it."""
+        """Displace a sequence of the busiest client if the client of ``seq`` has none running."""
         load = self._load()
         if load[seq.client] or max(load.values(), default=0) < 2:
             return False
@@ -312,12 +312,12 @@ class Schedule(Generic[Owner]):
         return True
 
     def _last_of_busiest(self) -> BatchSequence[Owner]:
-        """Of the client that has the most on their way, the last to join."""
+        """Return the sequence that joined last, of the client with the most running."""
         load = self._load()
         return max(reversed(self.sequences), key=lambda seq: load[seq.client])
 
     def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
-        """One left over that begins like the sequence, or a new one; None when out of room."""
+        """Return an idle session that shares a prefix, or a new one; None if memory is short."""
         session = self._left_over(seq)
         room = self._room() - sum(self.cost(*running) for running in self._live)
         needed = self.cost(seq, session)
@@ -332,20 +332,20 @@ class Schedule(Generic[Owner]):
         return self._engine.session(self._terms.capacity or seq.capacity)
 
     def _left_over(self, seq: BatchSequence[Owner]) -> EngineSession | None:
-        """The idle session that holds the most of what ``seq`` begins with, if it is worth it."""
+        """Return the idle session with the longest useful prefix of ``seq``, if any."""
         best, most = None, 0
         for session in self._idle:
             if session.mix != seq.request.mix:
                 continue
             shared = common_prefix(session.tokens, seq.tokens)
-            # One that is kept is worth taking over only by who continues most of what it holds.
+            # A kept session is reused only by a sequence that continues most of its tokens.
             worth = not self._terms.keep or 2 * shared > len(session.tokens)
             if shared > most and worth and session.capacity >= seq.capacity:
                 best, most = session, shared
         return best
 
     def _make_room(self) -> None:
-        """Where answers have outgrown what was counted for them, those that joined last wait."""
+        """Postpone sequences, of the busiest client first, until all grown caches fit."""
         room = self._room()
         while len(self._live) > 1:
             needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
@@ -356,7 +356,7 @@ class Schedule(Generic[Owner]):
             self._postpone()
 
     def _step_alone(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """What a sequence that is alone gets by speculation; nothing where it has none."""
+        """Run a lone sequence with speculation; return nothing if it has none."""
         if len(self._live) != 1:
             return []
         ((seq, session),) = self._live
@@ -373,7 +373,7 @@ class Schedule(Generic[Owner]):
             self.passes += steps.passes - passes
 
     def _advance(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """Compute one pass; what follows for the sequences that have no more pending tokens."""
+        """Compute one pass; return the chunks of the sequences that have no more pending tokens."""
         parts = self._parts()
         if not parts:
             return []
@@ -406,7 +406,7 @@ class Schedule(Generic[Owner]):
     def _with_drafts(
         self, parts: Sequence[Prompt[Owner]]
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
-        """A pass of these, and of trees behind the answers; None where none speculates."""
+        """Compute a pass with draft trees of the answers; return None if none speculates."""
         running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
         if not running:
             return None
@@ -417,7 +417,7 @@ class Schedule(Generic[Owner]):
         return said
 
     def _parts(self) -> list[Prompt[Owner]]:
-        """What the next pass appends to which session; answers come before prompts."""
+        """Return what the next pass appends to each session; answers come before prompts."""
         ready = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
         prompts = [
             (seq, session)
@@ -437,7 +437,7 @@ class Schedule(Generic[Owner]):
         ]
 
     def _postpone(self) -> None:
-        """Memory is short: the last to join gives its cache back, and is computed again later."""
+        """Memory is short: free the cache of a sequence, which is computed again later."""
         seq = self._last_of_busiest()
         (session,) = (session for other, session in self._live if other is seq)
         self._live.remove((seq, session))
@@ -458,7 +458,7 @@ class Schedule(Generic[Owner]):
 
 
 def _shares_in_order(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
-    """Rows of a pass for prompts (a client and the tokens to read), the first ones first."""
+    """Share a pass's rows among prompts (client, tokens to read), in order."""
     shares = []
     for _, length in prompts:
         shares.append(min(length, room))
@@ -467,8 +467,8 @@ def _shares_in_order(prompts: Sequence[tuple[Hashable, int]], room: int) -> list
 
 
 def _even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
-    """The same in equal parts, for clients and then for the prompts of each; what one leaves,
-    others get.
+    """Share a pass's rows equally among clients, then among each client's prompts; unused rows go
+    to others.
     """
     totals: Counter[Hashable] = Counter()
     for client, length in prompts:

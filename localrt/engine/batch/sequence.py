@@ -19,15 +19,15 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 
 Owner = TypeVar("Owner")
-# What a pass has brought a sequence.
+# The chunks that a pass has brought a sequence.
 Chunks: TypeAlias = Sequence[Chunk]
 
 
 class BatchSequence(Generic[Owner]):
-    """``pending`` tokens are to be computed; ``done`` says that nothing more is.
+    """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
-    ``owner`` is whoever its chunks are for, ``client`` whose turn it takes; ``capacity`` the tokens
-    that its cache may have to hold.
+    ``owner`` gets its chunks, ``client`` takes turns with other clients; ``capacity`` is the number
+    of tokens that its cache may have to hold.
     """
 
     def __init__(self, owner: Owner, request: Request, ctx: int, client: Hashable = None) -> None:
@@ -42,11 +42,11 @@ class BatchSequence(Generic[Owner]):
         self._answer: Answer | None = None
         self._held = 0
         self._speculation = request.speculation
-        self._drafting: Drafting | None = None  # as it was used for the last pass
+        self._drafting: Drafting | None = None  # as the last pass used it
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and what has been said."""
+        """The prompt and the answer's tokens."""
         said = None if self._answer is None else self._answer.generated
         return [*self.request.prompt, *said] if said else self.request.prompt
 
@@ -58,16 +58,16 @@ class BatchSequence(Generic[Owner]):
 
     @property
     def left(self) -> int:
-        """The tokens that may still be said."""
+        """The number of tokens that the answer may still get."""
         return self._limit - (self.length - len(self.request.prompt))
 
     @property
     def ahead(self) -> int:
-        """Of the tokens ``left``, those that may be drafted and the one after them."""
+        """Of the tokens ``left``, those that may be drafted, plus the token after them."""
         return self.left if self._answer is None else self._answer.ahead(self.left)
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
-        """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
+        """Start or resume on ``session``, keeping the tokens that it holds already."""
         session.use(self.request.mix)
         tokens = self.tokens
         if self.request.restore is not None:
@@ -77,39 +77,39 @@ class BatchSequence(Generic[Owner]):
             self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
 
     def copy(self, session: EngineSession, source: EngineSession) -> None:
-        """Have ``session`` hold what ``source`` has of its tokens, where that is more."""
+        """Copy to ``session`` the tokens that ``source`` shares with it, if that is more."""
         tokens = self.tokens
         shared = min(common_prefix(source.tokens, tokens), len(tokens) - 1)
         if shared <= len(tokens) - len(self.pending):
             return
         try:
             session.copy_prefix(source, shared)
-        except MemoryBudgetError:  # computed anew, as far as there is room
+        except MemoryBudgetError:  # computed again, as far as there is room
             session.trim(0)
         held = self._go_on(session, tokens)
         if self._answer is not None and not self._answer.generated:
             self._held = held
 
     def _go_on(self, session: EngineSession, tokens: Sequence[int]) -> int:
-        """Keep what ``session`` holds of ``tokens``; how many, the others are pending."""
+        """Keep the prefix of ``tokens`` that ``session`` holds, and return its length."""
         # The last token runs in any case: its logits are what we need.
         held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
         self.pending = tokens[held:]
         return held
 
     def stepper(self, session: EngineSession) -> Stepper | None:
-        """What speculates on ``session`` while it is alone; None where nothing does."""
+        """Return what speculates on ``session`` while it runs alone, or None."""
         if not isinstance(self._drafting, Stepper):
             self._draft_by(lambda s: s.start(session, self.tokens[:-1], self.left))
         return self._drafting if isinstance(self._drafting, Stepper) else None
 
     def step(self, steps: Stepper, check: Check) -> Chunks:
-        """What follows from its pending token, and from draft tokens behind it."""
+        """Return the chunks after its pending token and the accepted draft tokens."""
         (token,) = self.pending
         return self.accept(steps.advance(token, self.ahead, check))
 
     def proposer(self, session: EngineSession) -> Proposer | None:
-        """What drafts on ``session`` while others share its passes; None where nothing does."""
+        """Return what drafts for ``session`` while others share its passes, or None."""
         if not isinstance(self._drafting, Proposer):
             self._draft_by(lambda s: s.start_shared(session, self.tokens[:-1]))
         return self._drafting if isinstance(self._drafting, Proposer) else None
@@ -121,25 +121,25 @@ class BatchSequence(Generic[Owner]):
             self._drafting = self._answer.meter.steps = start(self._speculation)
 
     def stop_drafting(self) -> None:
-        """It is to be computed token by token."""
+        """Compute it token by token from now on."""
         self.settle()
         self._speculation = None
 
     def settle(self) -> None:
-        """Nothing drafts for it any more; its session keeps what was accepted."""
+        """Stop drafting; its session keeps the accepted tokens."""
         drafting, self._drafting = self._drafting, None
         if drafting is not None:
             drafting.finish()
 
     def accept(self, logits: Logits) -> Chunks:
-        """What follows from the logits (vocab,) after all pending tokens."""
+        """Return the chunks that follow from the logits (vocab,) after all pending tokens."""
         try:
             return self._accept(logits)
         except LocalrtError as error:
             return self.fail(error)
 
     def fail(self, error: LocalrtError) -> Chunks:
-        """It ends here with ``error``."""
+        """End it with ``error``."""
         self.done = True
         return [failed(error)]
 
@@ -157,7 +157,7 @@ class BatchSequence(Generic[Owner]):
         return [chunk] if alone else [chunk, self.end("length")]
 
     def end(self, reason: FinishReason) -> Chunk:
-        """The last chunk, with the text that was held back."""
+        """Return the last chunk, with the text that was held back."""
         self.done = True
         if self._answer is not None:
             return self._answer.end(reason)
@@ -167,5 +167,5 @@ class BatchSequence(Generic[Owner]):
 
 
 def failed(error: LocalrtError) -> Chunk:
-    """The only chunk of a prompt that cannot run."""
+    """Return the only chunk of a prompt that cannot run."""
     return Chunk("", (), Metrics(), "error", error=error)

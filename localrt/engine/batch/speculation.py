@@ -1,9 +1,9 @@
-"""Speculation for sequences that share passes: a tree behind each, all verified in one pass.
+"""Speculation for sequences that share passes: a draft tree for each, all verified in one pass.
 
 A row costs a pass the same, whichever sequence it belongs to. Of all draft tokens the likeliest are
-taken, as long as they bring more tokens than their rows cost time (as SpecInfer's and Sequoia's
-trees weigh nodes, here across sequences). What a pass costs is measured, and what attempts may lose
-is bounded as for a sequence that runs alone. Which tokens a sequence gets does not depend on it.
+verified, as long as they bring more tokens than their rows cost time (as SpecInfer's and Sequoia's
+trees weigh nodes, here across sequences). The cost of passes is measured, and the loss of attempts
+is bounded as for a lone sequence. It does not change the tokens of any sequence.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
 from localrt.speculative.worth import Rest, Retry, nodes_worth
 
-_ASSUMED = 96  # passes that are taken to come: what may be lost at the start
-_CREDIT = 8  # passes: what was gained long ago is no reason to lose now
-_NODES = 128  # draft tokens looked at before a pass, of all sequences
-_FEWEST = 4  # of each
-# The share of a pass that looking for drafts may take where none are worth it, and the most passes
-# to leave it out.
+_ASSUMED = 96  # passes assumed to follow, which bounds the loss at the start
+_CREDIT = 8  # passes: old gains do not justify losses now
+_NODES = 128  # draft tokens considered before a pass, for all sequences
+_FEWEST = 4  # for each sequence
+# The share of a pass that drafting may take when no draft pays, and the most passes without
+# drafting.
 _LOOKING, _LONGEST_REST = 0.01, 64
 
 
 class BatchTuner:
-    """Of a model whose ``tuner`` it is. Not thread-safe."""
+    """Decides which draft tokens shared passes verify, by a ``tuner``. Not thread-safe."""
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
         self._sequences = 0
         self._spent = 0.0  # seconds of passes
-        self._lost = 0.0  # seconds beyond passes without drafts; negative: gained
+        self._lost = 0.0  # seconds more than passes without drafts took; negative: gained
         self._since_plain = 0
         self._retry = Retry()
         self._rest = Rest(_LOOKING, _LONGEST_REST)
         self._looked = False
 
     def looks(self, sequences: int) -> bool:
-        """Whether drafts are wanted for the next pass, which so many share."""
+        """Whether to draft for the next pass, which this many sequences share."""
         self._sequences = sequences
         with self.tuner.lock:  # a pass of about that size must have been measured
             known = self.tuner.cost.covers(sequences)
@@ -53,10 +53,10 @@ class BatchTuner:
         return self._looked
 
     def choose(self, trees: Sequence[TokenTree], room: int, beside: int = 0) -> list[TokenTree]:
-        """The part of each sequence's tree to verify in the pass that was asked for.
+        """Return the part of each sequence's tree to verify in the next pass.
 
-        Scores are logarithms of believed chances. ``room`` bounds the nodes of all together;
-        ``beside`` are the rows of prompts that the pass computes too.
+        Scores are logarithms of calibrated probabilities. ``room`` bounds the nodes of all trees
+        together; ``beside`` is the number of prompt rows in the same pass.
         """
         sizes = [len(tree) for tree in trees]
         counts = [0] * len(trees)
@@ -69,8 +69,8 @@ class BatchTuner:
         return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
 
     def passed(self, drafted: int, emitted: int, seconds: float, looking: float) -> None:
-        """The pass over what was chosen, ``drafted`` nodes, took ``seconds`` and brought
-        ``emitted`` tokens. Looking for drafts took ``looking`` seconds before.
+        """The chosen pass with ``drafted`` nodes took ``seconds`` and brought ``emitted`` tokens.
+        Drafting took ``looking`` seconds before it.
         """
         with self.tuner.lock:
             cost = self.tuner.cost
@@ -87,7 +87,7 @@ class BatchTuner:
             self._rest.looked(looking, plain, found=drafted > 0)
 
     def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], beside: int) -> int:
-        """How many of the likeliest nodes, which bring ``sums`` tokens, to verify."""
+        """Return how many of the likeliest nodes to verify, which bring ``sums`` tokens."""
         with self.tuner.lock:
             cost, rows = self.tuner.cost, self._sequences
             plain, base = cost.seconds(rows), rows + beside
@@ -113,7 +113,7 @@ Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
 
 
 class BatchSpeculation(Generic[Owner]):
-    """Of the answers of one schedule. ``check`` raises to abandon a pass."""
+    """Speculates for the answers of one schedule. ``check`` raises to abandon a pass."""
 
     def __init__(self, engine: Engine, check: Check) -> None:
         self._engine = engine
@@ -123,13 +123,13 @@ class BatchSpeculation(Generic[Owner]):
     def advance(
         self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
-        """One pass over all, ``running`` with one pending token each; None where none speculates.
+        """Run one pass for all ``running``, with one pending token each; None if none speculates.
 
-        ``prompts`` are those of whose pending tokens the pass computes some, the first ones. None
-        also where trees lack the memory, which are not tried again.
+        ``prompts`` are those that the pass computes some pending tokens for, from the first one on.
+        It also returns None if memory is too short for trees, which are then not tried again.
 
         Raises:
-            LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
+            LocalrtError: the pass failed, or ``check`` raised it; no sequence has changed.
         """
         proposers = [seq.proposer(session) for seq, session in running]
         tuner = self._tuner_of(proposers)
@@ -172,14 +172,14 @@ class BatchSpeculation(Generic[Owner]):
             seq.pending = seq.pending[len(tokens) :]
         for at, logits in zip(whole, found[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].accept(logits)))
-        if not prompts:  # what those cost is another matter
+        if not prompts:  # the rows of prompts would distort the measurement
             tuner.passed(drafted, emitted, seconds, looking)
         return items
 
     # -- parts -----------------------------------------------------------------------------------
 
     def _tuner_of(self, proposers: Sequence[Proposer | None]) -> BatchTuner | None:
-        """What decides for them: by what is known of the model, whoever asks."""
+        """Return the tuner, which belongs to the model, whichever sequence asks."""
         tuner = next((proposer.tuner for proposer in proposers if proposer is not None), None)
         if tuner is None:
             return None
@@ -205,13 +205,13 @@ class BatchSpeculation(Generic[Owner]):
                     tree = proposer.propose(each, seq.ahead - 1, self._check)
             trees.append(tree)
         room = self._engine.pass_rows - beside
-        rows = running[0][1].tree_rows  # by what the budget leaves, the same for all
+        rows = running[0][1].tree_rows  # from the memory budget, the same for all
         room = room if rows is None else min(room, rows)
         return tuner.choose(trees, max(0, room - len(running)), beside)
 
 
 def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
-    """What the sequence says along its tree."""
+    """Accept the tokens along the sequence's tree; return their chunks."""
     said = list(seq.accept(computed.first))
     while not seq.done and (logits := computed.after(seq.pending[0])) is not None:
         said += seq.accept(logits)

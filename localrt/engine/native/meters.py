@@ -1,7 +1,7 @@
-"""What a loaded model takes of RAM, forecast and counted, and the rates it has reached of late.
+"""The RAM that a loaded model takes, forecast and counted, and its recent rates.
 
 An engine asks before caches grow and passes run; the figures are those of ``offload/account.py``.
-Rates come from a pipeline's counts: a forecast is for now, not for the start.
+Rates come from a pipeline's counts, so a forecast holds for now, not for the start.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from localrt.quant.ops.protocol import Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamForecast:
-    """What the process of a loaded model will take of RAM, by what it is made to do.
+    """A forecast of the RAM that a loaded model's process takes, by caches and passes.
 
-    ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
-    Of a streamed model ``room`` bounds weights, caches and logits together: it gives weights back
-    before each pass. ``budget`` is that of one that cannot: its passes have as many rows as fit.
+    ``process`` is what it takes besides the model, ``weights`` what stays in memory, with the
+    rings. A streamed model has ``room``, which bounds weights, caches and logits together: it gives
+    weights back before each pass. Another model has a ``budget``, which limits the rows of its
+    passes.
     """
 
     process: int
@@ -46,8 +47,8 @@ class RamForecast:
     budget: int | None = None
 
     def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
-        """With caches of ``kv`` bytes after passes of at most ``rows`` rows, ``logit_rows`` of them
-        with logits.
+        """Return the bytes for caches of ``kv`` bytes and passes of at most ``rows`` rows,
+        ``logit_rows`` of them with logits.
         """
         held = self.weights + kv + logits_nbytes(self.sizes.vocab, max(0, logit_rows - 1))
         if self.room is not None:
@@ -55,27 +56,27 @@ class RamForecast:
         return self.process + held + activation_nbytes(self.sizes, rows)
 
     def within(self, budget: int) -> RamForecast:
-        """The same with another budget, where there is one."""
+        """Return the same forecast with another budget, if it has one."""
         if self.budget is None:
             return self
         return replace(self, budget=budget - MARGIN_NBYTES)
 
     def beside(self, nbytes: int) -> RamForecast:
-        """The same where something else takes ``nbytes`` of the process."""
+        """Return the same forecast if something else in the process takes ``nbytes``."""
         room = None if self.room is None else max(0, self.room - nbytes)
         return replace(self, process=self.process + nbytes, room=room)
 
     def spare(self, kv: int) -> int | None:
-        """Bytes that the budget leaves beside caches of ``kv`` bytes, for passes and more caches.
+        """Return the bytes left for passes and more caches, with caches of ``kv`` bytes.
 
-        None where that is seen to before each pass.
+        None if room is made before each pass instead.
         """
         if self.budget is None:
             return None
         return max(0, self.budget - self.nbytes(kv=kv, rows=0, logit_rows=0))
 
     def logit_rows(self, kv: int) -> int | None:
-        """Rows with logits that a pass may have beside caches of ``kv`` bytes; None: any number."""
+        """Return how many rows may have logits, with ``kv`` bytes of caches; None: any number."""
         spare = self.spare(kv)
         if spare is None:
             return None
@@ -86,8 +87,8 @@ class RamForecast:
 def resident_forecast(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, *, rss: int, budget: int
 ) -> RamForecast:
-    """Of a model that is loaded whole, into a process that takes ``rss`` bytes before, of
-    ``budget``.
+    """Return the forecast for a model loaded whole, with ``budget`` bytes, into a process that
+    already takes ``rss`` bytes.
     """
     native = ops.name == "native"
     beside = KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else TORCH_GROWTH_NBYTES
@@ -100,7 +101,7 @@ def resident_forecast(
 
 
 def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForecast:
-    """Of a model that was placed within ``budget`` bytes, whose account is ``memory``."""
+    """Return the forecast for a model placed within ``budget`` bytes by the account ``memory``."""
     streamed = ("weights", "keys and values", "activations")
     fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
     return RamForecast(
@@ -115,33 +116,33 @@ _Cache = TypeVar("_Cache", bound=KVCache)
 
 
 class RamMeter:
-    """Without a ``forecast`` nothing is known of the rest of the process."""
+    """Counts RAM by ``forecast``; without one, the rest of the process is unknown."""
 
     def __init__(self, forecast: RamForecast | None) -> None:
         self._forecast = forecast
         self._caches: WeakSet[KVCache] = WeakSet()
-        self._lock = threading.Lock()  # sessions open while others' passes end
-        self._taken = 0  # by something else in this process, now
-        self._rows = 0  # scratch for so many is kept
+        self._lock = threading.Lock()  # sessions open while passes of others end
+        self._taken = 0  # bytes that something else in this process takes now
+        self._rows = 0  # the most rows of a pass so far: their scratch memory is kept
         self._peak = 0
 
     def holds(self, cache: _Cache) -> _Cache:
-        """Count ``cache`` as long as there is one; the same cache."""
+        """Count ``cache`` for as long as it exists; return it."""
         with self._lock:
             self._caches.add(cache)
         return cache
 
     def set_budget(self, nbytes: int) -> None:
-        """The process may take ``nbytes`` from now on."""
+        """Limit the process to ``nbytes`` from now on."""
         if self._forecast is not None:
             self._forecast = self._forecast.within(nbytes)
 
     def take(self, nbytes: int) -> None:
-        """Something else in this process takes that much more."""
+        """Something else in this process takes ``nbytes`` more."""
         self._taken += nbytes
 
     def passed(self, rows: int, logit_rows: int) -> None:
-        """A pass of ``rows`` rows is over, ``logit_rows`` of them with logits."""
+        """Record a pass of ``rows`` rows, ``logit_rows`` of them with logits."""
         self._rows = max(self._rows, rows)
         if self._forecast is not None:
             forecast = self._forecast.beside(self._taken)
@@ -151,20 +152,20 @@ class RamMeter:
 
     @property
     def logit_rows(self) -> int | None:
-        """Rows with logits that fit beside the caches there are; None: as many as wanted."""
+        """The number of rows with logits that fit beside the current caches; None: any number."""
         if self._forecast is None:
             return None
         return self._forecast.beside(self._taken).logit_rows(self._kv_nbytes())
 
     def idle_caches(self, nbytes: int, most: int) -> int:
-        """Of caches of ``nbytes``, how many may wait beside one that works, ``most`` at most."""
+        """Return how many idle caches of ``nbytes`` fit beside one in use, at most ``most``."""
         if self._forecast is None:
             return most
         spare = self._forecast.beside(self._taken).spare(nbytes)
         return most if spare is None else min(most, spare // max(1, nbytes))
 
     def forecast(self) -> int | None:
-        """The process's peak, by the account, after the passes so far."""
+        """Return the forecast of the process's peak, after the passes so far."""
         if self._forecast is None:
             return None
         return self._peak or self._forecast.nbytes(kv=0, rows=0, logit_rows=0)
@@ -175,13 +176,13 @@ class RamMeter:
         return sum(cache.nbytes for cache in caches)
 
 
-_RATE_SAMPLE = 256 << 20  # bytes of reading that tell a disk's speed
-_PASSES_SAMPLE = 16  # passes that tell the CPU's
-_EXPERTS_SAMPLE = 512  # experts asked for that tell how many are in memory
+_RATE_SAMPLE = 256 << 20  # bytes to read before the disk's speed is updated
+_PASSES_SAMPLE = 16  # passes before the CPU's speed is updated
+_EXPERTS_SAMPLE = 512  # expert uses before the hit rate is updated
 
 
 class RecentRates:
-    """What disk and CPU have reached of late: others use them too."""
+    """The recent speeds of disk and CPU, which other programs use too."""
 
     def __init__(self, ssd_bytes_s: float) -> None:
         self._ssd_bytes_s = ssd_bytes_s
@@ -189,10 +190,10 @@ class RecentRates:
         self._cpu_s: float | None = None
         self._decoded = (0, 0.0)  # passes and busy seconds
         self._hits: float | None = None
-        self._asked = (0, 0)  # experts asked for, and those that were in memory
+        self._asked = (0, 0)  # expert uses, and how many were in memory
 
     def now(self, counts: PipelineCounts) -> Rates:
-        """For a ``Forecaster``: since the call before, if that was long enough to tell."""
+        """Return the rates for a ``Forecaster``, updated if enough was done since then."""
         read = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
         nbytes, seconds = (new - old for new, old in zip(read, self._read, strict=True))
         if nbytes > _RATE_SAMPLE and seconds > 0:
