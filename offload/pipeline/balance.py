@@ -1,7 +1,7 @@
-"""Which units stay in memory as passes go on: given back as caches grow or memory runs short.
+"""Chooses which units stay in memory: evicts some as caches grow or memory runs short.
 
-What was given back is kept again when there is room, without an extra read: it passes through the
-ring anyway. All changes happen between passes. It moves units; it does not compute.
+Evicted units are kept again when there is room, without an extra read: they pass through the ring
+anyway. All changes happen between passes. This module moves units; it does not compute.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
 
 _OTHERS = "other programs need the memory"
-_RELIEF_SHARE = 16  # of what weights take of a GPU, that is given back when it is full
+_RELIEF_SHARE = 16  # a full GPU evicts one in so many bytes of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
 def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring:
-    """In RAM, the CPU's; beside a GPU what is copied over the link must not be paged out."""
+    """Make the CPU's ring in RAM; with a GPU it is pinned, since copies over the link read it."""
     if gpu is None:
         return Ring(nbytes, chunk)
     return Ring(nbytes, chunk, gpu.host_buffer(nbytes), free=gpu.free_host)
@@ -38,10 +38,10 @@ class Balance(WeightMemory):
     """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
 
     ``caches`` share the budget. ``ram_ring`` and ``vram_ring`` are bytes of the rings, 0 for none:
-    larger units cannot pass through, but that the CPU's, whose chunks have ``chunk`` bytes, is made
-    larger where only larger units are left. ``fixed`` are bytes of weights in RAM that stay.
-    ``shortage`` says how many bytes of RAM and of the GPU's memory others need now (below zero: how
-    many are spare again). ``experts`` are a mixture's slots, ``gpu_experts`` those on the GPU.
+    larger units cannot pass through. The CPU's, with chunks of ``chunk`` bytes, is enlarged if only
+    larger units are left to evict. ``fixed`` are bytes of weights in RAM that stay. ``shortage``
+    says how many bytes of RAM and of the GPU's memory others need now (below zero: how many are
+    spare again). ``experts`` are a mixture's slots, ``gpu_experts`` those on the GPU.
     ``gpu_scratch`` are bytes of the GPU that kernels need beside weights and caches.
     """
 
@@ -76,20 +76,20 @@ class Balance(WeightMemory):
         self._gpu_experts = gpu_experts
         self._gpu_scratch = gpu_scratch
         self._most_experts = 0 if experts is None else experts.nbytes
-        self._ring_growth = 0  # bytes that the ring takes beyond what was planned
-        self._crossing = False  # the GPU computes what can cross the link
+        self._ring_growth = 0  # bytes of the ring beyond the plan
+        self._crossing = False  # whether the GPU computes units that can cross the link
         self._withheld = 0  # bytes of the budget that others have needed
-        self._given: list[Stage] = []  # the latest last
+        self._given: list[Stage] = []  # evicted stages, latest last
         self._at_load = self.ram_nbytes
-        self._changed = ""  # the budget, and to what
-        self._why = ""  # what was evicted was
+        self._changed = ""  # says that the budget changed, and to what
+        self._why = ""  # why units were evicted
         self._gpu_given = 0
         self._gpu_why = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
 
     @property
     def note(self) -> str:
-        """What is no longer where it was at load, and why, in a sentence; empty if nothing is."""
+        """A sentence on which weights have moved since loading, and why; empty if none has."""
         ram, vram = self._at_load - self.ram_nbytes, self._gpu_given
         parts: list[str] = []
         if ram > 0 and self._why:
@@ -123,8 +123,7 @@ class Balance(WeightMemory):
     def set_budget(self, nbytes: int, words: str) -> None:
         """See ``WeightMemory``; called between passes.
 
-        With more than before, units that were read for every token stay as they pass, as far as
-        there is room.
+        With a larger budget, streamed units are kept as they pass, as far as there is room.
         """
         before = self._changed
         self._changed = words
@@ -156,26 +155,26 @@ class Balance(WeightMemory):
     # -- before and after a pass -----------------------------------------------------------------
 
     def follow(self, *, crossing: bool) -> None:
-        """The pass that begins has the GPU compute what can cross the link, or the CPU."""
+        """Prepare a pass in which the GPU (if ``crossing``) or the CPU computes crossing units."""
         if crossing is self._crossing:
             return
         self._crossing = crossing
         if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
-            self._schedule()  # what was copied ahead is of the other kind
+            self._schedule()  # units copied ahead are for the other kind of pass
 
     def make_room(self, growth: int, gpu_growth: int = 0) -> None:
-        """Before a pass that adds ``growth`` bytes of RAM, and ``gpu_growth`` of a GPU's memory:
-        give back what is missing.
+        """Evict what is missing for a pass that adds ``growth`` bytes of RAM and ``gpu_growth``
+        bytes of a GPU's memory.
 
         Raises:
-            MemoryBudgetError: all that can be streamed would not be enough.
+            MemoryBudgetError: evicting everything that can be streamed is not enough.
         """
         caches = self._caches.nbytes + growth
         ram, vram = self._shortage()
         if ram > 0:
             self._withheld += self.evict(ram)
             self._why = _OTHERS
-        elif ram < 0:  # as much again as we would take is free
+        elif ram < 0:  # free: at least twice what we would take
             self._withheld = max(0, self._withheld + ram)
         self._make_room_on_gpu(gpu_growth, vram)
         missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
@@ -192,12 +191,12 @@ class Balance(WeightMemory):
         self._grow_experts(caches)
 
     def settle(self) -> None:
-        """After a pass: what was copied as it passed is resident, and no longer read."""
+        """After a pass, make the units resident that were copied as they passed."""
         copied = [stage for stage in self._stages if stage.copy is not None]
         for stage in self._stages:
             stage.keep = False
         if copied:
-            self._stop_copies()  # copies look where a unit is
+            self._stop_copies()  # copies look up where a unit is
         for stage in copied:
             self._given.remove(stage)
             memory, stage.copy = stage.copy, None
@@ -213,9 +212,9 @@ class Balance(WeightMemory):
     # -- giving back -----------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
-        """Free at least ``nbytes`` of RAM from now on; the bytes freed, 0 if that cannot be.
+        """Free at least ``nbytes`` of RAM if possible; returns the bytes freed.
 
-        Slots of experts go first: they cost the least, and come back the easiest.
+        Slots of experts go first: they cost the least and are easiest to restore.
         """
         freed = 0 if self._experts is None else self._experts.resize(self._experts.nbytes - nbytes)
         if freed >= nbytes:
@@ -223,7 +222,7 @@ class Balance(WeightMemory):
         return freed + self._move(choose_units(self._stages, nbytes - freed, self._able()))
 
     def evict_gpu(self, nbytes: int) -> int:
-        """The same of the GPU's memory: its units are then read and copied in each pass."""
+        """The same for the GPU's memory: evicted units are read and copied in each pass."""
         freed = 0 if self._gpu_experts is None else self._gpu_experts.evict(nbytes)
         if freed < nbytes:
             chosen = choose_slabs(self._slabs(), nbytes - freed)
@@ -245,9 +244,7 @@ class Balance(WeightMemory):
         return freed
 
     def relieve(self) -> bool:
-        """The GPU had no memory for a pass that was begun: have less of it; False if that cannot
-        be.
-        """
+        """Use less of the GPU's memory after a pass found none; False if nothing can be freed."""
         gpu = self._gpu
         if gpu is None:
             return False
@@ -258,7 +255,7 @@ class Balance(WeightMemory):
         return freed > 0
 
     def _make_room_on_gpu(self, growth: int, shortage: int) -> None:
-        """Before a pass that adds ``growth`` bytes, where others need ``shortage`` bytes."""
+        """Make room on the GPU for ``growth`` bytes of a pass and ``shortage`` bytes of others."""
         gpu = self._gpu
         if gpu is None:
             return
@@ -286,7 +283,7 @@ class Balance(WeightMemory):
         gpu.hold(held)
 
     def _slabs(self) -> list[list[Stage]]:
-        """The units of each slab of the GPU that can be streamed, all of them."""
+        """The units of each slab on the GPU whose units can all be streamed."""
         limit = min(self._ram_ring, self._vram_ring)
         slabs: dict[int, list[Stage]] = {}
         for stage in self._stages:
@@ -298,7 +295,7 @@ class Balance(WeightMemory):
         return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring]
 
     def _widen(self, missing: int) -> bool:
-        """Give ``missing`` bytes back with a ring that larger units pass through too."""
+        """Free ``missing`` bytes with an enlarged ring, through which larger units pass too."""
         size = growing_ring_nbytes(max((stage.ram_nbytes for stage in self._stages), default=0))
         more = size - self._ram_ring
         if more <= 0 or self._ram_ring == 0:
@@ -313,7 +310,7 @@ class Balance(WeightMemory):
         return True
 
     def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
-        """Stream these from now on; returns the bytes that are free."""
+        """Stream the ``chosen`` from now on; returns the bytes freed."""
         if chosen:
             self._stop_copies()  # copies may be reading what is freed
         freed = 0
@@ -349,7 +346,7 @@ class Balance(WeightMemory):
         return self._budget - taken
 
     def _grow_experts(self, caches: int) -> None:
-        """Slots that were given back, as far as there is room for them again."""
+        """Restore experts' slots that were evicted, as far as there is room."""
         experts = self._experts
         if experts is None or experts.nbytes >= self._most_experts:
             return
@@ -358,7 +355,7 @@ class Balance(WeightMemory):
             experts.resize(min(self._most_experts, experts.nbytes + room))
 
     def _choose_kept(self, caches: int) -> None:
-        """Of what was given back, the latest first, as much as there is room for now."""
+        """Mark evicted units to keep, latest first, as far as there is room."""
         for stage in self._stages:
             stage.keep, stage.copy = False, None
         if not self._given:
@@ -371,10 +368,10 @@ class Balance(WeightMemory):
 
 
 def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) -> list[Stage]:
-    """Units among ``able`` of ``nbytes`` or more in all, in order; none where all are not enough.
+    """Choose units of ``able`` with at least ``nbytes`` in all, in order; none if all are too few.
 
-    Enough, little more, and spread over the pass. ``stages`` is the pass, with what it streams
-    already.
+    The choice exceeds ``nbytes`` by little and is spread over the pass. ``stages`` is the whole
+    pass, including what it streams already.
     """
     place = {stage.name: index for index, stage in enumerate(stages)}
     left = list(able)
@@ -383,7 +380,7 @@ def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) ->
     streamed = [index for index, stage in enumerate(stages) if stage.where.read]
     chosen: list[Stage] = []
     while nbytes > 0:
-        # The smallest that suffices, else the largest; of equals the farthest from the others.
+        # The smallest unit that suffices, else the largest; of equals the farthest from the others.
         enough = [stage for stage in left if stage.unit.nbytes >= nbytes]
         size = (min if enough else max)(stage.unit.nbytes for stage in enough or left)
         equals = [stage for stage in left if stage.unit.nbytes == size]
@@ -396,7 +393,7 @@ def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) ->
 
 
 def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence[Stage]]:
-    """Those of ``nbytes`` or more in all, little more; all where they are not enough."""
+    """Choose slabs with at least ``nbytes`` in all, and little more; all if they are too few."""
     left, chosen = list(slabs), list[Sequence[Stage]]()
     while left and nbytes > 0:
         sizes = [sum(stage.unit.nbytes for stage in slab) for slab in left]
@@ -408,5 +405,5 @@ def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence
 
 
 def _distance(index: int, others: Sequence[int], count: int) -> int:
-    """Stages to the nearest of ``others``, round the end of the pass."""
+    """Distance in stages to the nearest of ``others``, cyclically."""
     return min((min(abs(index - o), count - abs(index - o)) for o in others), default=count)

@@ -1,4 +1,4 @@
-"""A pipeline's KV caches: each layer's where its attention is computed, and what RAM they take.
+"""A pipeline's KV caches, each layer's where its attention is computed, and their memory.
 
 Where a GPU has memory and ``Ops`` of its own, a sequence's keys and values are on two devices.
 """
@@ -20,8 +20,8 @@ from localrt.quant.ops.states import SavedState, StateLayout
 
 
 class SplitCache:
-    """See ``KVCache``. ``memories`` are each layer's; ``on_gpu`` names those whose cache is the
-    GPU's.
+    """See ``KVCache``. ``memories`` describes each layer; ``on_gpu`` names the layers whose cache
+    is on the GPU.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SplitCache:
 
     @property
     def capacity(self) -> int:
-        """The most tokens."""
+        """Most tokens it can hold."""
         return self.on(self._host_ops).capacity
 
     @property
@@ -66,7 +66,7 @@ class SplitCache:
         return self.on(self._gpu_ops).nbytes
 
     def grown_nbytes(self, rows: int, *, on_gpu: bool) -> int:
-        """Bytes in RAM, or on the GPU, with ``rows`` more, at most."""
+        """At most the bytes in RAM, or on the GPU, after ``rows`` more rows."""
         ops = self._gpu_ops if on_gpu else self._host_ops
         specs = self._gpu_specs if on_gpu else self._host_specs
         return ops.kv_nbytes(specs, _grown_length(self.on(ops), rows))
@@ -81,17 +81,17 @@ class SplitCache:
             part.mix = mix
 
     def reserve(self, length: int) -> None:
-        """Make room on both."""
+        """Make room on both devices."""
         for part in self._parts.values():
             part.reserve(length)
 
     def advance(self, count: int) -> None:
-        """Count rows on both."""
+        """Count written rows as held on both devices."""
         for part in self._parts.values():
             part.advance(count)
 
     def trim(self, length: int) -> int:
-        """Forget on both; as many stay as both still hold."""
+        """Trim both devices' caches to the tokens that both can still hold."""
         while any(part.length > length for part in self._parts.values()):
             for part in self._parts.values():
                 length = part.trim(min(length, part.length))
@@ -99,14 +99,14 @@ class SplitCache:
 
     @property
     def kv_layout(self) -> str:
-        """See ``BlockCache``; empty where one of the two cannot be taken out."""
+        """See ``BlockCache``; empty if either device's cache cannot be saved."""
         layouts = [part.kv_layout for part in self._block_parts()]
         whole = len(layouts) == len(self._parts) and all(layouts)
         return " and ".join(layouts) if whole else ""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of 256 tokens on both."""
+        """Bytes of 256 tokens, both devices together."""
         return sum(part.block_bytes for part in self._block_parts())
 
     def take_blocks(self, first: int, count: int) -> Bytes:
@@ -122,7 +122,7 @@ class SplitCache:
                 at += part.block_bytes
 
     def saved_states(self) -> list[SavedState]:
-        """See ``BlockCache``: what both know after as many tokens."""
+        """See ``BlockCache``: joins the states of both devices after the same number of tokens."""
         found = [part.saved_states() for part in self._block_parts()]
         if not any(found):
             return []
@@ -143,7 +143,7 @@ class SplitCache:
         return self.trim(length)
 
     def _share(self, state: SavedState, part: BlockCache) -> SavedState:
-        """What one of the two has of a state."""
+        """One device's part of a state."""
         sizes = [
             StateLayout(split_layers(specs)[1]).saved_nbytes(state.position, state.length)
             for specs in (self._host_specs, self._gpu_specs)
@@ -156,13 +156,13 @@ class SplitCache:
         return [part for part in self._parts.values() if isinstance(part, BlockCache)]
 
     def select(self, first: int, rows: Sequence[int]) -> None:
-        """Keep some rows on both."""
+        """Keep selected rows on both devices."""
         for part in self._parts.values():
             part.select(first, rows)
 
 
 class Caches:
-    """Those that have been made and are still in use; ``memories`` and ``on_gpu`` as above."""
+    """All caches in use; ``memories`` and ``on_gpu`` are as for ``SplitCache``."""
 
     def __init__(
         self,
@@ -230,13 +230,13 @@ class Caches:
         return everywhere - here
 
     def _on_the_gpu(self, cache: KVCache) -> int:
-        """Bytes of a cache on the GPU; without ``Ops`` of its own what its attention sees."""
+        """Bytes of a cache on the GPU; without ``Ops`` there, those its attention reads."""
         if isinstance(cache, SplitCache):
             return cache.gpu_nbytes
         return cache.nbytes - self._in_ram(cache)
 
     def _in_ram(self, cache: KVCache) -> int:
-        """Bytes of a cache in RAM; what the GPU's attention sees counts as the GPU's."""
+        """Bytes of a cache in RAM, without layers whose attention the GPU computes."""
         if isinstance(cache, SplitCache) or len(self._host_specs) == len(self._specs):
             return cache.nbytes
         here, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
@@ -248,12 +248,12 @@ def _specs(
     layers: Iterable[int],
     without: frozenset[int] = frozenset(),
 ) -> list[LayerSpec]:
-    """What some layers keep, in order."""
+    """The cache specs of some layers, in order."""
     return [spec for layer in layers if layer not in without for spec in memories[layer]]
 
 
 def _grown_length(cache: KVCache, rows: int) -> int:
-    """Tokens that a cache has room for, at most, after a pass of ``rows`` more."""
+    """At most the tokens that a cache has room for after a pass of ``rows`` more."""
     if getattr(cache, "grows_in_place", False):
         return cache.length + rows
     return min(cache.capacity, (cache.length + rows) * 3 // 2)

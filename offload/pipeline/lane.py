@@ -1,4 +1,4 @@
-"""The processors of a pass, the CPU and a GPU, and what a pass carries from one to the other.
+"""The lanes of a pass, CPU and GPU, and the state that a pass carries between them.
 
 The CPU's ring is filled from the SSD, a GPU's over the link. A lane knows neither which parts it
 runs nor their order.
@@ -29,11 +29,11 @@ from localrt.quant.ops.protocol import Batch, Ops
 
 
 class Step(Protocol):
-    """What a lane computes at once: a part, made of weights that stay, or of units in the ring."""
+    """One computation of a lane: a part, made of resident weights or of units in the ring."""
 
     @property
     def name(self) -> str:
-        """Of its task."""
+        """The name of its task."""
 
     @property
     def timed(self) -> bool:
@@ -41,17 +41,17 @@ class Step(Protocol):
 
     @property
     def passing(self) -> Sequence[StoredUnit]:
-        """The units that it needs of the ring, in order; none where its weights stay."""
+        """The units it needs from the ring, in order; none if its weights are resident."""
 
     def part_of(self, memories: Sequence[Any]) -> Part:
-        """The part on the bytes of the units that pass."""
+        """Make the part on the bytes of the passing units."""
 
 
 class Lane:
-    """``reader`` fills the ring, if there is one; ``verify`` is called for what it brings.
+    """``reader`` fills the ring, if any; ``verify`` is called for each unit it reads.
 
-    ``gpu`` is None on the CPU. ``attends``: some layers' keys and values are here. Used by one
-    thread at a time.
+    ``gpu`` is None on the CPU. ``attends``: whether some layers' keys and values are here. Used by
+    one thread at a time.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Lane:
     # -- a pass ----------------------------------------------------------------------------------
 
     def run(self, step: Step, state: StreamedState) -> None:
-        """Compute a step, once its weights are there; their place in the ring is given back."""
+        """Wait for a step's weights, compute it, and release their places in the ring."""
         state.enter(self)
         units = step.passing
         if not units:
@@ -111,11 +111,11 @@ class Lane:
                 self._clock.end(self.resource, name, started)
 
     def _last_use(self, memory: Any) -> Event | None:
-        """Behind the kernels that read ``memory`` for the last time."""
+        """An event after the last kernels that read ``memory``; None on the CPU."""
         return None if self.gpu is None else self.gpu.record(memory, last=True)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
-        """A pass of the caches that ``batch`` has, recorded where that is quicker."""
+        """Begin a pass over the caches of ``batch``, recorded where that is quicker."""
         batch = split_batch(batch, self.ops)
         if self.recorder is None:
             return self.ops.begin(batch)
@@ -123,7 +123,7 @@ class Lane:
 
     @property
     def adapts(self) -> bool:
-        """Whether it must know the adapters of each pass."""
+        """Whether its ``Ops`` must know the adapters of each pass."""
         table = self.ops.adapters
         return table is not None and table.used
 
@@ -136,7 +136,7 @@ class Lane:
         return WeightLoader(self._memory(unit, data), self.ops, vectors=vectors)
 
     def joined(self, slices: Sequence[tuple[StoredUnit, Any]]) -> Any:
-        """Consecutive slices of one matrix as one weight, where each of them lies."""
+        """Consecutive slices of one matrix as one weight, without moving them."""
         tensors = [unit.tensors[0] for unit, _ in slices]
         blocks = (
             block
@@ -147,7 +147,7 @@ class Lane:
         return self.ops.weight((rows, tensors[0].shape[1]), blocks)
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
-        """Keep a unit's norms and biases: its bytes will lie where the CPU cannot read them."""
+        """Keep a unit's norms and biases: the CPU will not be able to read its bytes."""
         self._vectors[unit.name] = self._memory(unit, data).vectors()
 
     def _memory(self, unit: StoredUnit, data: Any) -> UnitMemory:
@@ -157,30 +157,30 @@ class Lane:
     # -- the ring --------------------------------------------------------------------------------
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
-        """Have these pass through the ring, or a new one, from now on, in each pass."""
+        """From now on stream ``units`` through the ring, or a new one, in each pass."""
         if self.reader is not None:
             self.reader.schedule(units, ring)
 
     def skip(self, names: Iterable[str]) -> None:
-        """The pass that begins does not need these units.
+        """Skip these units in the pass that begins.
 
-        A GPU fetches what it has begun to, since the CPU's ring holds it until it is copied.
+        A GPU completes begun fetches, since the CPU's ring holds a unit until it is copied.
         """
         if self.reader is not None:
             self.reader.skip(names, finish=self.gpu is not None)
 
     @property
     def failed(self) -> bool:
-        """Whether what was read ahead of the next pass has failed."""
+        """Whether reading ahead for the next pass has failed."""
         return self.reader is not None and self.reader.failed
 
     def stop_copies(self) -> None:
-        """End copies to the GPU, and what they wait for, until it is streamed to again."""
+        """End copies to the GPU, and their waiting, until ``stream`` is called again."""
         if self.gpu is not None and self.reader is not None:
             self.reader.stop()
 
     def rewind(self) -> None:
-        """The pass was abandoned: the next one begins at the first unit."""
+        """Begin again at the first unit, after an abandoned pass."""
         if self.reader is not None:
             self.reader.rewind()
 
@@ -199,18 +199,18 @@ class StreamedState(PassState):
         super().__init__(lane.ops, None, wanted=wanted, batch=batch)
         self._batch = batch
         self._steps: dict[int, Pass | None] = {}
-        self._copies: dict[int, Array] = {}  # of the inputs, by lane
+        self._copies: dict[int, Array] = {}  # copies of the inputs, by lane
         self.check = check
         self.lane = lane
         self.rows = len(batch.tokens)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """(R,)."""
+        """The token ids, (R,)."""
         return np.asarray(self._batch.tokens, np.int64)
 
     def enter(self, lane: Lane) -> None:
-        """Go on with ``lane``, which the activations move to."""
+        """Continue on ``lane``: move the activations there."""
         if lane is not self.lane:
             gpu = lane.gpu or self.lane.gpu
             assert gpu is not None, "there are two lanes where there is a GPU"
@@ -230,8 +230,8 @@ class StreamedState(PassState):
             self._steps[id(lane.ops)] = None
 
     def _move_inputs(self, lane: Lane, move: Callable[[Array], Array]) -> None:
-        """Every layer reads them: a lane's copy is made once."""
-        if self._copies.get(id(self.lane)) is not self.inputs:  # they were made on this lane
+        """Every layer reads the inputs: a lane's copy is made once."""
+        if self._copies.get(id(self.lane)) is not self.inputs:  # the inputs were made on this lane
             self._copies = {id(self.lane): self.inputs}
         if id(lane) not in self._copies:
             self._copies[id(lane)] = move(self.inputs)

@@ -1,8 +1,8 @@
-"""Puts a store's units where a placement wants them, and has them ready for a decoder.
+"""Puts a store's units where a placement wants them, ready for a decoder.
 
-Each unit of the store becomes a stage of the pass; what is resident is read to its place. All that
-a pipeline holds is made here and freed by its ``close``: files, threads, rings, buffers, the GPU's
-memory. It does not choose the placement.
+Each unit of the store becomes a stage of the pass; resident units are read to their places.
+Everything a pipeline holds is made here and freed by its ``close``: files, threads, rings, buffers,
+the GPU's memory. It does not choose the placement.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
-# Two copies on their way at once: the link does not rest while the next is asked for.
+# Two copies at once keep the link busy while the next one is requested.
 _COPIERS = 2
 _COPY_BLOCK = 8 << 20
 
 
 def open_pipeline(setup: Setup) -> StreamedWeights:
-    """Load what is resident, start reading what is streamed.
+    """Load resident units and start reading streamed ones.
 
     Raises:
         CheckpointError: a file is truncated or damaged.
@@ -70,7 +70,7 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
         held.callback(setup.kv_tier.close)
     try:
         weights = _Opening(setup, held).open()
-        # Its threads would otherwise keep the memory of a decoder that nobody closed.
+        # Otherwise its threads would keep the memory of an unclosed decoder.
         weakref.finalize(weights, held.close)
         return weights
     except BaseException:
@@ -79,9 +79,9 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
 
 
 class _Opening:
-    """A pipeline in the making. ``held`` frees, in reverse, what is made.
+    """A pipeline being opened. ``held`` frees everything made, in reverse order.
 
-    ``stages`` are by name and in the order of a pass, ``tables`` what is read by row, where that is
+    ``stages`` are by name in the order of a pass; ``tables`` holds tables that are read by row, if
     in RAM.
     """
 
@@ -93,12 +93,12 @@ class _Opening:
         held.callback(self.files.close)
         self.verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
         self.stages: dict[str, Stage] = {}
-        held.callback(self.stages.clear)  # last: they refer to what refers to them
+        held.callback(self.stages.clear)  # cleared last, to break reference cycles
         self.tables: dict[str, Bytes] = {}
         self.on_gpu = setup.attention_on_gpu()
 
     def open(self) -> StreamedWeights:
-        """All of it."""
+        """Make the whole pipeline."""
         setup, held, config = self.setup, self.held, self.setup.config
         cpu = self._cpu_lane()
         experts = self._experts(cpu)
@@ -111,7 +111,7 @@ class _Opening:
         head = self._make_head(cpu, gpu, joined_head)
         stages = list(self.stages.values())
         load_s = self._load(gpu)
-        # Streaming begins last: it would share the disk with what is waited for.
+        # Streaming begins last: it would slow the resident units' reads.
         cpu.stream([stage.unit for stage in stages if stage.where.read])
         if gpu is not None:
             gpu.stream([stage.unit for stage in stages if stage.where.copied])
@@ -228,7 +228,7 @@ class _Opening:
     # -- experts ---------------------------------------------------------------------------------
 
     def _experts(self, cpu: Lane) -> ExpertMemory | None:
-        """Slots in RAM; None of a dense model."""
+        """The experts' slots in RAM; None for a dense model."""
         setup, gpu = self.setup, self.setup.gpu
         if not setup.config.sparse:
             return None
@@ -242,7 +242,7 @@ class _Opening:
             stall_s=setup.stall_s,
             ring=setup.placement.ram_ring - setup.rings()[0],
             room=setup.budget - sum(in_ram),
-            # What is copied over the link must not be paged out on the way.
+            # Sources of copies over the link must not be paged out.
             alloc=aligned_buffer if gpu is None else gpu.host_buffer,
             free=(lambda memory: None) if gpu is None else gpu.free_host,
         )
@@ -252,7 +252,7 @@ class _Opening:
     def _runners(
         self, gpu: Lane | None, experts: ExpertMemory | None
     ) -> dict[str, CpuExperts | HybridExperts]:
-        """What runs a mixture's layers on each lane."""
+        """Make the runner of a mixture's layers for each lane."""
         if experts is None:
             return {}
         setup, placement = self.setup, self.setup.placement
@@ -340,7 +340,7 @@ class _Opening:
         return gpu
 
     def _cache_places(self, cpu: Lane, gpu: Lane | None) -> dict[int, tuple[int, ...]]:
-        """Where a lane's cache has what each layer remembers: one for both, or one for each."""
+        """Each layer's places in its lane's cache; lanes share a cache or have one each."""
         config, everything = self.setup.config, frozenset(range(self.setup.config.layers))
         split = gpu is not None and gpu.ops is not cpu.ops
         places: dict[int, tuple[int, ...]] = {}
@@ -353,7 +353,7 @@ class _Opening:
     # -- weights ---------------------------------------------------------------------------------
 
     def _load(self, gpu: Lane | None) -> float:
-        """Read everything resident to its place; the seconds of reading."""
+        """Read every resident unit to its place; return the seconds of reading."""
         setup, stages = self.setup, list(self.stages.values())
         slabs = {} if setup.gpu is None else self._slabs(setup.gpu)
 
@@ -386,7 +386,7 @@ class _Opening:
         return seconds
 
     def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> float:
-        """Read a unit, and verify it; the seconds that reading took."""
+        """Read and verify a unit; return the seconds of reading."""
         files, block = self.files, self.setup.mode.block
 
         def read(start: int) -> int:
@@ -403,7 +403,7 @@ class _Opening:
         return seconds
 
     def _slabs(self, gpu: Gpu) -> dict[str, Slab]:
-        """The GPU's memory for its resident units, by unit."""
+        """Allocate GPU memory for its resident units; returns the slabs by unit."""
         stages = self.stages.values()
         sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
         head = [unit.name for unit in self.setup.head() if unit.name in sizes]
@@ -417,7 +417,7 @@ class _Opening:
         return slabs
 
     def _gpu_scratch(self) -> int:
-        """What kernels need of the GPU's memory; nothing where it computes nothing."""
+        """Bytes that kernels need of the GPU's memory; 0 if it computes nothing."""
         placement = self.setup.placement
         if not (placement.gpu_rows or placement.uses_gpu):
             return 0
@@ -425,7 +425,7 @@ class _Opening:
         return gpu_scratch_nbytes(sizes, placement.prefill_rows)
 
     def _table(self, name: str, head: Mapping[str, Stage]) -> RowTable:
-        """What is read by row: ``head`` are its slices on the CPU, which may be in RAM."""
+        """A table that is read by row; ``head`` holds those of its slices that the CPU computes."""
         setup, loaded = self.setup, self.tables
 
         def resident(unit: str) -> Bytes | None:
@@ -433,7 +433,7 @@ class _Opening:
                 return loaded[unit]
             return head[unit].memory if unit in head else None
 
-        # Hardly any n-gram comes again soon.
+        # N-grams rarely repeat soon.
         keep = 0 if name == NGRAM_TABLE else KEPT_BYTES
         table = RowTable(setup.store, name, self.files, resident, keep=keep, stall_s=setup.stall_s)
         self.held.callback(table.close)
@@ -441,12 +441,12 @@ class _Opening:
 
 
 def _layer_moved(lane: Lane, segments: Joined) -> Callable[[], None]:
-    """A lane that records nothing has no segments."""
+    """What to call when a layer's unit moves: nothing if ``lane`` records nothing."""
     return (lambda: None) if lane.recorder is None else _moved(lane, segments)
 
 
 def _moved(lane: Lane | None, joined: Joined) -> Callable[[], None]:
-    """When a unit moves, what was joined or recorded would read its memory as it was."""
+    """Drop joined and recorded parts when a unit moves: they would read its old memory."""
     recorder = None if lane is None else lane.recorder
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""What a pipeline is opened from: a store, a placement, devices, and how to read."""
+"""The inputs for opening a pipeline: a store, a placement, devices, and how to read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from localrt.quant.ops.protocol import Ops
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model and what is to become of it.
+    """A model, its placement and devices.
 
-    ``ops`` computes on the CPU, ``gpu`` what the ``placement`` puts on one; ``clock`` times both.
+    ``ops`` computes on the CPU, ``gpu`` computes units placed on it; ``clock`` times both.
     ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
-    resident units and KV caches together, in bytes; ``shortage`` is asked before each pass for
-    bytes of RAM and of the GPU's memory to give back. ``kv_tier`` makes the caches of ``ops``, some
-    of whose layers are on the SSD. ``mode`` says how to read the store, ``files`` stands in for the
-    store's own, ``stall_s`` is how long a disk may be silent. With ``verify`` each unit is compared
-    with its SHA-256, once; see ``Verifier`` for ``mend``. ``on_bytes`` gets the bytes of resident
-    units as they are read, and may raise.
+    resident units and KV caches together, in bytes; Before each pass ``shortage`` returns bytes of
+    RAM and of GPU memory to free. ``kv_tier`` makes the caches of ``ops``, some of whose layers are
+    on the SSD. ``mode`` says how to read the store, ``files`` stands in for the store's own,
+    ``stall_s`` is how long a disk may be silent. With ``verify`` each unit is compared with its
+    SHA-256, once; see ``Verifier`` for ``mend``. ``on_bytes`` gets the bytes of resident units as
+    they are read, and may raise.
     """
 
     store: StoreCheckpoint
@@ -56,17 +56,17 @@ class Setup:
         return {unit.name: unit for unit in self.store.manifest.units}
 
     def unit(self, name: str) -> StoredUnit:
-        """A unit that every such model has."""
+        """The unit ``name``, which every such model has."""
         if name not in self.units:
             raise CheckpointError(f"{self.store.path}: unit {name} is missing: pack it again")
         return self.units[name]
 
     def where(self, unit: StoredUnit) -> Where:
-        """Units that the placement does not name are resident in RAM."""
+        """Each unit's place; units that the placement does not name are resident in RAM."""
         return self.placement.where.get(unit.name, Where.RAM)
 
     def layers(self, kind: Literal["attention", "mlp"]) -> dict[int, StoredUnit]:
-        """The layers' units of a kind, in order; of those layers that have one."""
+        """The layers' units of a kind, in order, where they have one."""
         memory, has_mlp = self.config.memory_of, self.config.has_mlp
         return {
             layer: self.unit(f"layers.{layer}.{kind}")
@@ -81,7 +81,7 @@ class Setup:
         return sorted(found, key=lambda unit: unit.tensors[0].row)
 
     def dense(self) -> list[StoredUnit]:
-        """The units of all stages: what is not an expert."""
+        """The units of all stages: every unit but experts."""
         attention, mlp = self.layers("attention"), self.layers("mlp")
         return [*attention.values(), *mlp.values(), *self.head()]
 
@@ -91,9 +91,9 @@ class Setup:
         return frozenset(layer for layer, unit in units if self.where(unit).on_gpu)
 
     def rings(self) -> tuple[int, int]:
-        """Bytes of the rings of RAM and GPU, 0 where nothing passes through.
+        """Bytes of the rings in RAM and on the GPU; 0 if nothing passes through.
 
-        Experts have slots of their own: where they alone are streamed, these have the ring's bytes.
+        If only experts are streamed, their slots get the ring's bytes.
         """
         dense, sparse = [self.where(unit) for unit in self.dense()], self.config.sparse
         ram, vram = self.placement.ram_ring, self.placement.vram_ring

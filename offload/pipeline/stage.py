@@ -1,10 +1,10 @@
-"""One unit in a pass: where its weights are, and the part of the model that they make.
+"""A unit in a pass: where its weights are, and the part of the model made of them.
 
-A stage is called like the part that it stands for, and has its lane run it; ``balance.py`` changes
-where it is. Where a GPU's ``Ops`` records, consecutive stages are one launch, a graph segment. It
-ends where another processor goes on, where a unit's weights come through a ring (they lie elsewhere
-in each pass), and where the host has to look at the router's choice. Neighbouring slices of the
-head are computed as one matrix.
+A stage is called like its part and has its lane run it; ``balance.py`` changes its place. Where a
+GPU's ``Ops`` records, consecutive stages are one launch, a graph segment. A segment ends where
+another processor continues, where a unit comes through a ring (its address changes in each pass),
+and where the host must read the router's choice. Neighbouring slices of the head are computed as
+one matrix.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _KEPT_PLACES = 32
 
 
 class PassingParts:
-    """Parts of what passes through a ring, by where in it the bytes lie that they are made of."""
+    """Parts of units in a ring, cached by the place of their bytes in the ring."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, ...], Part] = {}
 
     def at(self, memories: Sequence[Any], make: Callable[[], Part]) -> Part:
-        """The part of these bytes; made once for each place, as far as they are kept."""
+        """The part on these bytes, made once for each place as long as it is cached."""
         places = tuple(
             int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
             for memory in memories
@@ -53,12 +53,12 @@ class PassingParts:
 
 
 class Stage:
-    """``load`` makes the part of ``lane``'s weights; ``moved`` is told when they are elsewhere.
+    """``load`` makes the part from ``lane``'s weights; ``moved`` is called when they move.
 
-    ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is what
-    was made of them where they are computed with in place. With ``keep`` the unit is copied as it
-    passes through the ring: to ``copy``, from which it becomes resident after the pass. The
-    experts of a ``sparse`` layer on a GPU time what they compute, as the host sees the choice.
+    ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is made on
+    them if they are used in place. With ``keep`` the unit is copied as it passes through the ring:
+    to ``copy``, which becomes its resident memory after the pass. A ``sparse`` layer on a GPU is
+    timed by its experts' runner, which sees the router's choice.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Stage:
         self.where = where
         self.lane = lane
         self.memory: Any | None = None
-        self.slab: Slab | None = None  # what the memory is a part of, on a GPU
+        self.slab: Slab | None = None  # the slab that holds ``memory``, on a GPU
         self.part: Part | None = None
         self.keep = False
         self.copy: Any | None = None
         self._load, self._moved = load, moved
         self._passing = PassingParts()
-        self._vectors: dict[VectorKey, Vector] = {}  # copies that all of these share
+        self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
 
     @property
     def ram_nbytes(self) -> int:
@@ -94,27 +94,27 @@ class Stage:
         return self.where
 
     def host_buffer(self) -> Any:
-        """RAM for it: pinned where copies are made from it."""
+        """Allocate RAM for the unit: pinned if copies read from it."""
         gpu = self.lane.gpu
         nbytes = self.unit.nbytes
         return aligned_buffer(nbytes) if gpu is None else gpu.host_buffer(nbytes)
 
     def remember_vectors(self, data: Any) -> None:
-        """Keep norms and biases of its bytes in RAM, where they will lie on a GPU."""
+        """Keep the unit's norms and biases from ``data`` in RAM before its bytes go to a GPU."""
         if self.lane.gpu is not None:
             self.lane.remember_vectors(self.unit, data)
 
     def put(self, memory: Any, slab: Slab | None = None) -> None:
-        """The unit is resident from now on, and its bytes are ``memory``: of ``slab`` on a GPU."""
+        """Make the unit resident in ``memory``, which is part of ``slab`` on a GPU."""
         self.memory, self.slab = memory, slab
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
         self._moved()
 
     def move(self, where: Where) -> int:
-        """Stream what was resident from now on; returns the bytes that are free.
+        """Stream the resident unit from now on; returns the bytes freed.
 
-        On a GPU they are those of all units of a slab, when the last of them is moved.
+        A GPU's slab is freed as a whole when the last of its units moves.
         """
         before, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
@@ -135,7 +135,7 @@ class Stage:
         self._passing.clear()
 
     def free(self) -> None:
-        """The pipeline is closed."""
+        """Free the memory: the pipeline is closed."""
         if self.memory is not None:
             self.move(self.where)
         self._moved()
@@ -150,8 +150,8 @@ class Stage:
     def part_of(self, memories: Sequence[Any]) -> Part:
         """The resident part, or the one on ``memories``.
 
-        That is made once for each place in the ring that the unit comes to lie at: only the first
-        copies norms and biases to a GPU, which waits for all of its kernels.
+        The latter is made once for each place in the ring. Only the first copies norms and biases
+        to a GPU, which waits for all of its kernels.
         """
         if self.part is not None:
             return self.part
@@ -170,8 +170,8 @@ class Stage:
 
 
 class CrossingStage(Stage):
-    """A unit that the CPU computes; in passes of ``rows`` rows or more ``gpu`` does, to which it
-    is copied then.
+    """A unit that the CPU computes; passes of at least ``rows`` rows copy it to ``gpu`` and compute
+    it there.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CrossingStage(Stage):
         super().__init__(unit, where, lane, load)
         assert gpu.gpu is not None, "the CPU's lane is the other one"
         self._gpu, self._rows = gpu.gpu, rows
-        self._on_gpu = Stage(unit, where.crossed, gpu, load)  # has no memory but the ring
+        self._on_gpu = Stage(unit, where.crossed, gpu, load)  # is only in the ring
 
     def place(self, *, crossing: bool) -> Where:
         return self.where.crossed if crossing else self.where
@@ -215,7 +215,7 @@ class CrossingStage(Stage):
 
 
 class Segment:
-    """Consecutive parts on ``lane``, by name, whose weights stay where they are."""
+    """Consecutive parts on ``lane``, by name, whose weights are resident."""
 
     timed = True
     passing: Sequence[StoredUnit] = ()
@@ -227,7 +227,7 @@ class Segment:
         self.name = first if len(parts) == 1 else f"{first} to {last}"
 
     def __call__(self, state: StreamedState) -> None:
-        """Compute them: recorded if the pass is, else one after another."""
+        """Compute the parts: as one recording if the pass is recorded, else one by one."""
         lane, recorder = self._lane, self._lane.recorder
         state.enter(lane)
         if recorder is not None and recorder.takes(state.step):
@@ -239,7 +239,7 @@ class Segment:
             lane.compute(part, name, state)
 
     def part_of(self, memories: Sequence[Any]) -> Part:
-        """All of them, recorded."""
+        """One part that replays the recording of all parts."""
         return self._replay
 
     def _replay(self, state: StreamedState) -> None:
@@ -259,25 +259,25 @@ class Segment:
 
 
 class Joined:
-    """The parts that stages are computed as, ``join`` of them; remembered until one has moved."""
+    """The parts that ``join`` makes of stages; remembered until a stage moves."""
 
     def __init__(self, join: Callable[[Sequence[Stage]], list[Part]]) -> None:
         self._join = join
         self._parts: list[Part] | None = None
 
     def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
-        """What a pass computes of all, in order."""
+        """The parts that a pass computes, in order."""
         if self._parts is None:
             self._parts = self._join(stages)
         return self._parts
 
     def forget(self) -> None:
-        """A unit is somewhere else: what was joined would read or keep its memory as it was."""
+        """Forget joined parts after a unit moved: they would use its old memory."""
         self._parts = None
 
 
 def join_segments(stages: Sequence[Stage]) -> list[Part]:
-    """Stages of layers, those that can be recorded one after another as one segment."""
+    """The stages of layers, with consecutive recordable ones joined into segments."""
     parts: list[Part] = []
     for lane, group in groupby(stages, _recording_lane):
         run = list(group)
@@ -286,7 +286,7 @@ def join_segments(stages: Sequence[Stage]) -> list[Part]:
 
 
 def _recording_lane(stage: Stage) -> Lane | None:
-    """None: it is not to be recorded."""
+    """The lane that records a stage; None if the stage cannot be recorded."""
     stays = stage.part is not None and not stage.sparse
     return stage.lane if stays and stage.lane.recorder is not None else None
 
@@ -310,7 +310,7 @@ def head_stage(
 
 
 def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
-    """The head's slices, those that are neighbours in memory as one matrix."""
+    """The head's slices, with neighbours in memory joined into one matrix."""
     runs: list[list[Stage]] = []
     for stage in stages:
         if runs and _joins(runs[-1], stage):
@@ -334,7 +334,7 @@ def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Any]
 
 
 class _PassingRun:
-    """Slices that a GPU's ring holds at once. ``join`` makes one part of them where they lie."""
+    """Head slices that a GPU's ring holds at once. ``join`` makes one part of them in place."""
 
     name = "head"
     timed = True
@@ -347,11 +347,11 @@ class _PassingRun:
         self.passing = [stage.unit for stage in run]
 
     def part_of(self, memories: Sequence[Any]) -> Part:
-        """All of them as one."""
+        """The slices as one part."""
         return self._parts.at(memories, lambda: self._join(self._run, memories))
 
     def __call__(self, state: StreamedState) -> None:
-        """Compute them once all have come."""
+        """Compute the slices once all have arrived."""
         self._run[0].lane.run(self, state)
 
 
@@ -363,6 +363,6 @@ def _joins(run: Sequence[Stage], stage: Stage) -> bool:
     if stage.part is not None:
         return True
     if lane.gpu is None or lane.reader is None:
-        return False  # the CPU starts one in no time
+        return False  # starting a part on the CPU costs next to nothing
     nbytes = stage.unit.nbytes + sum(each.unit.nbytes for each in run)
-    return 2 * nbytes <= lane.reader.room  # the other half is filled meanwhile
+    return 2 * nbytes <= lane.reader.room  # the ring's other half is filled meanwhile

@@ -1,8 +1,8 @@
-"""A model whose units are where a placement puts them: the same passes, larger models.
+"""Runs a model whose units are where a placement puts them, so that it may exceed memory.
 
-A pass goes through the stages in order; each waits for its own weights and for nothing else, while
-readers and copies run ahead. The arithmetic is that of a resident model: the output does not depend
-on the placement. It knows no files and no plans.
+A pass goes through the stages in order; each waits only for its own weights, while readers and
+copies run ahead. The arithmetic is that of a resident model: the output does not depend on the
+placement. This module knows no files and no plans.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StreamedWeights(WeightStore):
     """See ``WeightStore``. ``opening.py`` makes it. Units are evicted as caches grow beyond what
     the budget leaves.
 
-    ``placement`` is what it was opened with. ``gpu`` is None without one. ``sparse`` run the sparse
-    layers, by lane. ``load_s`` are the seconds that reading the resident units took.
+    ``placement`` is what it was opened with. ``gpu`` is None without one. ``sparse`` holds the
+    runners of sparse layers, by lane. ``load_s`` is how long reading the resident units took.
     ``before_pass`` raises where files have changed, ``close`` frees everything.
     """
 
@@ -84,7 +84,7 @@ class StreamedWeights(WeightStore):
             if isinstance(table, InputTable):
                 self._embed.append(partial(_take_inputs, rows, cpu, table))
             elif isinstance(table, HashedTable):
-                # First of all: what is read while the embedding's rows are may as well be read.
+                # First: other units can be read while the embedding's rows are.
                 self._embed.insert(0, partial(_ask_ngrams, rows, cpu, table))
         self.body: Sequence[Part] = [*self._embed, *layers]
         self._lanes = [lane for lane in (cpu, gpu) if lane is not None]
@@ -102,7 +102,7 @@ class StreamedWeights(WeightStore):
     ) -> StreamedState:
         self._before_pass()
         if any(lane.failed for lane in self._lanes):
-            self.abandon()  # read ahead, some time ago: the disk may have come back
+            self.abandon()  # the failed read may be old: the disk may work again
         self.memory.follow(crossing=self._placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
         caches = self._caches
@@ -124,25 +124,25 @@ class StreamedWeights(WeightStore):
         self.memory.settle()
 
     def abandon(self) -> None:
-        """See ``WeightStore``: what is on its way is dropped."""
+        """See ``WeightStore``: drops pending reads and copies."""
         if self.gpu is not None:
             self.gpu.stop_copies()
-        for lane in self._lanes:  # the CPU's first: a GPU's copies ask it for what they need
+        for lane in self._lanes:  # the CPU's first: copies to a GPU read from its ring
             lane.rewind()
 
     def relieve(self) -> bool:
         return self.memory.relieve()
 
     def _skip_head(self) -> None:
-        """The pass reads and copies none of the head, but for what is on its way to the GPU."""
+        """Have the pass skip the head, except slices that are being copied to the GPU."""
         self.cpu.skip(stage.name for stage in self._head if stage.where is Where.SSD)
-        if self.gpu is not None:  # of what it copies from the CPU's ring it tells the reader
+        if self.gpu is not None:  # it forwards skips of units that the CPU's ring reads
             self.gpu.skip(stage.name for stage in self._head if stage.where.copied)
 
     # -- caches ----------------------------------------------------------------------------------
 
     def cache(self, capacity: int) -> KVCache:
-        """See ``WeightStore``: each layer's where its attention is computed."""
+        """See ``WeightStore``: each layer's cache is where its attention is computed."""
         return self._caches.make(capacity)
 
     def reserve(self, cache: KVCache, length: int) -> None:
@@ -192,7 +192,7 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
 
 
 def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: StreamedState) -> None:
-    """The first part, where a layer has hashed n-grams: their rows are asked for."""
+    """The first part if layers have hashed n-grams: begins to read their rows."""
     state.enter(cpu)
     assert state.batch is not None, "a pass has one"
     rows = hashed.rows_of(state.batch)
@@ -200,7 +200,7 @@ def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: Streamed
 
 
 def _take_inputs(table: RowTable, cpu: Lane, inputs: InputTable, state: StreamedState) -> None:
-    """The second part, where every layer has inputs of its own: their rows."""
+    """The second part if every layer has its own inputs: takes their rows."""
     state.enter(cpu)
     with cpu.ops.scope():
         take = table.ask(

@@ -1,8 +1,8 @@
-"""Tables of which passes need rows: from RAM where they are, else from the SSD.
+"""Tables that passes read by row: from RAM if resident, else from the SSD.
 
-The embedding, inputs of every layer, hashed n-grams: matrices of a store, as large as they may be.
-A tile holds 16 rows. Those with a wanted row are read, each once, with many reads under way; tiles
-of the same pages are read together. The latest are kept: text repeats its words.
+They are the embedding, inputs of every layer, and hashed n-grams: matrices of a store, of any size.
+A tile holds 16 rows. Each tile with a wanted row is read once, with many reads in flight; tiles of
+the same pages are read together. Recent tiles are kept, since text repeats its words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Ids = npt.NDArray[np.int64]
 KEPT_BYTES = 1 << 20
 """Of tiles that were read, at most."""
 _READS_AT_ONCE = 16  # reads of one page wait for the disk, not for a core
-_LEAST = 2  # reads of a thread: waking one takes as long as part of a read
+_LEAST = 2  # reads for each thread: waking one takes as long as part of a read
 
 
 _Pages = tuple[str, int, int]
@@ -45,8 +45,8 @@ _Pages = tuple[str, int, int]
 class RowTable:
     """Matrix ``name`` of ``store``, in one unit or in slices.
 
-    ``resident`` gives the bytes of a unit that is in RAM, or None; others are read from ``files``.
-    ``keep`` are the most bytes of tiles to keep. ``stall_s``: how long a disk may be silent.
+    ``resident`` gives the bytes of a unit in RAM, or None; other units are read from ``files``.
+    ``keep`` is the most bytes of tiles to keep. ``stall_s``: how long a disk may be silent.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RowTable:
         self._resident = resident
         self._stall_s = stall_s
         self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
-        self._kept: OrderedDict[int, Bytes] = OrderedDict()  # tiles, the latest last
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()  # kept tiles, most recent last
         self._most_kept = keep // self._tile
         self.bytes_read = 0
         """From the SSD, so far: whole pages."""
@@ -91,13 +91,14 @@ class RowTable:
         scale: float = 1.0,
         each: int = 1,
     ) -> Callable[[], Array]:
-        """What gives ``rows`` (R,) as ``ops`` has them, times ``scale``: they are on their way.
+        """Begin to read ``rows`` (R,); the function returned gives them for ``ops``, times
+        ``scale``.
 
-        With ``each`` a token has so many: see ``Ops.embed``. ``check`` is called while waiting, and
+        ``each`` is the rows per token: see ``Ops.embed``. ``check`` is called while waiting, and
         may raise.
 
         Raises:
-            CheckpointError: from what is returned: the file fails, or the disk does not answer.
+            CheckpointError: raised by that function: the file fails, or the disk does not answer.
         """
         if len(self._parts) == 1 and (data := self._resident(self._parts[0][0].name)) is not None:
             table = self._whole(ops, data)
@@ -132,7 +133,7 @@ class RowTable:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _whole(self, ops: Ops, data: Bytes) -> Weight:
-        """The table where it lies, all of it."""
+        """The whole table, where it lies in RAM."""
         if self._table is None or self._table[0] is not data:
             tensor = self._tensor
             tiles = data[tensor.offset : tensor.offset + tensor.nbytes]
@@ -146,13 +147,13 @@ class RowTable:
         )
 
     def _locate(self, tile: int) -> tuple[StoredUnit, int]:
-        """The unit that holds a tile, and the byte of it at which that begins."""
+        """The unit that holds a tile, and the tile's offset in it."""
         row = tile * TILE_ROWS
         unit, tensor = self._parts[bisect_right(self._parts, row, key=_first_row) - 1]
         return unit, tensor.offset + (row - tensor.row) // TILE_ROWS * self._tile
 
     def _copy(self, tile: int, out: Bytes) -> bool:
-        """Whether a tile was in memory."""
+        """Copy a tile if it is in memory; returns whether it was."""
         if (kept := self._kept.get(tile)) is not None:
             self._kept.move_to_end(tile)
             out[:] = kept
@@ -164,7 +165,7 @@ class RowTable:
         return True
 
     def _pages(self, tiles: Sequence[int]) -> Iterator[tuple[_Pages, int]]:
-        """Where each tile is in the files: its pages, and where in these it begins."""
+        """Each tile's pages in the files, and its offset within them."""
         for tile in tiles:
             unit, start = self._locate(tile)
             start += unit.offset
@@ -188,7 +189,7 @@ def _first_row(part: tuple[StoredUnit, UnitTensor]) -> int:
 def _wait_for_all(
     reads: Sequence[Future[None]], what: str, stall_s: float, check: Check | None = None
 ) -> None:
-    """Until all of ``reads`` are done. Never waits in a read itself: a disk may hang.
+    """Wait until all ``reads`` are done. This thread reads nothing itself: a disk may hang.
 
     Raises:
         CheckpointError: one failed, or none of them ends for ``stall_s`` seconds.
