@@ -1,14 +1,13 @@
-"""Calibration: what the inputs of a layer's matrices look like on a text, one layer at a time.
+"""Calibration: measures the inputs of a layer's matrices on a text, one layer at a time.
 
-``HiddenStates`` carries the text through the layers: ``observe`` measures the layer at hand,
-``advance`` takes the states past it. Only hidden states, one layer and its statistics are in
-memory. It knows neither formats nor files; where weights come from, a checkpoint says.
+``HiddenStates`` carries the text through the layers: ``observe`` measures the inputs of a layer,
+``advance`` moves the states past it. Only hidden states, one layer and its statistics are in
+memory. It knows no formats and no files; a checkpoint supplies the weights.
 
-Where calibration text comes from: a file, a folder of files, or what every Python brings.
+The calibration text comes from a file, a folder of files, or Python's installation.
 
-Without a text of the user's own, Python's language reference serves: English prose and code that
-lies in every full installation. It beats rounding by far, and a text like the model's real work
-beats it. Knows neither tokens nor models.
+By default it is Python's language reference: English prose and code that every full installation
+has. It is far better than rounding; a text like the model's real work is better still.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ Layer = Sequence[Residual | SideBySide]
 _WINDOW = 512
 _MOST_TOKENS = 65_536
 _HELD_OUT = 4  # windows
-_EVERY = 4  # of positions, logits are computed of one
-_VOCAB_ROWS = 16_384  # of the head at a time
+_EVERY = 4  # logits are computed at every fourth position
+_VOCAB_ROWS = 16_384  # rows of the head at a time
 
 
 def calibration_windows(
@@ -60,11 +59,11 @@ def calibration_windows(
     seed: int = 0,
     bos: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """``count`` windows of ``length`` tokens from all over a text, in order, and a few others.
+    """Cut ``count`` windows of ``length`` tokens from all over a text, in order, and a few others.
 
-    All, if it has fewer; the others are some of the same then.
+    If the text has no more windows, all are returned, and the others are some of the same.
 
-    ``seed`` chooses them. ``bos`` takes the place of each window's first token.
+    ``seed`` chooses the windows. ``bos`` replaces each window's first token.
 
     Raises:
         OptionError: the text is shorter than one window.
@@ -87,7 +86,7 @@ def calibration_windows(
 
 
 def calibration_ops(threads: int | None = None) -> CalibrationOps:
-    """What computes the passes.
+    """Return the operations that compute calibration passes.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -103,9 +102,9 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
 
 
 class HiddenStates:
-    """The hidden states of ``windows`` before a layer; at first, their embeddings.
+    """The hidden states of ``windows`` before a layer; at first the embeddings.
 
-    ``check`` is called between passes, and may raise to stop.
+    ``check`` is called between passes and may raise to stop.
     """
 
     def __init__(
@@ -125,13 +124,13 @@ class HiddenStates:
         self._config = config
         self.ops = ops
         self._check = check
-        # One cache serves all: a layer reads what a window wrote before the next one writes.
+        # All windows share one cache: each layer finishes a window before the next one writes.
         cache = ops.kv_cache(config.memory, max(map(len, windows)))
         used, numbers = np.unique(
             np.concatenate([np.array(w) for w in windows]), return_inverse=True
         )
         self._batches: list[Batch] = []
-        self.hidden: list[Any] = []  # (tokens of a window, D) of each
+        self.hidden: list[Any] = []  # (tokens of the window, D) for each window
         with ops.scope():
             rows = [checkpoint.read(EMBEDDING, token, token + 1) for token in used.tolist()]
             table = ops.weight((len(used), config.hidden_size), rows)
@@ -142,9 +141,9 @@ class HiddenStates:
                 self.hidden.append(ops.embed(table, ops.begin(batch), config.embedding_scale))
 
     def observe(self, checkpoint: Checkpoint, layer: int) -> Mapping[str, Floats]:
-        """H of the layer's inputs with the weights of ``checkpoint``; the states stay.
+        """Return H of the layer's inputs with the weights of ``checkpoint``; keeps the states.
 
-        By the first name of each group of matrices that share an input.
+        The keys are the first names of the groups of matrices that share an input.
         """
         parts = self.load(checkpoint, layer)
         with self.ops.scope():
@@ -154,15 +153,15 @@ class HiddenStates:
             return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
 
     def advance(self, checkpoint: Checkpoint, layer: int) -> None:
-        """Take the states past the layer, with the weights of ``checkpoint``."""
+        """Move the states past the layer, with the weights of ``checkpoint``."""
         self.hidden = self.through(self.load(checkpoint, layer), self.hidden)
 
     def copied(self) -> list[Any]:
-        """The states, to be used up."""
+        """Return a copy of the states, for ``through`` to overwrite."""
         return list(map(self.ops.copy, self.hidden))
 
     def load(self, checkpoint: TensorSource, layer: int) -> Layer:
-        """A layer's parts, with the weights of ``checkpoint``."""
+        """Load a layer's parts with the weights of ``checkpoint``."""
         with self.ops.scope():
             weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
             if self._config.memory_of(layer):
@@ -176,7 +175,7 @@ class HiddenStates:
             return parts
 
     def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
-        """The states behind ``parts`` of those before, which are used up."""
+        """Run ``parts`` on the states ``hidden``, which are overwritten, and return the results."""
         behind: list[Any] = []
         with self.ops.scope():
             for x, batch in zip(hidden, self._batches, strict=True):
@@ -188,13 +187,13 @@ class HiddenStates:
         return behind
 
     def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Any]], Floats]]:
-        """What gives the logits of states behind the last layer, a piece of the vocabulary each.
+        """Yield functions from final hidden states to logits, each for one part of the vocabulary.
 
-        (positions, rows of the piece), float32, of every fourth position of every window.
+        Logits: (positions, rows of the part), float32, at every fourth position of every window.
         """
         config, name = self._config, EMBEDDING if self._config.tied_head else HEAD
         chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
-        # No scope is held while somebody else goes on: two of these may take turns.
+        # No scope is held across a yield: two such iterators may alternate.
         with self.ops.scope():
             norm: Any = load_norm(config, WeightLoader(checkpoint, self.ops))
         for start in range(0, config.vocab_size, _VOCAB_ROWS):
@@ -219,10 +218,10 @@ class HiddenStates:
 class Calibration:
     """Passes over windows of a text: ``windows`` to calibrate on, ``others`` to measure on.
 
-    ``count`` of its ``tokens`` are used, ``seed`` says which. ``cancel`` stops a pass.
+    ``count`` of the text's ``tokens`` are used, chosen by ``seed``. ``cancel`` stops a pass.
 
     Raises:
-        OptionError: too few tokens, or others than the model has.
+        OptionError: too few tokens, or tokens that the model does not have.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class Calibration:
         *,
         check: Callable[[], None] | None = None,
     ) -> HiddenStates:
-        """Of ``windows`` before the first layer; ``checkpoint`` is the source's if not given."""
+        """The states of ``windows`` before the first layer of ``checkpoint``, or of the source."""
         return HiddenStates(
             checkpoint or self.source, self.config, self.ops, windows, check=check or self._check
         )
@@ -270,7 +269,7 @@ class Calibration:
 
 
 def _bos(source: Checkpoint) -> int | None:
-    """The token that the model begins every text with, if it does."""
+    """The token that begins every text of the model, if there is one."""
     try:
         tokenizer = load_tokenizer(source)
     except (TokenizerError, UnsupportedModelError):
@@ -280,11 +279,11 @@ def _bos(source: Checkpoint) -> int | None:
 
 
 BUILTIN = "Python's language reference"
-_MOST_BYTES = 8 << 20  # a hundred times what is used; windows come from all over it
+_MOST_BYTES = 8 << 20  # a hundred times as much as the windows from all over it use
 
 
 def builtin_text() -> str | None:
-    """The text that needs no file, or None where Python was installed without it."""
+    """Python's language reference, or None if Python was installed without it."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -293,9 +292,9 @@ def builtin_text() -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; of a folder, that of all its UTF-8 files, in order of their paths.
+    """Return the text of a file, or of all UTF-8 files in a folder, in order of their paths.
 
-    Hidden files, and what a folder holds beyond 8 MiB, are left out.
+    Hidden files, and text beyond 8 MiB, are left out.
 
     Raises:
         OptionError: no such file, not UTF-8, or no text in the folder.

@@ -1,10 +1,10 @@
-"""A model's tensors as a quantized store wants them: rounded alone, or by what a layer takes in.
+"""Quantizes the tensors of a layer: rounds each alone, or calibrates it on the layer's inputs.
 
 Matrices that share an input are quantized as one: q, k and v, and gate and up, share the rotation
-of their input and the factor of a tensor. With mr-gptq, the rotation of the output projection's
-input is folded into v where its blocks divide a head: attention only mixes rows of v, so
-o (H a) with a v rotated by H is o H in stored weights, and nothing is rotated at run time. The
-experts of a mixture are rounded alone, whatever the method.
+of their input and the scale of the tensor. With mr-gptq, the rotation H of the output projection's
+input is folded into v if its blocks divide a head: attention only mixes rows of v, so v and o are
+stored rotated by H, and nothing is rotated at run time. The experts of an MoE layer are rounded
+alone by every method.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from localrt.quant.methods import (
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
-"""Endings of names of matrices that choose or weigh experts: small and sensitive, they stay."""
+"""Name endings of the matrices that choose or weigh experts: small, sensitive, not quantized."""
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the expert's number in a name
 
 
 def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> int:
-    """Block size of the rotation that can be folded into v of every layer; 0 for none."""
+    """Block size of the rotation that can be folded into v of every layer; 0: none can."""
     if len(config.attending) < config.layers or len(config.memory) > config.layers:
-        return 0  # a state's columns meet the output's matrix behind a gate
+        return 0  # in recurrent layers a gate comes before the output projection
     if any(isinstance(spec, LatentSpec) for spec in config.attending):
-        return 0  # a head's values are not rows of a matrix that meets the output's
+        return 0  # a head's values are not rows of a matrix before the output projection
     out = infos[f"model.layers.0.{config.names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0
     return size if size and all(spec.head_dim % size == 0 for spec in config.attending) else 0
 
 
 def common_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names with ``*`` for an expert's number, each once."""
+    """The names, with ``*`` for an expert's number and without duplicates."""
     return tuple(dict.fromkeys(_EXPERT.sub("*", name) for name in names))
 
 
 class LayerQuantizer:
-    """Pieces of tensors in the formats of ``infos``, out of ``source``, with one ``method``."""
+    """Quantizes tensors of ``source`` to the formats of ``infos`` in pieces, by ``method``."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class LayerQuantizer:
         self._expert_groups: tuple[tuple[str, ...], ...] = (EXPERT_GATE_UP, (EXPERT_DOWN,))
 
     def rounded(self, name: str) -> Iterator[WeightBlock]:
-        """A tensor of any part of the model, rounded to nearest, a few rows at a time.
+        """Yield any tensor of the model, rounded to nearest, a few rows at a time.
 
-        What has its format already, and vectors, keep their values.
+        Vectors, and tensors that already have their format, keep their values.
         """
         format_ = self._infos[name].format
         if len(self._infos[name].shape) == 1 or format_ == self.source.tensors[name].format:
@@ -115,9 +115,9 @@ class LayerQuantizer:
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
-        """The tensors of a layer, given H of the inputs of each group by its first name.
+        """Return the layer's quantized tensors; ``hessians`` has H by the first name of a group.
 
-        Matrices of other groups are rounded.
+        Matrices of groups without H are rounded.
         """
         prefix = f"model.layers.{layer}."
         groups = (
@@ -143,9 +143,9 @@ class LayerQuantizer:
         return pieces
 
     def groups(self, layer: int) -> dict[str, list[str]]:
-        """The layer's matrices that are quantized, those together that get one format.
+        """The layer's matrices to quantize, in groups that get one format each.
 
-        By the stem that H of their inputs has.
+        The keys are the stems by which ``calibrated`` finds H of the group's inputs.
         """
         prefix = f"model.layers.{layer}."
         experts = [[stem.format("*") for stem in group] for group in self._expert_groups]
@@ -159,7 +159,7 @@ class LayerQuantizer:
         return found
 
     def rows(self, name: str) -> Iterator[Floats]:
-        """A matrix's values, a few rows at a time."""
+        """Yield a matrix's values, a few rows at a time."""
         for block in self.source.blocks(name):
             for values in restored_rows(block):
                 require_finite(values, name)
@@ -170,7 +170,7 @@ class LayerQuantizer:
     def _quantize(
         self, layer: int, group: tuple[str, ...], hessian: Floats
     ) -> dict[str, Quantized]:
-        """A group's matrices by name, quantized as one."""
+        """Quantize a group's matrices as one, and return them by name."""
         names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
         values = np.concatenate([rows for name in names for rows in self.rows(name)])
         format_ = self._infos[names[0]].format
@@ -188,7 +188,7 @@ class LayerQuantizer:
                 hadamard=self._folded if is_out else None,
                 search=self._search,
             )
-        else:  # what no groups fit is rounded
+        else:  # rows that are no whole groups of any format are rounded
             if is_out:
                 values = block_hadamard(values, self._folded)
             whole = Quantized(pack(values, format_, name=names[0]))
@@ -208,7 +208,7 @@ class LayerQuantizer:
         return found
 
     def _vector(self, name: str, prefix: str) -> Iterator[WeightBlock]:
-        """Norms and biases as they are, but for a bias of v that is stored rotated."""
+        """Yield a norm or bias unchanged; only the bias of a rotated v is rotated too."""
         if not self._folded or name != f"{prefix}{self._names.qkv[-1]}.bias":
             yield from stored_pieces(self.source, name, self._tiler)
             return
@@ -224,7 +224,7 @@ class LayerQuantizer:
         return quantize(values, format_, name=name, scale=scale, search=self._search).tensor
 
     def _shared_scale(self, name: str) -> float | None:
-        """The factor of a matrix and those that share its input, where the format has one."""
+        """The scale that a matrix shares with those of the same input, if its format has one."""
         codec = CODECS.get(self._infos[name].format.name)
         if codec is None or codec.tensor_scale(1.0) == 1.0:
             return None

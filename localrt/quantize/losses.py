@@ -1,12 +1,12 @@
-"""What a format costs a model, in nats a token: the divergence of its answers from the original's.
+"""Measures a format's loss, in nats per token: how far its answers diverge from the original's.
 
-``measure_losses`` tells it for every group of matrices. Each layer is rounded alone to some three
-bits, and what that does to the answers at the end is measured; all such copies of the hidden states
-pass through the layers side by side, so that each layer is read once. Among a layer's groups it is
-shared out by how far each moves the layer's output, and a group's other formats are compared by
-their errors in what the matrices give: divergence grows with their squares.
+``measure_losses`` does so for every group of matrices. Each layer alone is rounded to some three
+bits, and the divergence of the final logits is measured; the hidden states of all these copies pass
+through the layers together, so that each layer is read once. A layer's loss is divided among its
+groups by how far each moves the layer's output, and scaled to other formats by the squared errors
+of the matrices' outputs, since divergence grows with them.
 
-``divergence`` is that of a finished store.
+``divergence`` measures a finished store.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from localrt.quantize.mix import (
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2
-_SAMPLE_ROWS = 64  # of a matrix, on which formats are compared
-_SAMPLE_TENSORS = 8  # of a group: experts are many
+_SAMPLE_ROWS = 64  # rows of a matrix for comparing formats
+_SAMPLE_TENSORS = 8  # matrices of a group for it: there may be many experts
 
 
 def model_losses(
@@ -48,10 +48,10 @@ def model_losses(
     folder: Path | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> LossTable:
-    """What formats cost a model: as it was kept in ``folder``, or measured, and kept there.
+    """Return the model's loss table: read it from ``folder``, or measure it and save it there.
 
-    ``trial`` are matrices' formats to round to, as ``TRIAL_FORMAT`` fits them. ``report`` is told
-    how many layers are done.
+    ``trial`` has the format to round each matrix to: ``TRIAL_FORMAT`` or one that fits its rows.
+    ``report`` is called with the number of layers done.
     """
     source = calibration.source
     mark = fingerprint(source)
@@ -79,12 +79,12 @@ def model_losses(
 def measure_losses(
     states: HiddenStates, weights: LayerQuantizer, *, report: Callable[[int], None]
 ) -> tuple[GroupLoss, ...]:
-    """Of every group of matrices in the layers. ``weights`` rounds to ``TRIAL_FORMAT``.
+    """Measure the loss of every group of matrices. ``weights`` rounds to ``TRIAL_FORMAT``.
 
-    ``states`` are at the first layer, and used up; ``report`` is told how many layers are done.
+    ``states`` are before the first layer and get overwritten; ``report`` gets the layers done.
     """
     source = weights.source
-    copies: list[list[Any]] = []  # of the hidden states: each met one layer that was rounded
+    copies: list[list[Any]] = []  # hidden states, each after one rounded layer
     found: list[list[_Group]] = []
     for layer in range(weights.config.layers):
         hessians = states.observe(source, layer)
@@ -122,9 +122,9 @@ def measure_losses(
 def divergence(
     source: Checkpoint, store: Checkpoint, one: HiddenStates, other: HiddenStates
 ) -> float:
-    """Of ``store``'s next tokens from ``source``'s, in nats: the mean over positions.
+    """Mean divergence of ``store``'s next tokens from ``source``'s, in nats per position.
 
-    ``one`` and ``other`` are theirs, behind the last layer.
+    ``one`` and ``other`` are the hidden states of source and store after the last layer.
     """
     answer = _Divergence()
     for own, changed in zip(one.heads(source), other.heads(store), strict=True):
@@ -136,12 +136,12 @@ def divergence(
 class _Group:
     tensors: tuple[str, ...]
     weights: int
-    distance: float  # squared, that rounding it moves the layer's output
+    distance: float  # squared distance by which rounding the group moves the layer's output
     trial: str  # the format that it was rounded to
-    errors: Mapping[str, float]  # squared, in what its matrices give, by format
+    errors: Mapping[str, float]  # squared errors of its matrices' outputs, by format
 
     def nats(self, trial: float) -> dict[str, float]:
-        """By format, where it loses ``trial`` in the format that was tried."""
+        """The group's loss by format, given its loss ``trial`` in the trial format."""
         tried = self.errors[self.trial]
         return {
             name: trial * error / tried if tried else 0.0 for name, error in self.errors.items()
@@ -149,7 +149,7 @@ class _Group:
 
 
 class _Overlay:
-    """``base`` with the ``blocks`` of some matrices instead of its own."""
+    """The checkpoint ``base`` with some matrices replaced by ``blocks``."""
 
     def __init__(self, base: Checkpoint, blocks: Mapping[str, Sequence[WeightBlock]]) -> None:
         self._base, self._blocks = base, blocks
@@ -165,8 +165,8 @@ class _Overlay:
 def _errors(
     weights: LayerQuantizer, names: Sequence[str], hessian: Floats | None
 ) -> tuple[str, dict[str, float]]:
-    """The format that was tried, and each format's squared error in what the inputs with
-    ``hessian`` give, on a sample of rows.
+    """Return the trial format's name, and each format's squared error of the group's outputs, for
+    inputs with this ``hessian``, on a sample of rows.
     """
     some = [next(weights.rows(name)) for name in names[:: -(-len(names) // _SAMPLE_TENSORS)]]
     sample = np.concatenate([each[:: -(-len(each) // _SAMPLE_ROWS)] for each in some])
@@ -184,9 +184,9 @@ def _errors(
 
 
 class _Divergence:
-    """Of answers b from answers a, each row's, out of logits that come in pieces of the vocabulary.
+    """The divergence of logits b from logits a, which come in parts of the vocabulary.
 
-    What the largest logit so far is taken from keeps exponentials in range.
+    Subtracting the largest logit so far keeps exponentials in range.
     """
 
     def __init__(self) -> None:
@@ -194,27 +194,27 @@ class _Divergence:
         self._apart: Any = 0.0  # sums of exp(a) (a - b)
 
     def add(self, a: Floats, b: Floats) -> None:
-        """A piece (rows, n) of both."""
+        """Add a part (rows, n) of both logits."""
         weight, shrunk = self._a.add(a)
         self._apart = self._apart * shrunk + np.einsum("rc,rc->r", weight, a - b, dtype=np.float64)
         self._b.add(b)
 
     @property
     def mean(self) -> float:
-        """In nats."""
+        """The mean over rows, in nats."""
         rows = self._apart / self._a.sums - self._a.logarithm + self._b.logarithm
         return max(0.0, float(rows.mean()))
 
 
 class _Exponentials:
-    """Sums of exp(x - largest) of each row."""
+    """Each row's sum of exp(x - largest), computed part by part."""
 
     def __init__(self) -> None:
         self._largest: Any = -np.inf
         self.sums: Any = 0.0
 
     def add(self, x: Floats) -> tuple[Floats, Any]:
-        """exp(x - largest), and what earlier sums shrink by."""
+        """Return exp(x - largest), and the factor by which earlier sums shrink."""
         largest = np.maximum(self._largest, x.max(axis=1))
         shrunk = np.exp(self._largest - largest)
         powers: Floats = np.exp(x - largest[:, None])
@@ -224,5 +224,5 @@ class _Exponentials:
 
     @property
     def logarithm(self) -> Any:
-        """Of each row's whole sum."""
+        """The logarithm of each row's sum of exp(x)."""
         return self._largest + np.log(self.sums)

@@ -1,8 +1,8 @@
-"""A format for each group of a model's matrices: the least loss for so many bits per weight.
+"""Chooses a format for each group of matrices, of least loss for a number of bits per weight.
 
-``LossTable`` says what each group costs in each format; ``losses.py`` measures one. It is kept
-beside the stores, by its model's fingerprint, so that another size need not measure again and a
-plan can say what a size would cost.
+``LossTable`` has the loss of each group in each format; ``losses.py`` measures it. It is saved next
+to the stores, by its model's fingerprint, so that other sizes need no new measurement and plans can
+predict their loss.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from localrt.common.files import write_text
 from localrt.quant.formats import FORMATS
 
 MIX_FORMATS = ("q2_k", "q3_k", "iq4_nl", "int6-g32")
-"""What a mix is made of, from few bits to many."""
+"""The formats of a mix, from few bits to many."""
 
 MIX_METHOD = "gptq"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoss:
-    """Matrices that get one format: ``weights`` is how many numbers they have, ``nats`` what a
-    token loses in each format that they can have.
+    """A group of matrices that get one format: ``weights`` is how many weights they have, ``nats``
+    the loss per token in each possible format.
 
-    ``tensors`` are names, with a ``*`` for an expert's number.
+    ``tensors`` are their names, with ``*`` for an expert's number.
     """
 
     tensors: tuple[str, ...]
@@ -39,11 +39,11 @@ class GroupLoss:
 
 @dataclass(frozen=True, slots=True)
 class LossTable:
-    """What was measured of the model with ``fingerprint`` on ``tokens`` tokens of a text, whose
-    digest is ``calibration``.
+    """Losses of the model with ``fingerprint``, measured on ``tokens`` tokens of the text with
+    digest ``calibration``.
 
-    ``scale`` is what the last mix that was written lost for each nat that the table had said: codes
-    that are calibrated lose less than rounded ones, which the table is of.
+    ``scale`` is the measured loss of the last written mix divided by the loss in this table, which
+    is for rounded weights: calibrated ones lose less.
     """
 
     fingerprint: str
@@ -63,23 +63,23 @@ class LossTable:
         return sum(g.weights * _bits(f) for g, f in pairs) / sum(g.weights for g, _ in pairs)
 
     def nats(self, formats: list[str]) -> float:
-        """What a token loses: the sum over groups."""
+        """The loss per token: the sum over groups."""
         return sum(group.nats[f] for group, f in zip(self.groups, formats, strict=True))
 
     def loss(self, bits: float) -> float | None:
-        """What a mix of so many bits loses; None where there is none so small."""
+        """The loss of a mix of ``bits`` per weight; None if no mix is that small."""
         if bits < self.least_bits:
             return None
         return self.scale * self.nats(self.choose(bits))
 
     def choose(self, bits: float) -> list[str]:
-        """A format for each group, of least loss with at most ``bits`` per weight.
+        """Choose a format for each group, of least loss with at most ``bits`` per weight.
 
-        Every step to a larger format is taken in order of what a bit of it saves, as long as it
-        fits: no worse than the best choice by more than one step (Shoham and Gersho 1988).
+        Steps to larger formats are taken in order of the loss that they save per bit, if they fit.
+        At most one step is missing to the best choice (Shoham and Gersho 1988).
 
         Raises:
-            OptionError: the smallest mix takes more.
+            OptionError: the smallest mix takes more bits.
         """
         if self.least_bits > bits + 1e-9:
             raise OptionError(
@@ -96,14 +96,14 @@ class LossTable:
         full: set[int] = set()
         for _, number, high, size in steps:
             if number in full or size > room:
-                full.add(number)  # what comes after it would be larger still
+                full.add(number)  # the group's next formats are larger still
                 continue
             chosen[number] = high
             room -= size
         return chosen
 
     def to_json(self) -> str:
-        """The text of a file."""
+        """The table as the text of a JSON file."""
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
@@ -111,7 +111,7 @@ class LossTable:
         """The inverse of ``to_json``.
 
         Raises:
-            LocalrtError: it is no such file.
+            LocalrtError: the text is not a valid table.
         """
         try:
             fields = json.loads(written)
@@ -136,18 +136,18 @@ class LossTable:
         return table
 
     def save(self, folder: Path) -> None:
-        """Keep it in ``folder`` for ``known_losses``."""
+        """Save the table in ``folder``, where ``known_losses`` finds it."""
         folder.mkdir(parents=True, exist_ok=True)
         write_text(table_path(folder, self.fingerprint), self.to_json())
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:
-    """Where a model's table lies."""
+    """The path of a model's table."""
     return folder / f"{fingerprint[:32]}.json"
 
 
 def known_losses(folder: Path, fingerprint: str) -> LossTable | None:
-    """The table of a model, if one was kept and can be read."""
+    """The saved table of a model, if there is one and it can be read."""
     try:
         table = LossTable.from_json(table_path(folder, fingerprint).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, LocalrtError):
@@ -160,13 +160,13 @@ def _bits(format_: str) -> float:
 
 
 def _saved(group: GroupLoss, low: str, high: str) -> float:
-    """Nats for each bit more."""
+    """The loss saved per additional bit, in nats."""
     more = group.weights * (_bits(high) - _bits(low))
     return (group.nats[low] - group.nats[high]) / more
 
 
 def _hull(group: GroupLoss) -> list[str]:
-    """The formats that pay, smallest first: each step saves less a bit than the one before."""
+    """The formats worth choosing, smallest first: each step saves less per bit than the last."""
     hull: list[str] = []
     for high in sorted(group.nats, key=_bits):
         if hull and group.nats[high] >= group.nats[hull[-1]]:

@@ -1,8 +1,8 @@
-"""Quantizes a model into a store, layer by layer, each calibrated on what those before it give.
+"""Quantizes a model into a store, calibrating each layer on the output of those written before it.
 
-What a layer takes in is measured with its own weights; what it gives to the next is computed with
-those that were written. So a run that was ended goes on from the files it has finished, to the same
-bytes. One layer is in memory, and with calibration the hidden states of the text.
+A layer's inputs are measured with its original weights; its outputs are computed with the written
+ones. So an interrupted run continues from its finished files and gives the same bytes. One layer is
+in memory, and with calibration the hidden states of the text.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
 CALIBRATION_TOKENS = 16_384
 
 HEAD_BITS = 8.5
-"""Embedding and head stay as published up to so many bits per weight; above, they become int8."""
+"""Embedding and head stay as published up to this many bits per weight, else they become int8."""
 _HEAD_FORMAT = CODECS["int8-g32"].format
 _TABLES = (EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What becomes of a model's matrices. The same recipe and source give the same bytes.
+    """How to quantize a model's matrices. The same recipe and source give the same bytes.
 
     Attributes:
-        format: of the layers' matrices: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...; None: a mix.
-        bits: of a mix, per weight of the layers: each group of matrices gets one of
-            ``MIX_FORMATS``, so that the least is lost.
-        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes what is best for the format.
+        format: the layers' format: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...; None: a mix.
+        bits: bits per weight of the layers in a mix: each group of matrices gets one of
+            ``MIX_FORMATS``, for the least loss.
+        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes the best one for the format.
         calibration: token ids of a text, for every method but rtn.
         calibration_tokens: how many of them to use, in windows of 512.
-        seed: which windows.
-        head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
+        seed: chooses the windows.
+        head_format: format of embedding and head; None keeps the source's up to ``HEAD_BITS``.
     """
 
     format: str | None
@@ -80,12 +80,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport:
-    """What was written.
+    """Describes the written store.
 
-    ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` those of the layers.
-    ``formats`` is how many of these have which, ``fallbacks`` are tensors whose rows are no whole
-    groups of the format, and what they got. ``loss`` is how far next tokens diverge from the
-    source's, in nats, on text that was not calibrated on; None where there is no text.
+    ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` only those of the layers.
+    ``formats`` counts the layers' matrices by format. ``fallbacks`` has the format of each tensor
+    whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
+    the source's, in nats, on text not used for calibration; None without a text.
     """
 
     path: Path
@@ -119,18 +119,18 @@ def quantize_model(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> QuantizeReport:
-    """Write ``source`` to the store ``out`` with its matrices as ``recipe`` says.
+    """Quantize ``source`` by ``recipe`` and write it to the store ``out``.
 
-    A call that was interrupted is gone on with by the next one.
+    The next call continues an interrupted one.
 
     Args:
-        source: an open checkpoint, or where one lies.
+        source: an open checkpoint, or the path of one.
         out: the store's folder, which must not exist.
         recipe: formats, method and text.
-        name, revision: what the manifest calls the source.
+        name, revision: name and revision of the source in the manifest.
         threads: CPU threads of the calibration passes and of the search for scales.
-        search: what finds the scales of groups; None takes the fastest here.
-        losses: where tables of what formats cost are kept, for mixes of other sizes and for plans.
+        search: finds the scales of groups; None takes the fastest one on this machine.
+        losses: folder of saved loss tables, for mixes of other sizes and for plans.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; of a mix before
             that with ``"losses"``, in layers.
         cancel: set it from another thread to stop with ``CancelledError``.
@@ -250,7 +250,7 @@ def quantize_model(
 def _mixed(
     tensors: Mapping[str, TensorInfo], table: LossTable, recipe: Recipe
 ) -> dict[str, Format]:
-    """What every matrix is stored in, in a mix of so many bits."""
+    """Choose the format of every matrix in a mix of ``recipe.bits``."""
     assert recipe.bits is not None, "checked with the recipe"
     formats = _formats(tensors, CODECS[MIX_FORMATS[-1]].format, recipe.head_format)
     chosen = zip(table.groups, table.choose(recipe.bits), strict=True)
@@ -267,7 +267,7 @@ def _write_calibrated_layers(
     weights: LayerQuantizer,
     calibration: Calibration,
 ) -> None:
-    """Write the layers that are not finished; those that are only pass the text on."""
+    """Write the unfinished layers; finished ones only pass the text on."""
     pending = [file for file in writer.pending if file.layer is not None]
     if not pending:
         return
@@ -286,7 +286,7 @@ def _write_calibrated_layers(
 
 
 def _loss(writer: StoreWriter, calibration: Calibration) -> float:
-    """How far the answers of what was written diverge from the source's, in nats a token."""
+    """Measure how far the store's answers diverge from the source's, in nats per token."""
     step = "measuring what was lost"
     with closing(writer.reader()) as store:
         checkpoints = (calibration.source, store)
@@ -301,15 +301,15 @@ def _loss(writer: StoreWriter, calibration: Calibration) -> float:
 
 
 def _name(recipe: Recipe) -> str:
-    """Of the format: ``"int4-g32"`` or ``"3.5 bits"``."""
+    """The recipe's name for messages: ``"int4-g32"`` or ``"3.5 bits"``."""
     return recipe.format or f"{recipe.bits:g} bits"
 
 
 def method_of(recipe: Recipe) -> str:
-    """What quantizes by ``recipe``.
+    """The method that quantizes by ``recipe``.
 
     Raises:
-        OptionError: formats, bits, method and text do not go together, or one is not known.
+        OptionError: formats, bits, method and text cannot be combined, or one is unknown.
     """
     target = None if recipe.format is None else quantized_format(recipe.format)
     if recipe.head_format is not None:
@@ -343,7 +343,7 @@ def method_of(recipe: Recipe) -> str:
 def _formats(
     tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
 ) -> dict[str, Format]:
-    """What every matrix is stored in. Routers are small and sensitive: they stay as they are."""
+    """The stored format of each matrix. Routers are small and sensitive: they are not quantized."""
     head = quantized_format(head_format) if head_format is not None else None
     formats: dict[str, Format] = {}
     for name, info in tensors.items():
