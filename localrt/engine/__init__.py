@@ -1,4 +1,4 @@
-"""Requests of tokens to answers in chunks: the loop, sampling, sessions, and the engines below.
+"""Turn requests of tokens into answers in chunks: the loop, sampling, sessions and engines.
 
 ``Engine`` and ``EngineSession`` (``protocol.py``, where to start reading) are base classes. What
 every engine must do is abstract; what one may lack (shared passes, trees, saving a cache, hidden

@@ -1,6 +1,6 @@
-"""One answer as it grows: logits to a token, tokens to text that may be shown, times and counts.
+"""One answer as it grows: logits to a token, tokens to visible text, times and counts.
 
-A single generation and a batch share it: that makes what they say the same. It does not compute
+A single generation and a batch share it, so that both give the same answers. It does not compute
 logits, and does not know where they come from.
 """
 
@@ -32,13 +32,13 @@ from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, Too
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import peak_rss
 
-_CLOSE = "</think>"  # ends a thought in what a parser shows
+_CLOSE = "</think>"  # ends the thinking in a parser's text
 
 
 class Answer:
-    """What a request has said so far: ``generated`` are its tokens, ``meter`` its clock.
+    """The answer to a request so far: ``generated`` has its tokens, ``meter`` its times.
 
-    ``shared``: others may share its passes.
+    ``shared``: other answers may share its passes.
     """
 
     def __init__(
@@ -64,10 +64,11 @@ class Answer:
         self._constraint = None if request.constraint is None else request.constraint()
 
     def accept(self, logits: Logits) -> Chunk | None:
-        """The chunk of the token that follows ``logits`` (vocab,); None where the model ends here.
+        """Choose a token from ``logits`` (vocab,); return its chunk, or None if the model ends
+        here.
 
-        It has a finish reason where its text has met a stop string, or a constraint allows nothing
-        more.
+        The chunk has a finish reason if its text completed a stop string, or if the constraint
+        allows no further token.
 
         Raises:
             LocalrtError: the logits are NaN, or no token fits the constraint.
@@ -84,7 +85,7 @@ class Answer:
             if self._constraint is None or bound is not None or not self._thinking.can_close:
                 self._end_logprob = next(iter(logprob), None)
                 return None
-            forced = self._thinking.close()  # the answer itself is to come
+            forced = self._thinking.close()  # the answer itself comes later
             token, logprob = self._choose(logits, bound, forced)
         self.generated.append(token)
         if self._dry is not None:
@@ -106,7 +107,7 @@ class Answer:
         return Chunk(piece, (token,), metrics, reason, logprob, self._calls, stop_string=matched)
 
     def end(self, reason: FinishReason) -> Chunk:
-        """The last chunk, with the text that was held back."""
+        """Return the last chunk, with the text that was held back."""
         rest = self._text.flush(cut=reason != "stop")
         if self._text.stopped:
             reason = "stop"
@@ -124,7 +125,7 @@ class Answer:
         )
 
     def ahead(self, left: int) -> int:
-        """Of ``left`` tokens to come, those that may be drafted and the one after them."""
+        """Of ``left`` tokens to come, return how many may be drafted, plus the one after them."""
         return self._thinking.ahead(left)
 
     @property
@@ -142,7 +143,7 @@ class Answer:
     def _choose(
         self, logits: Logits, bound: Constraint | None, forced: int | None
     ) -> tuple[int, tuple[TokenLogprob, ...]]:
-        """The next token, ``forced`` if that is one, with its log-probability if wanted."""
+        """Return the next token, or ``forced`` if given, with its log-probability if wanted."""
         request, tokenizer = self._request, self._tokenizer
         token = self._sample(logits, bound) if forced is None else forced
         if request.logprobs is None:
@@ -160,10 +161,10 @@ class Answer:
         adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
         if self._dry is not None:
             adjusted = self._dry.applied(adjusted)
-        # One number for each token that is chosen, none for draft tokens: these change nothing.
+        # Each chosen token takes one random number, a draft token none: drafts change nothing.
         chance = self._rng.random() if sampling.excludes_top else 1.0
         if bound is None:
-            # Thoughts do not end an answer that is to come.
+            # Thinking cannot end the answer that follows it.
             if self._constraint is not None and not self._thinking.can_close:
                 adjusted = adjusted.copy()
                 adjusted[[token for token in request.eos_ids if token < len(adjusted)]] = -np.inf
@@ -179,7 +180,7 @@ class Answer:
 
 
 class _Text:
-    """Tokens to text that may be shown."""
+    """Turns tokens into visible text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, request: Request, parser: AnswerParser | None
@@ -187,7 +188,7 @@ class _Text:
         self._matcher = StopMatcher(request.stop)
         self._lines = None if request.lines is None else LineMatcher(request.lines)
         self._parser = parser
-        self._begun = True  # the answer itself: white space behind a thought is no part of it
+        self._begun = True  # False until text follows a thought and its white space
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is None:
             self._detokenizer = None
@@ -232,8 +233,8 @@ class _Text:
         return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
 
     def _matched(self, thought: bool, piece: str) -> str:
-        """What of ``piece`` comes before a stop string, which thoughts and the space behind them
-        do not have. ``thought``: the piece begins within one.
+        """Return the part of ``piece`` before a stop string; thoughts, and the white space after
+        them, have none. ``thought``: the piece begins within one.
         """
         assert self._parser is not None
         if self._parser.thinking:
@@ -248,10 +249,10 @@ class _Text:
 
 
 class StopMatcher:
-    """Feeds on text pieces; tells what may be shown. The stop string itself is never shown.
+    """Takes pieces of text and returns what may be shown, never the stop string itself.
 
     Stop strings may span tokens: text is held back only while it may still become one. ``matched``
-    is the one that was found.
+    is the stop string that was found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -265,7 +266,7 @@ class StopMatcher:
         return self.matched is not None
 
     def push(self, piece: str) -> str:
-        """Text that is certain not to begin a stop string; sets ``matched`` at the first match."""
+        """Return the text that cannot begin a stop string; set ``matched`` at the first match."""
         if not self._stops or self.stopped:
             return "" if self.stopped else piece
         self._held += piece
@@ -280,13 +281,13 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """What was held back when the text ended without a stop string."""
+        """Return the text held back, when the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest end of ``text`` that begins ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -296,10 +297,10 @@ def _overlap(text: str, stop: str) -> int:
 def _allowed_ids(
     constraint: Constraint, ends: frozenset[int], logits: Logits
 ) -> npt.NDArray[np.intp]:
-    """The ids that may be chosen from ``logits`` (V,): ``ends`` only where the answer may end.
+    """Return the ids allowed for ``logits`` (V,): ``ends`` only where the answer may end.
 
     Raises:
-        LocalrtError: there is none: the vocabulary, or a bias, leaves no way to go on.
+        LocalrtError: no token is allowed, because of the vocabulary or a bias.
     """
     allowed = np.zeros(len(logits), np.bool_)
     known = constraint.allowed()[: len(logits)]
@@ -313,7 +314,7 @@ def _allowed_ids(
 
 
 class Meter:
-    """Times and counts. A snapshot is the caller's own."""
+    """Times and counts of one answer."""
 
     def __init__(self, request: Request, session: EngineSession, *, shared: bool = False) -> None:
         self._session = session
@@ -322,19 +323,19 @@ class Meter:
         self.steps: Drafting | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
-        # Made before what it is compared with; of passes that are shared it would say nothing.
+        # Made before the run that it is compared with; useless if passes are shared.
         self._forecast = None if shared else session.forecast()
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
     def prefilled(self, cached: int) -> None:
-        """The prompt has been computed, but for the ``cached`` tokens that were there."""
+        """The prompt has been computed, except the ``cached`` tokens that the session held."""
         m = self._metrics
         m.cached_tokens = self.cached = cached
         elapsed = time.perf_counter() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
     def token(self, *, thinking: int = 0) -> None:
-        """One more token has been chosen; ``thinking`` of them were thoughts."""
+        """Count one more token; ``thinking`` is the number of thought tokens so far."""
         m, now = self._metrics, time.perf_counter()
         m.completion_tokens += 1
         m.thinking_tokens = thinking
@@ -348,7 +349,7 @@ class Meter:
             m.decode_tok_s = 1 / m.tpot_s if m.tpot_s > 0 else None
 
     def snapshot(self, *, final: bool = False) -> Metrics:
-        """The metrics so far; what is costly to find only where they are ``final``."""
+        """Return a copy of the metrics so far; ``final`` adds those that are costly to find."""
         if self.steps is not None:
             self._metrics.speculation = self.steps.reason
             self._metrics.accepted_by_source = self.steps.acceptance()
@@ -358,7 +359,7 @@ class Meter:
         return replace(self._metrics)
 
     def _pipeline(self) -> None:
-        """What streaming cost; efficiency is that of decoding, from the first token on."""
+        """Add the metrics of streaming; efficiency is measured from the first token on."""
         m, now, counts = self._metrics, time.perf_counter(), self._session.counts()
         forecast = self._forecast
         if forecast is not None:

@@ -21,7 +21,7 @@ from localrt.models.tokenizers.base import Tokenizer
 def generate(
     session: EngineSession, tokenizer: Tokenizer | None, request: Request
 ) -> Iterator[Chunk]:
-    """Yield one chunk per token and a last one with the finish reason.
+    """Yield one chunk per token, and a last one with the finish reason.
 
     Cancelling (``request.cancel``) ends with finish reason ``"cancelled"`` within one layer's time.
     The session keeps what was computed, for the next request to reuse.
@@ -63,7 +63,7 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
             if chunk.finish_reason is not None:
                 return
             (token,) = chunk.token_ids
-            del logits  # a row of all that a tree's pass gave: gone before the next pass makes more
+            del logits  # a row of the tree pass's array: free it before the next pass
             if left > 1 and steps is not None:
                 logits = steps.advance(token, answer.ahead(left - 1), check)
             elif left > 1:
@@ -80,7 +80,7 @@ def _prefill(
     session: EngineSession, request: Request, meter: Meter, check: Callable[[], None]
 ) -> Logits:
     prompt = request.prompt
-    # The last token runs again even when all are held: its logits are what we need.
+    # The last token runs again even if the session holds all tokens: its logits are needed.
     held = session.trim(min(common_prefix(session.tokens, prompt), len(prompt) - 1))
     total = len(prompt) - held
 

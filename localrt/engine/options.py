@@ -1,6 +1,6 @@
 """The keyword options of a generation, checked once: unknown names and values are errors.
 
-It knows names and bounds. What the options do is the loop's and the sampler's business.
+It knows names and bounds. The loop and the sampler give the options their meaning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-# Options that are no numbers: what they must be, and whether a value is.
+# Options that are not numbers: a description of their values, and a check.
 _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("overflow", "error or drop_oldest", get_args(Overflow).__contains__),
     ("draft", "auto, off, ngram or the name of a model", _is_text),
@@ -54,7 +54,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a caller may ask of a generation, beside the prompt.
+    """The options of a generation.
 
     ``stop`` is one string or several. An answer also ends before any later line that begins with
     fewer than ``min_indent`` spaces and tabs, and after ``line_seconds`` at the end of its line.
@@ -125,14 +125,14 @@ class Options:
 
     @property
     def thinks(self) -> bool | Effort | None:
-        """``thinking``; off with a limit of 0, and where a bound answer does not ask for it."""
+        """Whether ``thinking`` is on: off with a limit of 0, or for a bound answer by default."""
         if self.thinking_tokens == 0 or (self.is_bound and not self.thinking):
             return False
         return self.thinking
 
     @property
     def is_bound(self) -> bool:
-        """Whether the answer has to follow a schema or a grammar, or to be a call."""
+        """Whether the answer must follow a schema or a grammar, or be a call."""
         return self.bound_by is not None or self.forces_a_call
 
     @property
@@ -143,13 +143,13 @@ class Options:
 
     @property
     def bound_by(self) -> tuple[str, str] | None:
-        """The option that the answer has to follow, and its text."""
+        """The option that the answer must follow, and its text."""
         given = ((name, getattr(self, name)) for name in _BINDING)
         return next((each for each in given if each[1] is not None), None)
 
     @property
     def forces_a_call(self) -> bool:
-        """Whether the answer has to be a tool's call."""
+        """Whether the answer must be a tool call."""
         return self.tool_choice not in ("auto", "none")
 
 
@@ -168,7 +168,7 @@ _OF_LOADING = frozenset(
 
 
 def read_options(*layers: Mapping[str, Any]) -> Options:
-    """Options from mappings by name, later ones first in rank; None in one means "not set".
+    """Read options from mappings by name, earlier ones as defaults; None means "not set".
 
     Raises:
         OptionError: an unknown name (with the closest known one) or a value out of bounds.
@@ -208,7 +208,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def _schema_text(value: Any) -> str:
-    """A schema as JSON text, whatever it was given as."""
+    """Return the JSON text of a schema in any of its forms."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema, ensure_ascii=False)

@@ -1,9 +1,10 @@
-"""Sessions of one model, kept for the prefixes that they hold.
+"""Sessions of one model, kept to reuse their prefixes.
 
-A request gets the idle session that already holds most of its prompt. A new one is made while there
-are few; else the one that costs least to compute again is reused (GreedyDual, Young 1994): a long
-conversation outlives many short prompts between two of its turns, but not for ever. Where another
-session shares the prompt's beginning (a branch of a conversation, a system prompt), that is copied.
+A request gets the idle session that already holds most of its prompt. While there are few sessions,
+a new one is made; otherwise the one that is cheapest to compute again is reused (GreedyDual, Young
+1994): a long conversation outlives many short prompts between its turns, but not for ever. If
+another session shares the prompt's beginning (a branch of a conversation, a system prompt), that
+beginning is copied.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from localrt.quant.ops.adapters import Mix
 
 
 class IdleSessions:
-    """Not thread-safe. Iterates from the one kept longest to the latest."""
+    """Idle sessions with their worth, in the order in which they were added. Not thread-safe."""
 
     def __init__(self) -> None:
         self._worth: dict[EngineSession, int] = {}
-        self._floor = 0  # what the last one that had to go was worth
+        self._floor = 0  # the worth of the last evicted session
 
     def __len__(self) -> int:
         return len(self._worth)
@@ -33,7 +34,7 @@ class IdleSessions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that their caches take."""
+        """The bytes that their caches take."""
         return sum(session.nbytes for session in self._worth)
 
     def add(self, session: EngineSession) -> None:
@@ -44,23 +45,23 @@ class IdleSessions:
         self._worth[session] = self._floor + len(tokens) - shared
 
     def take(self, session: EngineSession) -> EngineSession:
-        """``session``, which somebody uses again."""
+        """Remove ``session``, which is in use again, and return it."""
         del self._worth[session]
         return session
 
     def evict(self) -> EngineSession:
-        """The one that costs least to read again, which is kept no more."""
+        """Remove and return the session that is cheapest to compute again."""
         kept = list(self._worth)
         session = min(kept[:-1] if len(kept) > 2 else kept, key=self._worth.__getitem__)
         self._floor = self._worth.pop(session)
         return session
 
 
-_LEAST_COPIED = 64  # tokens: fewer are read about as fast
+_LEAST_COPIED = 64  # tokens: shorter prefixes are computed about as fast as copied
 
 
 class SessionPool:
-    """Thread-safe. At most ``keep`` idle sessions stay; more may run at the same time."""
+    """Thread-safe. Keeps at most ``keep`` idle sessions; more may run at the same time."""
 
     def __init__(self, engine: Engine, capacity: int, keep: int = 4) -> None:
         self._engine = engine
@@ -72,9 +73,9 @@ class SessionPool:
 
     @contextmanager
     def lease(self, prompt: Sequence[int], mix: Mix = ()) -> Iterator[EngineSession]:
-        """The session to run ``prompt`` on, for the caller alone until the block ends.
+        """Yield a session for ``prompt``, which no one else uses until the block ends.
 
-        It computes with the adapters ``mix``.
+        It computes with the adapter set ``mix``.
         """
         session = self._take(prompt, mix)
         try:
@@ -83,12 +84,12 @@ class SessionPool:
             self._give_back(session)
 
     def close(self) -> None:
-        """Free the idle sessions, and the others as they come back."""
+        """Free the idle sessions, and the others once they are returned."""
         self._closed = True
         self.free()
 
     def free(self) -> None:
-        """Free the idle sessions; others are made when they are needed."""
+        """Free the idle sessions; new ones are made when needed."""
         with self._lock:
             idle, self._idle = self._idle, IdleSessions()
         for session in idle:
@@ -100,7 +101,7 @@ class SessionPool:
                 session: common_prefix(session.tokens, prompt) if session.mix == mix else 0
                 for session in self._idle
             }
-            # A session is worth taking over only if the prompt continues most of what it holds.
+            # A session is reused only if the prompt continues most of its tokens.
             best = max(reversed(shared), key=shared.__getitem__, default=None)
             if best is not None and 2 * shared[best] > len(best.tokens):
                 return self._idle.take(best)
@@ -114,7 +115,7 @@ class SessionPool:
             if source is not None and session is not source:
                 try:
                     session.copy_prefix(source, shared[source])
-                except MemoryBudgetError:  # computed anew, as far as there is room
+                except MemoryBudgetError:  # computed again, as far as there is room
                     session.trim(0)
             return session
 

@@ -1,4 +1,4 @@
-"""From logits to a token, as pure functions: computing probabilities and drawing are separate.
+"""Turn logits into a token with pure functions; computing probabilities and drawing are separate.
 
 Order: repetition penalty, frequency and presence penalties, logit bias, DRY, temperature, top-k,
 typical, top-p, min-p, XTC; each filter renormalizes for the next. It knows no engine or session.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
 
 Logits = npt.NDArray[np.float32]
-# No two different logits lie so near each other; divided by less, they overflow.
+# Different logits are never this close; dividing by a smaller number overflows.
 _GREEDY_BELOW = 1e-8
 _MIDDLE_TOP_K, _MIDDLE_TOP_P, _MIDDLE_WEIGHT = 40, 0.99, 3
 _NUMBERS = (
@@ -120,7 +120,7 @@ class Sampling:
 
     @property
     def excludes_top(self) -> bool:
-        """Whether XTC is on: every token then takes one more random number."""
+        """Whether XTC is on: each token then takes one more random number."""
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.greedy
 
 
@@ -141,13 +141,13 @@ def _breakers(given: Any) -> tuple[str, ...]:
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise ``OptionError`` where ``value`` is not a number within these bounds."""
+    """Raise ``OptionError`` unless ``value`` is a number within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise OptionError(f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r}")
 
 
 def check_integer(name: str, value: Any, low: int, high: int, *, what: str = "") -> None:
-    """Raise ``OptionError`` where a value, or ``what`` in it, is no integer within the bounds."""
+    """Raise ``OptionError`` unless a value, or ``what`` in it, is an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(
             f"{option(name)}{what} must be an integer from {low} to {high}, is {value!r}"
@@ -155,7 +155,7 @@ def check_integer(name: str, value: Any, low: int, high: int, *, what: str = "")
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling options that a model's ``generation_config.json`` asks for.
+    """Return the sampling options of a model's ``generation_config.json``.
 
     A config that names any of them gets Hugging Face's neutral values for the rest; one that says
     ``do_sample: false`` is greedy; one that says nothing keeps localrt's own defaults.
@@ -180,7 +180,7 @@ class Distribution:
 def adjust_logits(
     logits: Logits, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling
 ) -> Logits:
-    """Penalties and bias on logits (V,): a copy if anything changes, else the array itself."""
+    """Apply penalties and bias to logits (V,); return a copy if anything changes."""
     s = sampling
     penalized = s.repetition_penalty != 1.0 and (prompt or generated)
     counted = bool(s.frequency_penalty or s.presence_penalty) and bool(generated)
@@ -208,9 +208,9 @@ def adjust_logits(
 
 
 def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Distribution:
-    """The distribution that ``sampling`` draws from, given adjusted logits (V,).
+    """Return the distribution that ``sampling`` draws from, given adjusted logits (V,).
 
-    ``chance``, uniform in [0, 1), decides whether XTC acts on this token.
+    ``chance``, uniform in [0, 1), decides whether XTC applies to this token.
     """
     if sampling.greedy:
         return Distribution(np.array([int(logits.argmax())], np.intp), np.ones(1))
@@ -222,7 +222,7 @@ def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Dis
     if sampling.typical_p < 1.0:
         tokens, probs = _typical(tokens, probs, sampling.typical_p)
     if sampling.top_p < 1.0:
-        # The smallest set that reaches top_p: a token stays while those before it fall short.
+        # The smallest set that reaches top_p: keep a token if the ones before it fall short.
         keep = max(1, int(np.searchsorted(np.cumsum(probs), sampling.top_p, side="left")) + 1)
         tokens, probs = _renormalized(tokens[:keep], probs[:keep])
     if sampling.min_p > 0.0:
@@ -238,13 +238,13 @@ def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Dis
 def constrained(
     logits: Logits, ids: npt.NDArray[np.intp], sampling: Sampling, chance: float = 1.0
 ) -> Distribution:
-    """``distribution`` of adjusted logits (V,) among ``ids`` alone."""
+    """Return the ``distribution`` of adjusted logits (V,), with only ``ids`` allowed."""
     found = distribution(logits[ids], sampling, chance)
     return Distribution(ids[found.tokens], found.probs)
 
 
 def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
-    """Ids of the k best logits (all when k is 0), best first, ties by id."""
+    """Return the ids of the k best logits (all if k is 0), best first, ties by id."""
     if 0 < k < len(logits):
         floor = np.partition(logits, len(logits) - k)[len(logits) - k]
         ids = np.flatnonzero(logits >= floor)
@@ -267,7 +267,7 @@ def _typical(
 
 
 def _top_choices(logits: Logits, threshold: float) -> int:
-    """How many of the candidates with these logits (n,) have at least that probability."""
+    """Return how many candidates with these logits (n,) have at least ``threshold``."""
     probs = np.exp(logits.astype(np.float64) - float(logits[0]))  # the best comes first
     return int(np.count_nonzero(probs >= threshold * probs.sum()))
 
@@ -279,7 +279,7 @@ def _renormalized(
 
 
 def ends_middle(logits: Logits, ends: Collection[int]) -> bool:
-    """Whether a text that fills a gap ends where the next token has these logits (V,).
+    """Whether text that fills a gap ends where the next token has these logits (V,).
 
     llama.cpp's rule for editors: the less sure the likely tokens are, the less of an end it takes.
     Without it, small models and those trained to chat write on what is behind the gap already.
@@ -293,7 +293,7 @@ def ends_middle(logits: Logits, ends: Collection[int]) -> bool:
 
 
 def draw(candidates: Distribution, uniform: float) -> int:
-    """The token that ``uniform`` in [0, 1) falls on: inverse of the cumulative distribution."""
+    """Return the token for ``uniform`` in [0, 1), by the inverse cumulative distribution."""
     index = int(np.searchsorted(np.cumsum(candidates.probs), uniform, side="right"))
     return int(candidates.tokens[min(index, len(candidates.tokens) - 1)])
 
@@ -301,7 +301,7 @@ def draw(candidates: Distribution, uniform: float) -> int:
 def log_probabilities(
     logits: Logits, token: int, top: int
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Natural log-probability of ``token`` and of the ``top`` best, from unadjusted logits (V,)."""
+    """Return log-probabilities of ``token`` and of the ``top`` best, from raw logits (V,)."""
     best = float(logits.max())
     total = best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
     ids = _top_k(logits, top) if top else np.empty(0, np.intp)
@@ -309,15 +309,15 @@ def log_probabilities(
 
 
 Ids: TypeAlias = npt.NDArray[np.int32]
-_LONGEST_TAIL = 20  # tokens of a breaker behind the one that it begins in
-# A power beyond float32 takes a token out anyway.
+_LONGEST_TAIL = 20  # the most tokens of a breaker after the one that it begins in
+# A power beyond float32 excludes a token anyway.
 _MOST_LOG = math.log(float(np.finfo(np.float32).max))
 _LEAST_LOGIT = float(np.finfo(np.float32).min)
 
 
 class Dry:
-    """The penalties of one answer that grows behind ``prompt``. A token takes one pass of numpy
-    over the tokens looked at.
+    """The DRY penalties of one answer to ``prompt``. Each token takes one numpy pass over the
+    window.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Dry:
         self._since = len(self._tokens) if found is None else found
 
     def push(self, token: int) -> None:
-        """``token`` comes next."""
+        """Append ``token``."""
         self._tokens, self._lengths = grown(self._tokens, self._lengths, token)
         if self._most is not None:
             self._tokens = self._tokens[-self._most :]
@@ -342,9 +342,9 @@ class Dry:
         self._since = self._since + 1 if found is None else found
 
     def applied(self, logits: Logits) -> Logits:
-        """``logits`` (V,) less the penalties: a copy if there are any, else the array itself."""
+        """Return ``logits`` (V,) less the penalties; a copy if there are any."""
         s = self._sampling
-        # What repeats lies within the tokens looked at, and behind the last breaker.
+        # Repetitions lie within the window and after the last breaker.
         most = np.minimum(np.arange(len(self._tokens)), self._since)
         lengths = np.minimum(self._lengths, most)
         ends = np.flatnonzero(lengths >= s.dry_allowed_length)
@@ -364,14 +364,14 @@ class Dry:
 
 
 def repeat_lengths(tokens: Ids) -> Ids:
-    """For each index, how many tokens in front of it are also the last ones of ``tokens`` (n,).
+    """Return, for each index, how many tokens before it equal the last ones of ``tokens`` (n,).
 
     The Z-algorithm (Gusfield 1997) on the reversed tokens, in O(n).
     """
     back: list[int] = tokens[::-1].tolist()
     size = len(back)
     lengths = [0] * size
-    left = right = 0  # of the window that reaches farthest and equals the beginning
+    left = right = 0  # the matched window that ends farthest
     for start in range(1, size):
         length = min(right - start, lengths[start - left]) if start < right else 0
         while start + length < size and back[length] == back[start + length]:
@@ -379,21 +379,21 @@ def repeat_lengths(tokens: Ids) -> Ids:
         lengths[start] = length
         if start + length > right:
             left, right = start, start + length
-    # What lies ``start`` tokens before the end goes on at that index.
+    # A match ``start`` tokens before the end continues at that index.
     return np.array([0, *lengths[:0:-1]][:size], np.int32)
 
 
 def grown(tokens: Ids, lengths: Ids, token: int) -> tuple[Ids, Ids]:
-    """``tokens`` with ``token`` behind them, and their ``repeat_lengths``."""
+    """Append ``token`` to ``tokens``; return them and their ``repeat_lengths``."""
     longer = np.where(tokens == token, lengths + 1, 0)
     first = np.zeros(1, np.int32)
     return np.append(tokens, np.int32(token)), np.concatenate((first, longer), dtype=np.int32)
 
 
 class Breakers:
-    """Where the strings ``breakers`` end in a text of tokens: no repetition reaches beyond.
+    """Find the strings ``breakers`` in a sequence of tokens: no repetition spans them.
 
-    A breaker is in one token, or begins at the end of one and goes on in the tokens behind it.
+    A breaker lies in one token, or begins at a token's end and continues in the next ones.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, breakers: Sequence[str]) -> None:
@@ -402,11 +402,11 @@ class Breakers:
         self._known: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def breaks(self, token: int) -> bool:
-        """Whether ``token`` has a whole breaker in it."""
+        """Whether ``token`` contains a whole breaker."""
         return () in self._tails(token)
 
     def since(self, tokens: Ids, most: int) -> int | None:
-        """The tokens behind the last breaker; None where none begins in the last ``most``."""
+        """Count the tokens after the last breaker; None if the last ``most`` tokens have none."""
         if not self._breakers or self._tokenizer is None:
             return None
         last: list[int] = tokens[-most:].tolist() if most else []
@@ -422,7 +422,7 @@ class Breakers:
         return None
 
     def _tails(self, token: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that, behind ``token``, complete a breaker; () is nothing."""
+        """Return the token sequences that complete a breaker after ``token``; () completes one."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = tuple(dict.fromkeys(self._find(token)))

@@ -25,10 +25,10 @@ from localrt.quant.ops.adapters import Mix
 
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2
-# Rows whose logits are kept at once where all are wanted: 39 MB at a vocabulary of 151,936.
+# Rows of logits kept at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
-# llama.cpp asks its abort callback once per graph node, about a thousand times a pass. A call into
-# Python costs a microsecond or two, so only passes that take long enough not to feel it are asked.
+# llama.cpp calls its abort callback once per graph node, about a thousand times a pass. A call into
+# Python takes a microsecond or two, so the callback is set only for passes that take much longer.
 _ABORTABLE_PASS_S = 0.1
 
 
@@ -40,7 +40,7 @@ class LlamaCppSession(EngineSession):
         self._api = model.api
         self.capacity = capacity
         self._tokens: list[int] = []
-        self._size = 0  # tokens that the context has room for; 0: there is none yet
+        self._size = 0  # tokens that the context has room for; 0: there is no context yet
         self._outputs = 1  # rows of a pass whose logits the context keeps
         self._context: Any = None
         self._free: Callable[[], Any] = _nothing
@@ -78,7 +78,7 @@ class LlamaCppSession(EngineSession):
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
     ) -> Iterator[Logits]:
-        """Logits after each of ``tokens`` from index ``first`` on; the session held nothing before.
+        """Yield logits after each of ``tokens`` from index ``first`` on; the session must be empty.
 
         Pieces (n, vocab) in order, n at most 64. Each piece is the caller's own.
 
@@ -111,7 +111,7 @@ class LlamaCppSession(EngineSession):
         kept = self._tokens[:length]
         memory = self._api.llama_get_memory(self._context)
         if not self._api.llama_memory_seq_rm(memory, 0, length, -1):
-            # A recurrent state has no positions to cut at: it is built again from the start.
+            # A recurrent state cannot be cut at a position: it is computed again from the start.
             self._api.llama_memory_clear(memory, False)
             kept = []
         self._tokens = kept
@@ -123,7 +123,7 @@ class LlamaCppSession(EngineSession):
         self._model.release(self)
 
     def _make_room(self, tokens: Sequence[int]) -> None:
-        """Check ``tokens`` and have a context that they fit into."""
+        """Check ``tokens``, and make a context that they fit into."""
         self._model.check_open()
         self.check_tokens(tokens, self._model.info.vocab_size)
         needed = len(self._tokens) + len(tokens)
@@ -131,9 +131,9 @@ class LlamaCppSession(EngineSession):
             self._grow(needed)
 
     def _run(self, chunk: Sequence[int], check: Check | None, *, every_row: bool = False) -> None:
-        """One pass over at most `CHUNK` tokens; the cache is as before if it does not finish.
+        """Run a pass over at most `CHUNK` tokens; the cache is unchanged if it does not finish.
 
-        Logits are kept of the last token, or of every one (at most as many as the context keeps).
+        Logits are kept for the last token, or for all (at most as many as the context keeps).
         """
         ids = (ctypes.c_int32 * len(chunk))(*chunk)
         batch = self._api.llama_batch_get_one(ids, len(chunk))
@@ -155,7 +155,7 @@ class LlamaCppSession(EngineSession):
         raise LocalrtError(f"llama.cpp could not run {len(chunk)} tokens: {reason}")
 
     def _grow(self, needed: int) -> None:
-        """A larger context that holds what this one holds. Never both at once in memory."""
+        """Move to a larger context, without ever having both in memory."""
         size = max(needed, 2 * self._size)
         size = min(self.capacity, -(-size // _GROWTH) * _GROWTH)
         kept, state = self._tokens, None
@@ -174,7 +174,7 @@ class LlamaCppSession(EngineSession):
 
 
 class _Abort:
-    """Asks a ``check`` from within a pass. Its exception is kept: C cannot carry it."""
+    """Calls ``check`` during a pass. Its exception is kept, since C cannot carry it."""
 
     def __init__(self, api: Any) -> None:
         self._set = api.llama_set_abort_callback
@@ -259,7 +259,7 @@ class LlamaCppTokenizer(Tokenizer):
             raise TokenizerError(f"token ids are 0 to {self.vocab_size - 1}, not {token}")
         buffer = ctypes.create_string_buffer(256)
         count = self._piece(token, buffer)
-        if count < 0:  # minus the room that it needs
+        if count < 0:  # minus the size that it needs
             buffer = ctypes.create_string_buffer(-count)
             count = self._piece(token, buffer)
         return buffer.raw[:count]
@@ -310,17 +310,17 @@ class LlamaCppEngine(Engine):
         mix: Mix = (),
         check: Check | None = None,
     ) -> Iterator[Logits]:
-        """See ``Engine``: there is no adapter."""
+        """See ``Engine``; adapters are not supported."""
         assert not mix, "none can be added"
         with closing(self.session(len(tokens))) as session:
             yield from session.logits(tokens, first=first, check=check)
 
     def close(self) -> None:
-        """Free the weights, once the last session that still has a cache is closed."""
+        """Free the weights once the last session with a cache is closed."""
         self._model.close()
 
     def tokenizer(self) -> LlamaCppTokenizer:
-        """llama.cpp's own; not to be used after ``close``."""
+        """llama.cpp's own tokenizer, not to be used after ``close``."""
         return LlamaCppTokenizer(self._model)
 
     def kv_nbytes(self, length: int) -> int:
@@ -334,7 +334,7 @@ class LlamaCppEngine(Engine):
     def hidden_states(
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
     ) -> Generator[tuple[int, Logits], None, None]:
-        """See ``Engine``; a context of its own for each text.
+        """See ``Engine``; each text has a context of its own.
 
         Raises:
             MemoryBudgetError: llama.cpp has no room for so long a text.
@@ -355,7 +355,7 @@ class LlamaCppEngine(Engine):
 
 
 def _embedded(model: LlamaCppModel, context: object, tokens: Sequence[int]) -> Logits:
-    """The hidden states of the next ``tokens``, (n, D), the caller's own."""
+    """Return the hidden states of the next ``tokens``, (n, D), as the caller's own copy."""
     ids = (ctypes.c_int32 * len(tokens))(*tokens)
     batch = model.api.llama_batch_get_one(ids, len(tokens))
     wanted = (ctypes.c_int8 * len(tokens))(*[1] * len(tokens))

@@ -43,7 +43,7 @@ _ERROR_LEVEL = 4
 class Library:
     """llama-cpp-python's ctypes module, and the last error lines that llama.cpp reported.
 
-    ``log_sink`` is only held: the library would call into freed memory without it.
+    ``log_sink`` is only kept alive: otherwise the library would call into freed memory.
     """
 
     api: Any
@@ -51,8 +51,8 @@ class Library:
     log_sink: Any
 
     def reason(self, fallback: str) -> str:
-        """What llama.cpp last gave as the cause of a failure, in one line; forgets it."""
-        # The first line names the cause; those after it are the callers giving up in turn.
+        """Return llama.cpp's last reason for a failure, in one line, and forget it."""
+        # The first line names the cause; the next ones are from callers that gave up in turn.
         text = self.errors[0] if self.errors else fallback
         self.errors.clear()
         return text
@@ -96,7 +96,7 @@ _NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppSettings:
-    """llama.cpp's own choices that change its speed.
+    """llama.cpp's own options that change its speed.
 
     ``repack`` copies weights into a layout its CPU kernels prefer, which costs that memory again.
     ``flash_attention`` None leaves the choice to llama.cpp.
@@ -107,7 +107,7 @@ class LlamaCppSettings:
 
 
 class LlamaCppModel:
-    """Thread-safe; whoever computes holds ``lock``."""
+    """A loaded GGUF file. Thread-safe; hold ``lock`` to compute."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class LlamaCppModel:
         self._threads = threads
         self._settings = settings
         self._closed = False
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # who have a context
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # the users of contexts
         self._free = weakref.finalize(self, self.api.llama_model_free, handle)
 
     @classmethod
@@ -204,7 +204,7 @@ class LlamaCppModel:
         return model
 
     def close(self) -> None:
-        """Free the weights, once the last context is freed."""
+        """Free the weights once the last context is freed."""
         self._closed = True
         if not self._users:
             self._free()
@@ -214,8 +214,8 @@ class LlamaCppModel:
     ) -> Any:
         """A llama.cpp context with room for ``size`` tokens, until ``user`` calls ``release``.
 
-        ``outputs`` is the most rows of one pass whose logits are kept, or with ``embeddings`` whose
-        hidden states are, which llama.cpp does not pool.
+        ``outputs`` is the number of rows of a pass whose logits are kept or, with ``embeddings``,
+        whose unpooled hidden states are.
 
         Raises:
             LocalrtError: the model is closed.
@@ -226,7 +226,7 @@ class LlamaCppModel:
         params.n_ctx = size
         params.n_batch = params.n_ubatch = min(CHUNK, size)
         params.n_seq_max = 1
-        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
+        params.n_outputs_max = outputs  # otherwise llama.cpp reserves logits for a whole batch
         params.n_threads = params.n_threads_batch = self._threads
         params.no_perf = True
         if self.info.device == "cpu":
@@ -249,18 +249,18 @@ class LlamaCppModel:
         return context
 
     def release(self, user: object) -> None:
-        """``user`` has freed its context."""
+        """Record that ``user`` has freed its context."""
         self._users.discard(user)
         if self._closed:
             self.close()
 
     def check_open(self) -> None:
-        """Raise `LocalrtError` when the model is closed."""
+        """Raise `LocalrtError` if the model is closed."""
         if self._closed:
             raise LocalrtError("the model is closed: load it again")
 
     def check_cache_fits(self, capacity: int) -> None:
-        """Raise `MemoryBudgetError` when a cache of so many tokens does not fit in RAM."""
+        """Raise `MemoryBudgetError` if a cache of this many tokens does not fit in RAM."""
         if self.info.device == "cpu":
             needed = Account.of([("ram", "keys and values", capacity * self.kv_bytes_per_token)])
             what = f"a context of {capacity} tokens"
@@ -316,6 +316,6 @@ def _describe(api: Any, model: Any, device: str) -> EngineInfo:
 
 
 def _format_name(file_type: str) -> str:
-    """``"Q4_K - Medium"`` as everybody else writes it: ``"Q4_K_M"``."""
+    """Return the usual spelling of ``"Q4_K - Medium"``: ``"Q4_K_M"``."""
     name, _, size = file_type.partition(" - ")
     return f"{name}_{size[0]}" if size[:1].isalpha() else name

@@ -1,9 +1,9 @@
-"""Whether a build of llama.cpp computes on this machine, tried once in a process of its own.
+"""Find out whether a build of llama.cpp works on this machine, in a process of its own.
 
-A build for other processors dies of an illegal instruction, and takes the process with it. So does
-one that uses AMX where the processor lists it and a virtual machine's host does not allow it: at
-the first product of matrices, not when it is loaded. The trial is a model of zeros, 40 KB. What
-came of it is kept in the cache folder, until the build or the machine is another.
+A build for other processors crashes with an illegal instruction and takes the process with it. So
+does one that uses AMX if the processor lists it but a virtual machine's host does not allow it: at
+the first matrix product, not at load. The trial runs a 40 KB model of zeros. Its result stays in
+the cache folder until the build or the machine changes.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from localrt.offload.hardware import identity
 
 _FILE = "llamacpp.json"
 _TIMEOUT_S = 60.0
-# Signals of a wrong instruction or address. An abort may be a check of llama.cpp's that only this
-# small model fails; a process that was killed says nothing of the build.
+# Signals of an illegal instruction or address. An abort may be a check in llama.cpp that only this
+# small model fails; a killed process says nothing about the build.
 _FATAL = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")
 _WINDOWS_ILLEGAL = 0xC000001D
 
 _HIDDEN, _INNER, _VOCAB = 64, 128, 256
 _U32, _F32, _STRING = 4, 6, 8  # GGUF's types of metadata
-_Q4_0 = 2  # ggml's type, which AMX's and all repacking kernels know: blocks of 32 in 18 bytes
+_Q4_0 = 2  # ggml's type that all repacking kernels, AMX's too, support: blocks of 32 in 18 bytes
 
 
 def check_build(cache: Path) -> None:
-    """Try the installed llama-cpp-python where that was not done; the verdict lies in ``cache``.
+    """Try the installed llama-cpp-python unless ``cache`` has its result already.
 
     Raises:
-        MissingExtraError: it dies on this machine.
+        MissingExtraError: it crashes on this machine.
     """
     if getattr(sys, "frozen", False) or (build := _build()) is None:
-        return  # a packaged app has no interpreter; what is not installed is told elsewhere
+        return  # a packaged app has no interpreter; a missing package is reported elsewhere
     known_by = [*identity(), *build]
     verdict = _known(cache / _FILE, known_by)
     if verdict is None:
         verdict = _try()
         if verdict is None:
             return
-        with suppress(OSError):  # a cache that cannot be written is tried again
+        with suppress(OSError):  # if the cache cannot be written, the next start tries again
             text = json.dumps({"identity": known_by, "dies_of": verdict})
             write_text(cache / _FILE, text, private=True, sync=False, folder=True)
     if verdict:
@@ -62,7 +62,7 @@ def check_build(cache: Path) -> None:
 
 
 def trial_command() -> list[str]:
-    """What the trial runs."""
+    """Return the command of the trial."""
     root = str(Path(__file__).resolve().parents[3])
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -72,11 +72,11 @@ def trial_command() -> list[str]:
 
 
 def main() -> None:
-    """The process that may die: it loads a small model and computes some tokens, then one."""
+    """Run the trial, which may crash: load a small model, compute some tokens, then one."""
     from localrt.engine.llamacpp.engine import LlamaCppSession
     from localrt.engine.llamacpp.model import LlamaCppModel
 
-    with suppress(ImportError, ValueError):  # it may die: no file of what it held is wanted
+    with suppress(ImportError, ValueError):  # it may crash: write no core file
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _try() -> str | None:
-    """What the trial died of, empty if of nothing; None where it tells nothing of the build."""
+    """Return what killed the trial, "" if nothing did; None if it says nothing about the build."""
     try:
         code = subprocess.run(
             trial_command(),
@@ -104,7 +104,7 @@ def _try() -> str | None:
         ).returncode
     except (OSError, subprocess.SubprocessError):
         return None
-    if code >= 0:  # a Python error will be raised again when a model is loaded
+    if code >= 0:  # loading a model will raise a Python error again
         illegal = code == _WINDOWS_ILLEGAL
         return "an illegal instruction" if illegal else ""
     with suppress(ValueError):
@@ -115,7 +115,7 @@ def _try() -> str | None:
 
 
 def _known(path: Path, known_by: list[str]) -> str | None:
-    """The verdict of before, if it is of this build and machine."""
+    """Return the stored result, if it is for this build and machine."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         verdict = values["dies_of"] if values["identity"] == known_by else None
@@ -125,7 +125,7 @@ def _known(path: Path, known_by: list[str]) -> str | None:
 
 
 def _build() -> list[str] | None:
-    """What tells one build from another: its libraries' names, sizes and times."""
+    """Return what identifies a build: its libraries' names, sizes and times."""
     spec = find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None
@@ -138,7 +138,7 @@ def _build() -> list[str] | None:
 
 
 def _model_of_zeros() -> bytes:
-    """A GGUF file: a Llama of one layer, all its matrices in 4 bits."""
+    """Return a GGUF file: a Llama with one layer and all matrices in 4 bits."""
     keys: list[tuple[str, int, bytes]] = [
         ("general.architecture", _STRING, _text("llama")),
         ("tokenizer.ggml.model", _STRING, _text("no_vocab")),
@@ -175,5 +175,5 @@ def _model_of_zeros() -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string as GGUF has it."""
+    """Return a string in GGUF's encoding."""
     return struct.pack("<Q", len(text)) + text.encode()

@@ -50,7 +50,7 @@ from localrt.speculative.tree import TokenTree
 if TYPE_CHECKING:
     from localrt.offload.planner import Plan
 
-# Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
+# Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _BESIDE = "adapters lie beside the weights"
 
@@ -58,9 +58,9 @@ _BESIDE = "adapters lie beside the weights"
 class NativeEngine(Engine):
     """See ``Engine``.
 
-    ``pass_rows`` is the most rows of a prefill pass. Of a decoder that streams, ``plan`` is what it
-    was placed by, and ``forecaster`` says what was planned for a rate of the disk, at first
-    ``ssd_bytes_s``. ``ram`` forecasts the memory of the process.
+    ``pass_rows`` is the most rows of a prefill pass. For a streaming decoder, ``plan`` is its
+    placement, and ``forecaster`` forecasts its speed at the disk's rate, at first ``ssd_bytes_s``.
+    ``ram`` forecasts the memory of the process.
     """
 
     shares_passes = True
@@ -108,7 +108,7 @@ class NativeEngine(Engine):
         """Free the weights once the pass in flight has ended."""
         with self._turn:
             self.weights.close()
-            self.weights = WeightStore()  # no weights: nothing to ask of it
+            self.weights = WeightStore()  # an empty store
             self._decoder = self._forward = self._forecaster = None
 
     def forecast(self) -> Forecast | None:
@@ -119,14 +119,14 @@ class NativeEngine(Engine):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether tokens choose among experts."""
+        """Whether the model is a mixture of experts."""
         return any(self._loaded().config.mixtures)
 
     # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
 
     @property
     def ops_name(self) -> str:
-        """The implementation that computes."""
+        """The name of the ``Ops`` implementation."""
         return self._loaded().ops.name
 
     @property
@@ -144,7 +144,7 @@ class NativeEngine(Engine):
     def hidden_states(
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
     ) -> Generator[tuple[int, Logits], None, None]:
-        """See ``Engine``. Texts share passes; long ones go on from pass to pass."""
+        """See ``Engine``. Texts share passes; long ones span several."""
         parts: list[tuple[int, KVCache, Sequence[int]]] = []
         room = self.pass_rows
         for index, ids in enumerate(texts):
@@ -176,12 +176,12 @@ class NativeEngine(Engine):
 
     @contextmanager
     def alone(self) -> Iterator[Ops]:
-        """The implementation, for whoever computes with it himself: no pass runs meanwhile."""
+        """The ``Ops``, for a caller that computes with it; no pass runs meanwhile."""
         with self._turn:
             yield self._loaded().ops
 
     def cache(self, capacity: int) -> KVCache:
-        """An empty KV cache, for whoever makes passes of his own."""
+        """Return an empty KV cache, for a caller that runs its own passes."""
         cache = self._ram.holds(self._loaded().cache(capacity))
         self._caches.add(cache)
         return cache
@@ -232,7 +232,7 @@ class NativeEngine(Engine):
 
     @cached_property
     def _attention_key(self) -> str:
-        """Names windows, rotary frequencies and the like: some follow the context's length."""
+        """Name the windows, rotary frequencies and so on: some depend on the context's length."""
         specs = repr(self._loaded().config.memories)
         return hashlib.sha256(specs.encode()).hexdigest()[:12]
 
@@ -249,14 +249,14 @@ class NativeEngine(Engine):
         check: Check | None = None,
         features: Logits | None = None,
     ) -> Logits:
-        """One pass; logits (rows, vocab) of the chosen rows, the caller's own.
+        """Run a pass; return a copy of the logits (rows, vocab) of the chosen rows.
 
         ``features``: see ``Decoder.forward``.
         """
         with self._turn:
             decoder = self._loaded()
             logits: Logits
-            if features is not None:  # what is recorded as a graph gives logits only
+            if features is not None:  # a captured graph gives logits only
                 logits = decoder.forward(batch, rows=rows, check=check, features=features)
             else:
                 assert self._forward is not None, "there is one as long as there is a decoder"
@@ -292,7 +292,7 @@ class NativeEngine(Engine):
         if self.plan is None:
             super().set_budget(ram=ram, gpu_memory=gpu_memory, free=free)
             if ram is not None:
-                self._ram.set_budget(ram_budget(ram))  # its next passes have other limits
+                self._ram.set_budget(ram_budget(ram))  # changes the limits of its next passes
             return
         with self._turn:
             self._loaded()
@@ -316,7 +316,7 @@ class NativeEngine(Engine):
             ) from error
 
     def _set_gpu_memory(self, nbytes: int) -> None:
-        """More than before is not used."""
+        """Lower the budget of GPU memory; a higher one has no effect."""
         if self.info.device == "cpu":
             raise OptionError("the model runs on the CPU alone: it has no GPU memory")
         less = self._vram - nbytes
@@ -367,7 +367,7 @@ class NativeEngine(Engine):
         wanted: Sequence[int],
         check: Check | None,
     ) -> Logits:
-        """One pass; logits of the trees' rows, and of the last rows ``wanted`` of those beside."""
+        """Run a pass; return logits of all tree rows, and of the last rows of ``wanted`` parts."""
         sessions = _own([*(part[0] for part in parts), *(part[0] for part in beside)])
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
         tokens += [np.asarray(ids, np.int64) for _, ids in beside]
@@ -395,7 +395,7 @@ class NativeEngine(Engine):
         return logits
 
     def _feature_rows(self, sessions: Sequence[NativeSession], rows: int) -> Logits | None:
-        """Room for a pass's hidden states, where one of its sessions records them."""
+        """Return an array for the pass's hidden states if one of its sessions records them."""
         if not any(session.records for session in sessions):
             return None
         return np.empty((rows, self.hidden_size), np.float32)
@@ -408,7 +408,7 @@ class NativeEngine(Engine):
         mix: Mix = (),
         check: Check | None = None,
     ) -> Iterator[Logits]:
-        """See ``Engine``: all rows at once would be large."""
+        """See ``Engine``. Computed in pieces, since all rows at once would be large."""
         cache = self.cache(len(tokens))
         cache.mix = mix
         for start in range(0, first, self.pass_rows):

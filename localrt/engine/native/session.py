@@ -26,7 +26,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class FeatureRows:
-    """Rows (n, ``size``) of tokens ``first`` to ``length`` of a sequence."""
+    """The hidden states (n, ``size``) of a sequence's tokens ``first`` to ``length``."""
 
     def __init__(self, first: int, size: int) -> None:
         self.first = first
@@ -35,7 +35,7 @@ class FeatureRows:
         self._open: Rows = np.empty((0, size), np.float32)
 
     def room(self, count: int) -> Rows:
-        """Where the next ``count`` rows go, (count, size); ``advance`` counts them as held."""
+        """Return the array (count, size) for the next rows; ``advance`` makes them valid."""
         held = self.length - self.first
         if held + count > len(self._rows):
             grown = np.empty((max(2 * held, held + count), self._rows.shape[1]), np.float32)
@@ -44,27 +44,27 @@ class FeatureRows:
         return self._rows[held : held + count]
 
     def advance(self, count: int) -> None:
-        """Count the next rows as held."""
+        """Make the next ``count`` rows valid."""
         self.length += count
 
     def open(self, count: int) -> Rows:
-        """Where the rows of a tree's pass go, until some are kept."""
+        """Return the array for the rows of a tree's pass, until some are kept."""
         self._open = np.empty((count, self._rows.shape[1]), np.float32)
         return self._open
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Of the tree's rows these are the next tokens'."""
+        """Keep these rows of the tree for the next tokens."""
         self.room(len(rows))[:] = self._open[list(rows)]
         self.advance(len(rows))
         self._open = self._open[:0]
 
     def trim(self, length: int) -> None:
-        """Forget the rows of all tokens from ``length`` on."""
+        """Drop the rows of all tokens from ``length`` on."""
         self.first = min(self.first, length)
         self.length = min(self.length, length)
 
     def get(self, start: int, stop: int) -> Rows:
-        """Rows of tokens ``start`` to ``stop``, valid until the sequence changes.
+        """Return the rows of tokens ``start`` to ``stop``, valid until the sequence changes.
 
         Raises:
             IndexError: some of them are not held.
@@ -77,7 +77,7 @@ class FeatureRows:
 class NativeSession(EngineSession):
     """See ``EngineSession``.
 
-    ``attention_key`` names what keys depend on beside the weights. ``reserve`` makes room in a
+    ``attention_key`` names what keys depend on besides the weights. ``reserve`` makes room in a
     cache for a number of tokens that do not come from a pass.
     """
 
@@ -103,14 +103,14 @@ class NativeSession(EngineSession):
         self.capacity = cache.capacity
 
     def record_features(self) -> FeatureRows:
-        """From now on, the hidden states of the tokens that are computed; the same in each call."""
+        """Start to record hidden states of computed tokens; every call returns the same rows."""
         if self._features is None:
             self._features = FeatureRows(len(self._tokens), self._engine.hidden_size)
         return self._features
 
     @property
     def mix(self) -> Mix:  # type: ignore[override]  # a cache's
-        """The adapters that its tokens are computed with."""
+        """The adapter set that computes its tokens."""
         return () if self._cache is None else self._cache.mix
 
     def use(self, mix: Mix) -> None:
@@ -125,12 +125,12 @@ class NativeSession(EngineSession):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """What the cache holds."""
+        """The tokens in the cache."""
         return self._tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """The bytes that the cache takes now."""
         return self._cache.nbytes if self._cache is not None else 0
 
     def extend(
@@ -140,7 +140,7 @@ class NativeSession(EngineSession):
         check: Check | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
-        """Append ``tokens`` in passes of the engine's rows; logits after the last."""
+        """Append ``tokens`` in passes of the engine's size; return logits after the last."""
         self.check_tokens(tokens, self._engine.info.vocab_size)
         most = self._engine.pass_rows
         for start in range(0, len(tokens), most):
@@ -183,14 +183,14 @@ class NativeSession(EngineSession):
         return self._features is not None
 
     def appended(self, tokens: Sequence[int], features: Logits | None) -> None:
-        """A pass has computed ``tokens``, with these hidden states (n, D) if it was asked."""
+        """Record the ``tokens`` that a pass has computed, and their hidden states (n, D) if any."""
         self._tokens += tokens
         if self._features is not None and features is not None:
             self._features.room(len(tokens))[:] = features
             self._features.advance(len(tokens))
 
     def opened(self, rows: Sequence[int], features: Logits | None) -> None:
-        """A pass has computed a tree's rows, these tokens: ``keep`` will say what is wanted."""
+        """Record the tokens of a tree's pass; ``keep`` will say which of them to keep."""
         self._open = list(rows)
         if self._features is not None and features is not None:
             self._features.open(len(rows))[:] = features
@@ -257,7 +257,7 @@ class NativeSession(EngineSession):
 
 
 def _copied(source: BlockCache) -> ReadBlocks:
-    """The blocks of another cache."""
+    """Copy blocks of another cache."""
 
     def read(first: int, room: Bytes) -> int:
         room[:] = source.take_blocks(first, len(room))
