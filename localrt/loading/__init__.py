@@ -1,1 +1,1 @@
-"""From a checkpoint to an engine: what fits is loaded whole, the rest is placed."""
+"""Loads a checkpoint into an engine: whole if it fits, else placed across memory tiers."""

@@ -1,8 +1,8 @@
-"""What is known of a model on this machine without loading it: ``localrt show``.
+"""Describes a model on this machine without loading it, for ``localrt show``.
 
-It reads the headers of the model's files, no weights. The name of the quantization, the same
-wherever one is shown, is what the file's name says, else what the file itself does, else the
-format of most of its weights.
+It reads the headers of the model's files, no weights. The quantization's name is taken from the
+file's name, else from its metadata, else from the format of most weights. It is the same wherever
+it is shown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 
-# ``general.file_type`` of the GGUF specification; numbers that are left out are no longer written.
+# ``general.file_type`` of the GGUF specification; missing numbers are obsolete.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1"}
 _FILE_TYPES |= {10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M"}
 _FILE_TYPES |= {16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S"}
@@ -35,7 +35,7 @@ _FILE_TYPES |= {37: "TQ2_0", 38: "MXFP4_MOE"}
 
 
 def quantization_name(checkpoint: Checkpoint) -> str:
-    """``"Q4_K_M"`` of a GGUF file, ``"int4-g128"`` of a folder; empty without weights."""
+    """Return ``"Q4_K_M"`` for a GGUF file, ``"int4-g128"`` for a folder; empty without weights."""
     if isinstance(checkpoint, StoreCheckpoint):
         return checkpoint.manifest.format
     if checkpoint.kind == "gguf":
@@ -48,7 +48,7 @@ def quantization_name(checkpoint: Checkpoint) -> str:
 
 
 def most_used_format(checkpoint: Checkpoint) -> str:
-    """The format that most bytes of its matrices have, embeddings apart; empty without any."""
+    """Return the format of most bytes of the matrices, not counting embeddings; empty if none."""
     bytes_of: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         if len(info.shape) == 2 and "embed_tokens" not in info.name:
@@ -62,9 +62,9 @@ _THINKING = ("enable_thinking", "reasoning_effort", "<think>", "<|channel|>", "t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
     """``place`` and ``packed`` are those of ``LocalModel``. ``template`` says where the chat
-    template is from, ``abilities`` what it knows of: ``"tools"``, ``"thinking"``. ``parameters``
-    are defaults of its answers, ``context`` is what it was trained for, in tokens. ``notes`` say
-    what quantized weights are held as.
+    template is from; ``abilities`` are what it supports: ``"tools"``, ``"thinking"``.
+    ``parameters`` are the model's generation defaults, ``context`` is its trained length in
+    tokens. ``notes`` say how quantized weights are stored in memory.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ModelDescription:
 
 
 def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDescription:
-    """Of what ``resolve`` found; ``listed`` is its entry of ``list_models``.
+    """Describe what ``resolve`` found; ``listed`` is its entry in ``list_models``.
 
     Raises:
         LocalrtError: its files cannot be read.

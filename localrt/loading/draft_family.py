@@ -1,7 +1,7 @@
-"""A draft model of the target's family among those on this machine, found from headers alone.
+"""Finds a draft model of the target's family on this machine, from file headers alone.
 
-Two models are of a family when their files list the same tokens, byte by byte. It downloads and
-loads nothing.
+Two models are of one family if their files list the same tokens, byte by byte. Nothing is
+downloaded or loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 @dataclass(frozen=True, slots=True)
 class FamilyDraft:
-    """A model that may draft. ``name`` is what ``resolve`` takes, ``nbytes`` its files' size."""
+    """A possible draft model. ``name`` is for ``resolve``; ``nbytes`` is the size of its files."""
 
     name: str
     path: Path
@@ -46,9 +46,9 @@ class FamilyDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Where a file lists its tokens: ``count`` of them from byte ``start`` on.
+    """Where a file lists its tokens: ``count`` tokens from byte ``start`` on.
 
-    Of a ``tokenizer.json`` it is the whole file, and ``count`` its bytes.
+    For a ``tokenizer.json`` it is the whole file: ``start`` is 0, and ``count`` is its bytes.
     """
 
     architecture: str
@@ -57,7 +57,7 @@ class _Vocabulary:
     count: int
 
     def nbytes(self) -> int:
-        """Bytes of the list."""
+        """Return the size of the list in bytes."""
         if self.start == 0:
             return self.count
         with closing(RangedFile(self.file)) as file:
@@ -67,15 +67,15 @@ class _Vocabulary:
             return cursor.position - self.start
 
     def read(self, nbytes: int) -> bytes:
-        """The list's first ``nbytes``; fewer where the file ends."""
+        """Read the list's first ``nbytes``; fewer if the file ends before."""
         with closing(RangedFile(self.file)) as file:
             return file.read(self.start, min(nbytes, file.size - self.start)).tobytes()
 
 
 def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
-    """The smallest model of the target's vocabulary, of its own architecture where there is one.
+    """Find the smallest model with the target's vocabulary, preferably of its architecture.
 
-    ``target`` is a GGUF file or a folder. Files that cannot be read are passed over.
+    ``target`` is a GGUF file or a folder. Files that cannot be read are skipped.
     """
     ours = _vocabulary(target)
     if ours is None:
@@ -100,11 +100,11 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
 
 
 def _small_models(target: Path, settings: Settings, most: float) -> Iterator[FamilyDraft]:
-    """Other models on this machine of at most ``most`` bytes, each once."""
+    """Yield other models on this machine of at most ``most`` bytes, each once."""
     seen = {target.resolve()}
     try:
         listed = [FamilyDraft(m.name, m.path, m.bytes) for m in list_models(settings)]
-    except OSError:  # a folder that may not be read, or a file that goes away meanwhile
+    except OSError:  # an unreadable folder, or a file deleted in the meantime
         listed = []
     for draft in [*listed, *_beside(target)]:
         if draft.nbytes <= most and draft.path.resolve() not in seen:
@@ -113,7 +113,7 @@ def _small_models(target: Path, settings: Settings, most: float) -> Iterator[Fam
 
 
 def _beside(target: Path) -> Iterator[FamilyDraft]:
-    """GGUF models in the target's folder, where it is such a file itself."""
+    """Yield the GGUF models in the target's folder if the target is a file."""
     if not target.is_file():
         return
     try:
@@ -141,7 +141,7 @@ def _size(file: Path) -> int:
 
 
 def _vocabulary(model: Path) -> _Vocabulary | None:
-    """Where a model lists its tokens; None where that is not to be found."""
+    """Find where a model lists its tokens; None if it is not found."""
     try:
         if model.is_file():
             return _gguf_vocabulary(model)
@@ -155,7 +155,7 @@ def _vocabulary(model: Path) -> _Vocabulary | None:
 
 
 def _gguf_vocabulary(path: Path) -> _Vocabulary | None:
-    """The header up to its tokens, which commonly come after a few short pairs."""
+    """Read a GGUF header up to its tokens, which usually follow a few short pairs."""
     with closing(RangedFile(path)) as file:
         cursor = GgufCursor(file)
         if cursor.take(4, "the magic") != b"GGUF" or cursor.u32("the version") not in (2, 3):
@@ -179,7 +179,7 @@ def _gguf_vocabulary(path: Path) -> _Vocabulary | None:
 
 
 def _skip(cursor: GgufCursor, kind: int, what: str) -> bool:
-    """Step over a value; False of a kind that no header has before its tokens."""
+    """Skip a value; return False if its type is unknown."""
     count = 1
     if kind == _ARRAY:
         kind, count = cursor.u32(what), cursor.u64(what)
@@ -193,10 +193,10 @@ def _skip(cursor: GgufCursor, kind: int, what: str) -> bool:
 
 
 def family_draft(target: LoadedModel) -> str | None:
-    """A small model of the target's family among those on this machine, to draft with unasked.
+    """Return the name of a small local model of the target's family, to draft with by default.
 
-    Only where weights are streamed: where all is resident, a second model in memory would be a
-    surprise, and its drafts cost a CPU about what they save.
+    None unless weights are streamed: beside a resident model, a second model in memory would be a
+    surprise, and on a CPU its drafts cost about what they save.
     """
     if not target.engine.info.streamed:
         return None

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 def place_draft(
     target: Path, draft: Path, name: str, options: LoadOptions, settings: Settings
 ) -> DraftPlace | None:
-    """The best place of the draft at ``draft``; None where there is no GPU to choose about.
+    """Choose where the draft at ``draft`` is placed; None without a GPU that could hold it.
 
     Raises:
         CheckpointError: a file cannot be read.
-        OptionError: no such GPU.
+        OptionError: the GPU does not exist.
     """
     from localrt.models.checkpoints import open_checkpoint
 
@@ -62,11 +62,11 @@ def place_draft(
             finally:
                 opened.gpu.close()
         except UnsupportedModelError:
-            return None  # loading explains it
+            return None  # loading reports the reason
 
 
 def _open_gpu(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
-    """The GPU of ``options``, if the target can be placed on it."""
+    """Open the GPU of ``options``; None if the target cannot be placed on it."""
     from localrt.loading.gpu import open_gpu
     from localrt.models.registry import read_config
     from localrt.quant.choose import make_ops
@@ -124,13 +124,13 @@ def _place(
         draft_ctx=ctx,
         draft_vram=_draft_vram(draft, theirs, opened, ctx),
     )
-    if plan is None:  # not even the target alone: loading says what is missing
+    if plan is None:  # even the target alone does not fit: loading reports it
         return DraftPlace(alone=options)
     return _decision(plan, opened, name, options)
 
 
 def _decision(plan: PairPlan, opened: OpenGpu, name: str, options: LoadOptions) -> DraftPlace:
-    """The options of both under the best forecast."""
+    """Return the load options of both models for the fastest placement."""
     best = plan.best
     assert best.plan is not None, "the best placement is one that fits"
     if best.place == "no draft":
@@ -164,7 +164,7 @@ def _decision(plan: PairPlan, opened: OpenGpu, name: str, options: LoadOptions) 
 def _draft_context(
     draft: Checkpoint, shape: ModelShape, opened: OpenGpu, options: LoadOptions
 ) -> int:
-    """As much context as the target was asked to have, or less, so that the draft fits."""
+    """Return the draft's context: the target's requested one, or the longest that fits the GPU."""
     from localrt.offload.planner.pair import DRAFT_CTX, DRAFT_NODES
 
     ctx = min((options.ctx or DRAFT_CTX) + DRAFT_NODES, shape.context_length)
@@ -172,7 +172,7 @@ def _draft_context(
 
 
 def _draft_vram(draft: Checkpoint, shape: ModelShape, opened: OpenGpu, ctx: int) -> int:
-    """Bytes of the GPU's memory that the draft takes with a context of ``ctx``."""
+    """Return the bytes of GPU memory that the draft takes with a context of ``ctx``."""
     from localrt.models.registry import read_config
 
     assert opened.gpu is not None, "there is a GPU"
@@ -182,7 +182,7 @@ def _draft_vram(draft: Checkpoint, shape: ModelShape, opened: OpenGpu, ctx: int)
 
 
 def is_draft_model(draft: str) -> bool:
-    """Whether a ``draft`` option, a string that is not empty, names a model."""
+    """Whether ``draft``, a non-empty option, names a model."""
     return draft not in ("auto", "off", "ngram")
 
 
@@ -195,10 +195,10 @@ def load_draft(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LoadedModel:
-    """The draft model ``name`` under the target's ``options``.
+    """Load the draft model ``name`` with the target's ``options``.
 
     Raises:
-        MemoryBudgetError: it is larger than what is left of the budget.
+        MemoryBudgetError: it does not fit in the rest of the budget.
         LocalrtError: it cannot be found or loaded.
     """
     from localrt.hub import resolve
@@ -210,10 +210,10 @@ def load_draft(
 
 
 def _fitting_context(path: Path, options: LoadOptions) -> int | None:
-    """The draft's context, once it is known to fit.
+    """Return the draft's context, after checking that the draft fits.
 
     Raises:
-        MemoryBudgetError: weights, cache and scratch exceed what is left.
+        MemoryBudgetError: weights, cache and scratch do not fit in the rest of the budget.
     """
     from localrt.common.formatting import format_bytes
     from localrt.loading.native import memory_left
@@ -252,10 +252,10 @@ def load_with_draft(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> tuple[LoadedModel, Drafts]:
-    """The model at ``target``, which ``load`` loads, and its drafts.
+    """Load the model at ``target`` through ``load``, and return it with its drafts.
 
-    A model that the ``draft`` option names is loaded too, so that the target's plan leaves it its
-    room. Where there is a GPU, both are planned for before either is loaded.
+    A draft model named by ``draft`` is loaded first, so that the target's plan leaves room for it.
+    With a GPU, both are planned before either is loaded.
     """
     from localrt.hub import resolve
 
@@ -269,10 +269,10 @@ def load_with_draft(
     path = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel).path
     place = place_draft(target, path, name, options, settings)
     place = place or DraftPlace(alone=options, draft=options)
-    with ExitStack() as opened:  # closed where something fails
+    with ExitStack() as opened:  # closed on failure
 
         def load_own() -> tuple[LoadedModel | None, str]:
-            """The draft, or why it is not used."""
+            """Load the draft; return None and the reason if it is not used."""
             if place.draft is None:
                 return None, place.note
             try:
@@ -307,8 +307,8 @@ def load_with_draft(
 
 
 def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOptions:
-    """The target's options with room for the draft: for what it will still grow by, and of a budget
-    of the GPU's memory, which is both's, for what it has taken.
+    """Return the target's options with room for the draft: its caches' growth, and its weights if
+    there is a budget of GPU memory, which the two share.
     """
     from localrt.engine.native.engine import NativeEngine
     from localrt.offload.account import draft_growth_nbytes

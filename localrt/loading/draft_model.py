@@ -48,19 +48,19 @@ from localrt.speculative.tuner import TreeSize, Tuner
 if TYPE_CHECKING:
     from localrt.engine.protocol import EngineSession
     from localrt.models.tokenizers import Tokenizer
-_BEFORE = "\n"  # some tokenizers put a space before what begins a text
+_BEFORE = "\n"  # some tokenizers add a space at the start of a text
 
 
 class TranslatedSource(DraftSource):
-    """``source`` drafts in the tokens of ``theirs``; what it is asked is in ``ours``."""
+    """Translates between tokenizers: ``source`` drafts in ``theirs``, its caller uses ``ours``."""
 
     def __init__(self, source: DraftSource, ours: Tokenizer, theirs: Tokenizer) -> None:
         self.name = source.name
         self._source = source
         self._ours, self._theirs = ours, theirs
         self._seen: list[int] = []  # of our tokens
-        self._told: list[int] = []  # of theirs
-        # After so many of ours, so many of theirs: nothing of a character was missing there.
+        self._told: list[int] = []  # the same text in their tokens
+        # Pairs (number of our tokens, of their tokens) that end at the same whole character.
         self._marks: list[tuple[int, int]] = [(0, 0)]
 
     def propose(
@@ -72,7 +72,7 @@ class TranslatedSource(DraftSource):
         return self._translated(tree, budget, depth)
 
     def _follow(self, history: Sequence[int]) -> bool:
-        """Tell what has been written since; false in the middle of a character."""
+        """Update ``_told`` to ``history``; return False if that ends within a character."""
         kept = common_length(self._seen, history)
         while self._marks[-1][0] > kept:
             self._marks.pop()
@@ -92,7 +92,7 @@ class TranslatedSource(DraftSource):
         return bool(self._told)
 
     def _translated(self, tree: TokenTree, budget: int, depth: int) -> TokenTree:
-        """The paths of ``tree``, the likeliest first, as far as they are whole characters."""
+        """Translate the whole characters of each path of ``tree``, the likeliest path first."""
         nodes: dict[tuple[int, int], int] = {}
         tokens: list[int] = []
         parents: list[int] = []
@@ -121,14 +121,14 @@ class TranslatedSource(DraftSource):
 
 
 def _spelled(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, bool]:
-    """The whole characters of ``tokens``, and whether there is nothing behind them."""
+    """Decode ``tokens``; return the whole characters, and whether no partial one follows."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(b"".join(map(tokenizer.token_bytes, tokens)))
     return text, not decoder.getstate()[0]
 
 
 def _path(tree: TokenTree, leaf: int) -> list[int]:
-    """The nodes to a leaf, in order."""
+    """Return the nodes from the root's child to ``leaf``, in order."""
     path = [leaf]
     while (parent := int(tree.parents[path[-1]])) != ROOT:
         path.append(parent)
@@ -136,7 +136,7 @@ def _path(tree: TokenTree, leaf: int) -> list[int]:
 
 
 def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of ``text`` behind other text."""
+    """Return the tokens of ``text`` as they are in the middle of a text."""
     before = tokenizer.encode(_BEFORE, add_special=False)
     both = tokenizer.encode(_BEFORE + text, add_special=False, parse_special=True)
     if both[: len(before)] == before:
@@ -146,11 +146,11 @@ def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
 
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20
-_MORE_TOKENS = 2  # that a text may have in a draft's vocabulary
+_MORE_TOKENS = 2  # at most this many times the tokens in the draft's vocabulary
 
 
 class CacheRoom:
-    """The ``room`` bytes of a GPU's memory that a draft's caches share."""
+    """Limits the caches of a draft to ``room`` bytes of GPU memory in all."""
 
     def __init__(self, kv_nbytes: Callable[[int], int], room: int) -> None:
         self._kv_nbytes = kv_nbytes
@@ -159,12 +159,12 @@ class CacheRoom:
         self._caches: WeakSet[KVCache] = WeakSet()
 
     def add(self, cache: KVCache) -> None:
-        """A new one, which counts until it is freed."""
+        """Count a new cache until it is freed."""
         with self._lock:
             self._caches.add(cache)
 
     def check(self, growing: KVCache, rows: int) -> None:
-        """Raises DraftFailedError: with so many more rows the caches would outgrow their room."""
+        """Raise DraftFailedError if ``rows`` more rows in ``growing`` would exceed the room."""
         with self._lock:
             lengths = {each: each.length + rows * (each is growing) for each in self._caches}
             need = sum(max(each.nbytes, self._kv_nbytes(n)) for each, n in lengths.items())
@@ -176,10 +176,10 @@ class CacheRoom:
 
 
 class EngineDrafter(Drafter):
-    """A small model that shares its target's vocabulary, which is the caller's to check.
+    """A small model with its target's vocabulary; the caller checks that the two are equal.
 
-    ``vocab_size`` bounds the tokens, where the target's logits have fewer columns than the draft's.
-    It stays within its ``room``.
+    It drafts only tokens below ``vocab_size``, as its logits may have more columns than the
+    target's. Its caches stay within ``room``.
     """
 
     name = "model"
@@ -217,12 +217,12 @@ class EngineDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlace:
-    """What was decided. ``target`` and ``draft`` are what each is loaded with, ``alone`` is the
-    target without a draft; ``draft`` is None where it is not used, and ``note`` says why. Without a
-    ``target``, it is loaded with what the draft leaves.
+    """Chosen load options: ``target`` and ``draft`` for a pair, ``alone`` for the target without
+    a draft. ``draft`` is None if it is not used; ``note`` says why. If ``target`` is None, the
+    target gets the memory that the loaded draft leaves.
 
-    Of the GPU's memory ``cache_room`` bytes are for the draft's keys and values. ``level_share``
-    is what one of its levels is forecast to cost of a plain step.
+    ``cache_room`` is the GPU memory for the draft's KV cache, in bytes. ``level_share`` is the
+    forecast cost of one draft level as a share of a plain step.
     """
 
     alone: LoadOptions
@@ -235,10 +235,10 @@ class DraftPlace:
 
 
 class ModelDraft:
-    """The draft model ``parts``, loaded as ``name`` for ``target``. ``place`` is what was planned.
+    """The draft model ``parts``, loaded as ``name`` for ``target``. ``place`` is its plan, if any.
 
     Raises:
-        OptionError: it cannot draft for this model; its engine is closed.
+        OptionError: it cannot draft for this model; its engine has been closed.
     """
 
     kind = "model"
@@ -257,7 +257,7 @@ class ModelDraft:
         self._shared = min(engine.info.vocab_size, target.engine.info.vocab_size)
         self._room = None
         ours, theirs = target.engine.info.weight_bytes, engine.info.weight_bytes
-        share = 1.5 * theirs / max(ours, 1)  # by the weights, where it was not planned
+        share = 1.5 * theirs / max(ours, 1)  # estimated from weight sizes if there is no plan
         if place is not None:
             share = place.level_share or share
             if place.cache_room is not None:
@@ -265,7 +265,7 @@ class ModelDraft:
         self.level_share = min(1.0, share)
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
-        """What drafts for a session."""
+        """Return the draft source for a session."""
         info = self._target.engine.info
         drafter = EngineDrafter(
             self._engine,
@@ -298,11 +298,11 @@ def _native(parts: LoadedModel) -> NativeEngine:
 
 
 def _problem(draft: LoadedModel, target: LoadedModel) -> str:
-    """Why a model cannot draft for another; empty where it can."""
+    """Say why ``draft`` cannot draft for ``target``; empty if it can."""
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
     if target.tokenizer is not None and draft.tokenizer is not None:
-        return ""  # if need be, drafts are translated
+        return ""  # a draft with another vocabulary is translated
     problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
     if not problem:
         ours, theirs = (p.engine.info.vocab_size for p in (target, draft))
@@ -312,7 +312,7 @@ def _problem(draft: LoadedModel, target: LoadedModel) -> str:
 
 
 def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str:
-    """Where two vocabularies differ, token by token; empty where they are the same."""
+    """Say at which token two vocabularies differ; empty if they are equal."""
     if target is None or draft is None:
         if target is draft:
             return ""
@@ -333,18 +333,18 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
     return ""
 
 
-# Loads the model of that name; its notes are for the user.
+# Loads the draft model of a name.
 LoadDraft = Callable[[str], LoadedModel]
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
-_Loaded = tuple[ModelDraft | None, str]  # a draft, or why it is not used
+_Loaded = tuple[ModelDraft | None, str]  # the draft, or None; a note for the user
 
 
 class Drafts:
-    """The drafts of one loaded model. Thread-safe; they are loaded once, when first used.
+    """The drafts of one loaded model. Thread-safe; each is loaded once, when first used.
 
-    ``load`` makes a draft model's parts. It raises ``MemoryBudgetError`` where the draft does not
-    fit what is left: the answer is the same without it.
+    ``load`` loads a draft model. If it raises ``MemoryBudgetError``, the draft is not used: answers
+    are the same without it.
     """
 
     def __init__(self, target: LoadedModel, load: LoadDraft) -> None:
@@ -357,10 +357,10 @@ class Drafts:
         self.archive = Archive()
 
     def speculation(self, options: Options) -> Speculation | None:
-        """How to speculate under ``options``; None: not at all.
+        """Return how to speculate under ``options``; None means no speculation.
 
         Raises:
-            OptionError: an explicit draft that cannot be this model's.
+            OptionError: an explicitly named draft cannot draft for this model.
         """
         name, engine = options.draft, self._target.engine
         if name == "off":
@@ -373,7 +373,7 @@ class Drafts:
                 f"{engine.info.engine}: leave {option('draft')} out"
             )
         if name == "auto":
-            # Elsewhere a row's bits depend on how many are computed together, and so may a token.
+            # With other ops a row's bits, and so a token, may depend on the rows in the batch.
             if engine.ops_name != "native":
                 return None
             name = self._family or _LOOKUP
@@ -391,17 +391,17 @@ class Drafts:
         note: str = "",
         place: DraftPlace | None = None,
     ) -> None:
-        """A draft model that was loaded already, or could not be; ``place`` is what was planned.
+        """Add a loaded draft model, or the ``note`` why there is none; ``place`` is its plan.
 
         Raises:
-            OptionError: it has another vocabulary; it is closed.
+            OptionError: it cannot draft for this model; its engine has been closed.
         """
         draft = None if parts is None else ModelDraft(name, parts, self._target, place)
         with self._lock:
             self._drafts[name] = draft, note
 
     def close(self) -> None:
-        """Free all of them."""
+        """Free all drafts."""
         with self._lock:
             drafts, self._drafts = self._drafts, {}
             self._made.clear()
@@ -413,7 +413,7 @@ class Drafts:
 
     @cached_property
     def _family(self) -> str | None:
-        """What ``auto`` drafts with beside lookups."""
+        """The name of the draft model that ``auto`` uses besides lookups, if any."""
         return family_draft(self._target)
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
@@ -447,7 +447,7 @@ class Drafts:
         return known
 
     def _load_model(self, name: str, *, asked: bool) -> _Loaded:
-        """A draft model; that one is of no use that nobody ``asked`` for is no error."""
+        """Load a draft model. Unless it was ``asked`` for by name, a failure is only a note."""
         try:
             draft = ModelDraft(name, self._load(name), self._target)
         except MemoryBudgetError as error:
@@ -456,6 +456,6 @@ class Drafts:
         except LocalrtError as error:
             if asked:
                 raise
-            told = isinstance(error, OptionError)  # with the draft's name
+            told = isinstance(error, OptionError)  # it names the draft already
             return None, error.marked if told else f"draft {name} is not used: {error.marked}"
         return draft, "" if asked else f"draft {name} was found on this machine"

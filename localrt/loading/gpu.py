@@ -1,6 +1,6 @@
-"""The GPU that a model is placed on, or none.
+"""Opens the GPU that a model is placed on, if there is one.
 
-Opening gives the GPU that the pipeline drives, its clock, and its figures for the planner.
+The result has the GPU that the pipeline drives, its clock, and its rates for the planner.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from localrt.quant.cuda.gpu_file import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
-# Reads and writes of a copy within the GPU's memory reach about what reading alone does.
-_ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any GPU since 2018
+# An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
+_ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs since 2018 reach it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGpu:
-    """``host_ops`` computes what the CPU does. ``gpu`` is None where there is none.
+    """The GPU, or None, and ``host_ops`` for the layers that the CPU computes.
 
-    ``capacity`` is bytes of its memory that may be used.
+    ``capacity`` is the GPU memory that may be used, in bytes.
     """
 
     host_ops: Ops
@@ -40,11 +40,11 @@ class OpenGpu:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def free_memory(self) -> int | None:
-        """Bytes free on the GPU."""
+        """Return the free bytes of GPU memory; None without a GPU."""
         return None if self.gpu is None else self.gpu.ops.free_memory()
 
     def on(self, machine: MachineProfile) -> MachineProfile:
-        """The machine with this GPU in it."""
+        """Return ``machine`` with this GPU added."""
         return replace(
             machine,
             gpu=self.profile,
@@ -63,10 +63,10 @@ def open_gpu(
     formats: Iterable[str] = (),
     progress: ProgressCallback | None = None,
 ) -> OpenGpu:
-    """The GPU that ``ops`` computes on, if it does on one.
+    """Open the GPU that ``ops`` computes on, if any.
 
-    Beside a GPU, layers of the CPU keep keys and values in ``kv_format`` too. It is measured if it
-    never was with ``formats``.
+    With a GPU, the CPU's layers keep keys and values in ``kv_format`` too. The GPU is measured
+    unless it was before with ``formats``.
     """
     if ops.free_memory() is None:
         return OpenGpu(host_ops=ops, clock=Clock())
@@ -112,7 +112,7 @@ def _cuda(
 def _rates(
     ops: Ops, host: NativeOps, formats: Iterable[str], progress: ProgressCallback | None
 ) -> GpuRates | None:
-    """What was measured of the GPU, now or before; None if it cannot be."""
+    """Return the GPU's rates, measured now or before; None if it cannot be measured."""
     from localrt.quant.cuda.measuring import gpu_rates
     from localrt.quant.cuda.ops import CudaOps
 
@@ -123,5 +123,5 @@ def _rates(
     assert isinstance(ops, CudaOps), "a GPU of CUDA computes by them"
     try:
         return gpu_rates(ops, formats, host=host, on_step=on_step)
-    except LocalrtError:  # plain copies are measured then, and loading says what is wrong
+    except LocalrtError:  # the caller measures plain copies, and loading reports what is wrong
         return None

@@ -1,8 +1,8 @@
-"""A GPU's kernels are compiled while a model's weights load: its first prompt finds them all.
+"""Compiles a GPU's kernels while a model's weights load, so that they are ready for a prompt.
 
-Which ones is found by passes through the model's parts without weights: tensors of which only
-shapes and formats are known, and ``Ops`` that compute nothing. Layers of one kind are run once.
-What was compiled once is on the disk. Other implementations bring their kernels with them.
+Dry runs of the model find the kernels: tensors have shapes and formats but no values, and ``Ops``
+compute nothing. Equal layers are run once. Compiled kernels are kept on disk. Only our CUDA
+kernels need this.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 class RehearsedOps(Ops, Protocol):
-    """Starts nothing."""
+    """Records kernels without launching them."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Rows of passes: all that differ."""
+        """The numbers of rows for which kernels differ."""
 
     def stream(self, rows: int, width: int) -> Array:
-        """Activations, from wherever they come: (rows, width)."""
+        """Return placeholder activations: (rows, width)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What of a model is computed: layers by number, the head in pieces of so many rows.
+    """The part of a model that a GPU computes: layer numbers, and the rows of each head piece.
 
-    ``longest``: MLPs that are computed in the longest passes alone.
+    ``longest``: layers whose MLP is computed there only in the longest passes.
     """
 
     attention: frozenset[int]
@@ -63,7 +63,7 @@ class Share:
 
     @classmethod
     def whole(cls, config: DecoderConfig) -> Share:
-        """All of it."""
+        """Return the whole model."""
         layers = range(config.layers)
         return cls(
             attention=frozenset(layer for layer in layers if config.memory_of(layer)),
@@ -85,22 +85,22 @@ class _Outline:
             self.rotations = {tensor.name: tensor.hadamard for tensor in tensors}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Zeros."""
+        """Return one row of zeros under the tensor's shape."""
         shape = self.tensors[name].shape
         return PackedTensor(name, F32, shape, np.zeros((1, 4 * shape[-1]), np.uint8))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
-        """A matrix without bytes."""
+        """Yield the whole matrix without its bytes."""
         yield self.matrix(name)
 
     def matrix(self, name: str) -> TiledTensor:
-        """The same."""
+        """Return a matrix without its bytes."""
         info, nothing = self.tensors[name], np.zeros(0, np.uint8)
         shape, rotation = (info.shape[0], info.shape[1]), self.rotations.get(name, 0)
         return TiledTensor(name, info.format, shape, nothing, hadamard=rotation)
 
     def kinds(self, config: DecoderConfig, share: Share) -> list[int]:
-        """A layer of each kind."""
+        """Return one layer of each kind."""
         tensors: dict[int, list[object]] = {layer: [] for layer in range(config.layers)}
         for name, info in self.tensors.items():
             if (found := _OF_LAYER.fullmatch(name)) is not None and int(found[1]) in tensors:
@@ -116,7 +116,7 @@ class _Outline:
 
 
 def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, share: Share) -> None:
-    """Run passes of all lengths through the ``share`` of a model; nothing of it is read."""
+    """Run passes of all lengths through the ``share`` of a model without reading weights."""
     outline = _Outline(source)
     weights = WeightLoader(outline, ops)
     layers = outline.kinds(config, share)
@@ -162,7 +162,7 @@ def _head(
     return parts
 
 
-_MOST_THREADS = 4  # each takes a core, and 30 MB of RAM
+_MOST_THREADS = 4  # each thread takes a core and 30 MB of RAM
 _LOOK_S = 0.1
 
 
@@ -176,8 +176,8 @@ def compiled_meanwhile(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> Iterator[None]:
-    """What ``ops`` will launch for their ``share`` of a model, default all, is compiled beside the
-    body. What is left at its end is waited for.
+    """Compile the kernels that ``ops`` need for ``share`` (default: the whole model) while the
+    ``with`` body runs, and wait for the rest at its end.
 
     Raises:
         LocalrtError: a kernel does not compile.
@@ -186,7 +186,7 @@ def compiled_meanwhile(
     if ops.name != "cuda":
         yield
         return
-    from localrt.quant.cuda.ops import CudaOps  # these two bring torch
+    from localrt.quant.cuda.ops import CudaOps  # these two import torch
     from localrt.quant.cuda.sketch import SketchOps
 
     assert isinstance(ops, CudaOps), "no others have their name"
@@ -203,7 +203,7 @@ def compiled_meanwhile(
 
 
 def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Placement) -> Share:
-    """What a placement has a GPU compute."""
+    """Return the part of a model that ``placement`` has the GPU compute."""
 
     def layers(kind: str) -> frozenset[int]:
         names = {layer: f"layers.{layer}.{kind}" for layer in range(config.layers)}

@@ -1,7 +1,7 @@
-"""A model on the native engine: device and context chosen, memory checked, weights placed.
+"""Loads a model on the native engine: chooses device and context, checks memory, places weights.
 
-What fits is loaded whole; what does not is streamed (``placing.py``). Memory is checked before any
-weight is read.
+A model that fits is loaded whole; others are streamed (``placing.py``). Memory is checked before
+any weight is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from localrt.quant.choose import make_ops, why_not_our_kernels
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
 
-# A shorter context than this is not worth having everything in memory: rather stream some weights.
-
 
 def load_native(
     checkpoint: Checkpoint,
@@ -43,10 +41,10 @@ def load_native(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> tuple[Engine, int]:
-    """The engine and its context length.
+    """Load the model; return its engine and context length.
 
     Raises:
-        MemoryBudgetError: not even streaming can fit it; the message has the numbers.
+        MemoryBudgetError: the model does not fit even when streamed; the message has the numbers.
     """
     config = read_config(checkpoint, context=options.ctx)
     ops = make_ops(
@@ -78,7 +76,7 @@ def load_native(
         )
 
     if _must_stream(checkpoint, config, ops, options):
-        # Brings the planner, which a model in memory does without.
+        # This imports the planner, which a resident model does not need.
         from localrt.loading.placing import load_placed
 
         return load_placed(
@@ -101,15 +99,15 @@ def load_native(
     with compiled_meanwhile(checkpoint, config, ops, progress=progress, cancel=cancel):
         on_bytes = byte_counter(total, progress, cancel)
         decoder = load_decoder(checkpoint, ops, config, on_bytes=on_bytes)
-    return_free_memory()  # of what was read
+    return_free_memory()  # left over from reading
     return NativeEngine(decoder, describe(config, streamed=False), ram=forecast), ctx
 
 
 def _must_stream(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
 ) -> bool:
-    """Whether weights and a useful context exceed the budget, or have to be able to leave memory,
-    where streaming is possible.
+    """Whether streaming is possible, and needed: weights and a useful context exceed the budget, or
+    the weights must be able to leave memory later.
     """
     if ops.name not in ("native", "cuda") or not find_library():
         return False
@@ -127,10 +125,10 @@ def _fit_context(
     options: LoadOptions,
     notes: list[str],
 ) -> int:
-    """The context to use: as asked or the model's own, within the memory there is.
+    """Return the context: the requested one, or the longest up to the model's own that fits.
 
     Raises:
-        MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
+        MemoryBudgetError: the weights, or an explicitly requested context, do not fit.
     """
     budget, tier = memory_left(ops, options)
     account = resident_account(checkpoint, config, ops, 0)
@@ -145,19 +143,19 @@ def _fit_context(
 
 
 def memory_left(ops: Ops, options: LoadOptions) -> tuple[int, str]:
-    """Bytes of the budget that are left where ``ops`` compute, and what that memory is called."""
+    """Return the bytes left of the budget where ``ops`` compute, and that memory's name."""
     free = ops.free_memory()
     if free is not None:
         return min(free, options.gpu_memory or free), "GPU memory"
     if ops.name == "native":
-        # A budget is for the whole process: what it has taken so far is gone.
+        # The budget is for the whole process, so subtract what it uses already.
         return ram_budget(options.ram) - current_rss(), "RAM"
     available = memory_state().available
     return min(available, options.ram or available), "RAM"
 
 
 def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
-    """The format that most weights are computed in."""
+    """Return the format that most weights are computed in."""
     if ops.compute_format != "packed":
         return ops.compute_format
     return most_used_format(checkpoint) or "packed"

@@ -1,4 +1,4 @@
-"""What every way of loading shares: checked options, the choice of a context, progress."""
+"""Checked load options, the choice of a context, and progress, for every way of loading."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MOST_THREADS = 1024
 class LoadOptions:
     """The options of ``localrt.load``, sizes in bytes.
 
-    ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
-    draft tokens are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
-    ``shrinkable``: a model that fits whole can give its weights back later, and stream them.
+    ``pass_rows``: the rows of a usual pass, for which weights are placed; more than one if draft
+    tokens are verified. With a ``gpu_memory`` of 0 the CPU computes everything.
+    ``shrinkable``: a model that fits whole can later give up memory and stream its weights.
     """
 
     engine: str = "auto"
@@ -90,8 +90,8 @@ class LoadOptions:
 def pick_context(
     ctx: int | None, trained: int, fits: Callable[[int], bool], notes: list[str]
 ) -> int:
-    """``ctx``, or with None the longest context up to ``trained`` that fits; ``notes`` gets what a
-    user should know of it.
+    """Return ``ctx``, or if None the longest context up to ``trained`` that fits. Adds a line to
+    ``notes`` if the result is shorter or longer than ``trained``.
     """
     if ctx is None:
         ctx = longest_context(trained, fits)
@@ -110,7 +110,7 @@ def pick_context(
 def byte_counter(
     total: int, progress: ProgressCallback | None, cancel: threading.Event | None
 ) -> Callable[[int], None]:
-    """What reports ``total`` bytes to load as they come, and raises where ``cancel`` is set."""
+    """Return a function that reports loaded bytes out of ``total``, and raises once cancelled."""
     done = 0
 
     def count(nbytes: int) -> None:

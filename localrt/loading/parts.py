@@ -1,4 +1,4 @@
-"""From a MODEL on disk to its running parts: engine, tokenizer, chat template, defaults.
+"""Loads a MODEL from disk into its running parts: engine, tokenizer, chat template, defaults.
 
 It chooses engine, device and context, and checks memory before any weight is read. It does not know
 prompts or sessions.
@@ -44,7 +44,7 @@ from localrt.offload.store.pack import fingerprint
 class LoadedModel:
     """The running parts of a model. ``tokenizer`` is None for a model without one.
 
-    ``fingerprint`` tells its contents from others'; empty where its KV caches cannot be saved.
+    ``fingerprint`` identifies the model's contents; empty if its KV caches cannot be saved.
     """
 
     path: Path
@@ -56,8 +56,8 @@ class LoadedModel:
     ctx: int
     notes: tuple[str, ...]
     tokenizer_problem: str = ""
-    pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
-    system: str | None = None  # of conversations that have no system prompt
+    pooling: str = ""  # the pooling for embeddings; empty if the model does not name it
+    system: str | None = None  # for conversations without a system prompt
     fingerprint: str = ""
     quantization: str = ""
 
@@ -74,15 +74,15 @@ def load_parts(
 ) -> LoadedModel:
     """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept.
 
-    ``go_template``, in Ollama's language, is used where the model brings no template, ``system``
-    in conversations that have none.
+    ``go_template``, in Ollama's language, is used if the model has no template of its own;
+    ``system``, in conversations without a system prompt.
     """
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
         name = _choose_engine(checkpoint, options, notes)
-        # Before the weights: what building a vocabulary leaves behind is used again for them, and
-        # what the template's language takes is counted.
+        # Before the weights, so that they reuse memory freed by building the vocabulary, and the
+        # memory check counts what the template engine takes.
         tokenizer, problem = _load_tokenizer(checkpoint, options, notes)
         template: MessageTemplate | None = load_template(checkpoint, options.chat_template)
         if template is None and go_template is not None:
@@ -128,7 +128,7 @@ def load_parts(
 
 
 def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
-    """The chat template that Ollama has of the model, where it can be used."""
+    """Translate Ollama's chat template of the model; None if it cannot be translated."""
     from localrt.chat_format.templates.go_template import to_jinja  # for those who have one
 
     try:
@@ -139,7 +139,7 @@ def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
 
 
 def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:
-    is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store of one has its kind, not its file
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store may be of kind "gguf"
     if options.engine == "llamacpp":
         if not is_gguf:
             raise OptionError(
@@ -162,7 +162,7 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
 
 
 def _reason(checkpoint: Checkpoint) -> str:
-    """Why the native engine cannot run a GGUF file, in few words."""
+    """Say briefly why the native engine cannot run a GGUF file."""
     if checkpoint.architecture not in ARCHITECTURES:
         return f"native does not know {checkpoint.architecture!r}"
     return "native cannot read all of the file's weight types"
@@ -209,7 +209,7 @@ def _load_llamacpp(
 def _load_tokenizer(
     checkpoint: Checkpoint, options: LoadOptions, notes: list[str]
 ) -> tuple[Tokenizer | None, str]:
-    """The model's tokenizer, or why there is none."""
+    """Return the model's tokenizer, or None and the reason."""
     try:
         return load_tokenizer(checkpoint, pre=options.pre_tokenizer, note=notes.append), ""
     except (TokenizerError, UnsupportedModelError) as error:
@@ -217,12 +217,12 @@ def _load_tokenizer(
 
 
 def _pooling(checkpoint: Checkpoint) -> str:
-    """What an embedding model's files say of pooling, as sentence-transformers and GGUF name it."""
+    """Return the pooling in an embedding model's files (sentence-transformers or GGUF names)."""
     if checkpoint.kind == "gguf":
         kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
         named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")
         return kinds.get(named, "") if isinstance(named, int) else ""
-    from localrt.models.tokenizers.hf import read_json  # a tokenizer that GGUF files do not need
+    from localrt.models.tokenizers.hf import read_json  # not needed for GGUF
 
     config = read_json(checkpoint.path / "1_Pooling" / "config.json")
     modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}

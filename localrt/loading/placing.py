@@ -1,8 +1,8 @@
-"""From a model that is larger than its memory budget to an engine that streams what does not fit.
+"""Loads a model that is larger than its memory budget: the engine streams what does not fit.
 
 It chooses the context that the budget allows, packs the model once, measures the machine once, asks
-the planner, and opens the pipeline. A conversation begins with a plan for a short context, so the
-room of a long one's cache goes to weights. It knows neither kernels nor schedules.
+the planner, and opens the pipeline. The first plan is for a short context, so that weights use
+the memory which a long context's cache will need. It knows neither kernels nor schedules.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ from localrt.quant.ops.protocol import Ops
 
 
 def choose_context(request: PlanRequest, ctx: int | None, notes: list[str]) -> PlanRequest:
-    """``request`` with the context as asked, or the longest whose cache fits in RAM; refused
-    before reading.
+    """Return ``request`` with ``ctx`` tokens, or if None with the longest context that fits. Reads
+    no weights.
 
-    One that is asked for and does not fit in RAM keeps layers of its cache on the SSD.
+    If an explicit ``ctx`` does not fit in RAM, part of its KV cache is kept on the SSD.
 
     Raises:
-        MemoryBudgetError: it does not fit, not even so.
+        MemoryBudgetError: it does not fit even then.
     """
 
     def fitting(tokens: int) -> bool:
@@ -89,15 +89,15 @@ def choose_context(request: PlanRequest, ctx: int | None, notes: list[str]) -> P
         on_ssd = replace(request, kv_on_ssd=True)
         if ctx is not None and request.machine.gpu is None and fits(on_ssd):
             return on_ssd
-        make_plan(request)  # or for rules that disagree: the plan is possible
+        make_plan(request)  # raises, unless ``fits`` was too strict
     return request
 
 
 def first_plan(request: PlanRequest, rows: int) -> Plan:
-    """For a short context, such that the whole one's caches will fit; or for all of it at once
-    where some of its keys and values live on the SSD.
+    """Plan for a short context from which the caches can grow to the whole one. With keys and
+    values on the SSD, plan for the whole context at once.
 
-    ``rows`` are those of the passes to place for: more than one where draft tokens are verified.
+    ``rows``: the rows of the passes to place for; more than one if draft tokens are verified.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
@@ -108,13 +108,13 @@ def first_plan(request: PlanRequest, rows: int) -> Plan:
     while True:
         plan = make_plan(replace(request, ctx=first, rows=rows))
         if first >= request.ctx or _can_grow(plan, request.ctx):
-            # What is forecast from now on are plain passes.
+            # Later forecasts are for plain passes of one row.
             return replace(plan, request=replace(plan.request, rows=1))
         first = min(request.ctx, 2 * first)
 
 
 def _can_grow(plan: Plan, ctx: int) -> bool:
-    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed, on both sides."""
+    """Whether the caches of ``ctx`` tokens fit beside unstreamable weights in RAM and VRAM."""
     shape, placement = plan.request.shape, plan.placement
     sizes = shape.kv_nbytes(plan.request.kv_format, ctx)
     kv = {"ram": 0, "vram": 0, "ssd": 0}
@@ -128,9 +128,9 @@ def _can_grow(plan: Plan, ctx: int) -> bool:
     return in_ram and on_gpu
 
 
-# Less than this is too little to tell a disk's speed by.
+# Reading fewer bytes than this does not measure a disk's speed.
 _LOAD_SAMPLE = 64 << 20
-_UNPINNED_SHARE = 0.5  # of the link's rate, from RAM that could not be pinned
+_UNPINNED_SHARE = 0.5  # of the link's rate, when copying from unpinned RAM
 _MENDED = "parts of the packed copy were damaged and have been made again from the model"
 
 
@@ -145,14 +145,14 @@ def load_placed(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> tuple[NativeEngine, int]:
-    """The engine of ``checkpoint`` within a budget for the whole process, and its context length.
+    """Load ``checkpoint`` within a budget for the whole process; return engine and context length.
 
-    Where ``ops`` computes on a GPU, that does the part of the work that it is better at. Without a
-    ``ctx`` the context is the model's own, or what fits with all weights streamed. ``describe`` is
-    told whether they are.
+    If ``ops`` computes on a GPU, GPU and CPU share the work. Without a ``ctx`` the context is the
+    model's own, or the longest that fits with all weights streamed. ``describe`` takes the config
+    and whether weights are streamed.
 
     Raises:
-        MemoryBudgetError: the budget is too small even so; says the least that would do.
+        MemoryBudgetError: the budget is too small even so; the message has the least that works.
         StorageError: there is no room on disk for the packed form.
     """
     shape = shape_from_checkpoint(checkpoint)
@@ -171,7 +171,7 @@ def load_placed(
             ram=ram_budget(options.ram),
             process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES + to_come,
             vram=opened.capacity,
-            cuda_context=0,  # it is there already, and counted
+            cuda_context=0,  # exists already, and is counted
         )
 
     request = PlanRequest(
@@ -185,7 +185,7 @@ def load_placed(
     config = read_config(checkpoint, context=request.ctx)
     store = _packed(checkpoint, shape, options, settings, progress, cancel)
     shape = shape_from_checkpoint(store)
-    # What measures runs beside this process, within the same budget.
+    # The measuring process runs beside this one, within the same budget.
     room = ram_budget(options.ram) - current_rss()
     formats = {unit.format for unit in shape.units}
     disk, machine = machine_profile(store.path, settings, formats=formats, room=room)
@@ -194,7 +194,7 @@ def load_placed(
     if options.shrinkable:
         plan = _with_ring(plan)
     notes += plan.notes
-    # Experts come later, beside the first passes.
+    # Experts are loaded later, during the first passes.
     loaded = [
         u for u in shape.units if u.kind != "expert" and not plan.placement.where[u.name].read
     ]
@@ -247,7 +247,7 @@ def load_placed(
 
 
 def _with_ring(plan: Plan) -> Plan:
-    """The plan with room for units to pass through, though none is streamed yet."""
+    """Return the plan with a ring for streaming, even if nothing is streamed yet."""
     placement = plan.placement
     if placement.ram_ring or placement.uses_gpu or plan.request.shape.routed:
         return plan
@@ -264,10 +264,10 @@ def _packed(
     progress: ProgressCallback | None,
     cancel: threading.Event | None,
 ) -> StoreCheckpoint:
-    """The packed form, made if need be: before it is written, what will be and how not to is said.
+    """Return the packed form; pack if needed, after a note on its size and how to avoid it.
 
     Raises:
-        CheckpointError: it would be in vain, as tensors are not as the config says.
+        CheckpointError: a tensor is not as the config says, so packing would be useless.
     """
     stores = settings.data_dir / "stores"
     there = (store_folder(checkpoint, stores) / MANIFEST_NAME).is_file()
@@ -289,7 +289,7 @@ def _packed(
 
 
 def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | None:
-    """What keeps some layers' keys and values on the SSD, where the plan has them there.
+    """Return the SSD tier for the KV cache; None if the plan keeps no layer's cache there.
 
     Raises:
         StorageError: the cache folder cannot be made.
@@ -317,7 +317,7 @@ def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | 
 
 
 def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
-    """The plan's prediction for the rates, and the places of weights, that there are now."""
+    """Return a function that forecasts speed from current rates and placement of weights."""
     last: list[tuple[object, Forecast]] = []
 
     def forecast(rates: Rates) -> Forecast:
