@@ -1,9 +1,9 @@
-"""The published syntaxes of calls, for templates that say nothing of the calls in an answer.
+"""The published syntaxes of calls, for templates that write no calls.
 
-A template is asked first (``call_probe``): these are hints. They also help where a model writes its
-calls in another way than its template does, behind the same mark.
+Probing a template comes first (``call_probe``). The table also helps if a model writes calls in
+another way than its template does, after the same mark.
 
-gpt-oss is none of the table: each of its messages has a channel, for thinking, for calls, or for
+gpt-oss is not in the table: each of its messages has a channel, for thinking, for calls, or for
 the answer. Its parser shows thinking as ``<think>...</think>`` and takes calls out. The format is
 OpenAI's (cookbook.openai.com/articles/openai-harmony):
 
@@ -100,7 +100,7 @@ def _row(
 
 
 def _dsml(section: str, needle: str = "") -> tuple[str, CallSyntax]:
-    """DeepSeek V3.2's and V4's, whose sections have different names."""
+    """The syntax of DeepSeek V3.2 and V4, which differ in the name of the section."""
     closing, parameter = "</｜DSML｜invoke>", "</｜DSML｜parameter>"
     mids = (
         Mid('" string="true">', parameter, string=True),
@@ -123,7 +123,7 @@ _LFM_CALLS = (
     Framed("", r"\(", r"\)", KeywordArguments(escaped=True), section=r"\[", between=r",|\]"),
     *_PYTHON_OR_JSON,
 )
-# What a template contains (an opening, if nothing else is said), in the order of looking for it.
+# Texts to look for in a template (the opening by default), in this order, and their syntaxes.
 _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
     _dsml("function_calls"),
     _dsml("tool_calls"),
@@ -166,20 +166,20 @@ _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
 def known_syntax(
     template: str, has_token: Callable[[str], bool] = lambda mark: False
 ) -> CallSyntax:
-    """The syntax that a template's source speaks of, or else one whose mark is a token of the
-    model's vocabulary (``has_token``); Hermes' where there is neither.
+    """The syntax whose mark is in a template's source, or else is a token of the model's vocabulary
+    (``has_token``), or else that of Hermes.
 
-    gpt-oss, whose messages all have a channel, is ``HarmonyParser``'s.
+    ``HarmonyParser`` handles gpt-oss.
     """
     spoken_of = (syntax for needle, syntax in _BY_NEEDLE if needle in template)
-    # Other needles are words of any vocabulary.
+    # Other needles are words that any vocabulary may have.
     marks = ((needle, syntax) for needle, syntax in _BY_NEEDLE if needle[0] in "<[｜")
     of_tokens = (syntax for needle, syntax in marks if has_token(needle))
     return next(chain(spoken_of, of_tokens), _HERMES)
 
 
 def known_with(found: CallSyntax, template: str) -> CallSyntax:
-    """``found`` in a template, with what else is known behind its mark, or of bare JSON."""
+    """Add to ``found`` the known notations for its mark, or for bare JSON."""
     same = [known for _, known in _BY_NEEDLE if known.opening == found.opening]
     if not found.opening and known_syntax(template).bare:
         same = [known_syntax(template)]
@@ -202,9 +202,9 @@ _MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", 
 HARMONY_CALL = Spelling(
     f"{_CHANNEL}commentary to=functions.", f" <|constrain|>json{_MESSAGE}", "", JsonArguments()
 )
-"""A call, behind the role."""
+"""A call, after the role."""
 HARMONY_ANSWER = f"{_CHANNEL}final{_MESSAGE}"
-"""What begins an answer there."""
+"""The beginning of an answer, after the role."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _MARK = re.compile("|".join(map(re.escape, _MARKERS)))
 
@@ -215,8 +215,8 @@ def is_harmony(template: str) -> bool:
 
 
 def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
-    """``messages`` for such a template, which takes thoughts or words beside calls, not both: words
-    before calls are commentary, and become the end of the thoughts.
+    """Shape ``messages`` for such a template, which takes thoughts or text with calls, not both:
+    text before calls is appended to the thoughts.
     """
     shaped: list[Any] = []
     for message in messages:
@@ -235,8 +235,8 @@ def _text(content: Any) -> str:
 
 
 class HarmonyParser:
-    """See ``localrt.chat_format.parser.TextParser``. An answer begins with the header of a message,
-    or within one of ``thinking`` that the prompt has opened.
+    """See ``localrt.chat_format.parser.TextParser``. An answer begins with a message's header, or,
+    with ``thinking``, within a message of thinking that the prompt has opened.
     """
 
     markers = _MARKERS
@@ -244,17 +244,17 @@ class HarmonyParser:
     def __init__(self, *, thinking: bool = False, names: Mapping[str, str] | None = None) -> None:
         self._names = names or {}
         self._first = f"{OPEN}\n" if thinking else ""
-        self._header: str | None = None if thinking else ""  # None while a message's text comes
-        self._text = ""  # of a call, whose header is in _recipient
+        self._header: str | None = None if thinking else ""  # None within a message's text
+        self._text = ""  # the arguments of the call to _recipient
         self._recipient: str | None = None
         self.thinking = thinking
         self._held = ""
-        self._said = False  # anything but thoughts
+        self._said = False  # whether any text but thoughts has come
         self._unmarked = True  # no mark has come yet
         self.calls: tuple[ToolCall, ...] = ()
 
     def push(self, piece: str) -> str:
-        """Text to show."""
+        """Add ``piece`` and return the text to show."""
         self._held += piece
         shown, self._first = self._first, ""
         while match := _MARK.search(self._held):
@@ -266,21 +266,21 @@ class HarmonyParser:
         return shown
 
     def flush(self, *, cut: bool = False) -> str:
-        """What is left at the end; nothing of a call that was ``cut``."""
+        """Return the held text at the end of the answer; drop a call that was ``cut``."""
         held, self._held = self._held, ""
         if cut and (self._recipient is not None or self._header):
             self._recipient = self._header = None
             return ""
         shown = self._take(held)
-        if self._unmarked and self._header:  # it looked like one
+        if self._unmarked and self._header:  # the text only looked like a header
             shown, self._header = self._header, None
         return shown + self._end()
 
     def _take(self, text: str) -> str:
-        """Text between two marks."""
+        """Handle text between two marks; return the part to show."""
         if self._header is not None:
             self._header += text
-            # An answer that has no header at all is shown as it is.
+            # An answer without any header is shown unchanged.
             start = self._header.lstrip()[: len(_TO)]
             if self._header and self._unmarked and not _TO.startswith(start):
                 shown, self._header = self._header, None
@@ -289,7 +289,7 @@ class HarmonyParser:
         if self._recipient is not None:
             self._text += text
             return ""
-        if self.thinking:  # once something is said, thoughts have no place in a text
+        if self.thinking:  # thoughts after the first shown text are dropped
             return "" if self._said else text
         self._said = self._said or bool(text.strip())
         return text
@@ -300,7 +300,7 @@ class HarmonyParser:
             return ""
         if mark != _MESSAGE:
             shown = self._end() if self._header is None else ""
-            # A header may begin with a role, and go on with a channel.
+            # A header may have a role, followed by a channel.
             begins = mark != _CHANNEL or self._header is None
             self._header = "" if begins else self._header
             if mark == _CHANNEL:
@@ -315,7 +315,7 @@ class HarmonyParser:
         return f"{OPEN}\n" if self.thinking and not self._said else ""
 
     def _end(self) -> str:
-        """A message is whole."""
+        """End a message: close thinking or add a call; return text to show."""
         if self.thinking:
             self.thinking = False
             return "" if self._said else f"\n{CLOSE}\n\n"

@@ -1,9 +1,9 @@
-"""What a chat template is given: messages in the shape that it takes, and tools.
+"""Prepares messages and tools for a chat template.
 
-Of messages, calls of tools are shaped, and what is no text (pictures, sounds, files) is refused by
-name. Tools get what all templates can show: names of usual letters, one tool of a name (the last),
-and a description, a type and properties for each. What a template refuses, or leaves out, stands in
-the system prompt in plain words.
+Tool calls in messages are put in the shape that templates take; parts that are not text (pictures,
+sounds, files) are refused. Tools get what all templates can show: names of usual letters, unique
+names (the last tool counts), and a description, a type and properties. If a template refuses tools
+or leaves them out, the system prompt lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localrt.engine.types import ToolCall
 
 
 def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The functions of ``tools`` of which one must be called: any, or that of the name ``choice``.
+    """The functions of ``tools`` that ``choice`` allows: all for "required", else the named one.
 
     Raises:
         OptionError: there is none.
@@ -45,15 +45,15 @@ def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[M
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """The arguments of ``call`` as values; where they are no object, one that holds their text."""
+    """The arguments of ``call`` as values; if they are not an object, one that holds their text."""
     return _as_object(call.arguments)
 
 
 def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) -> list[Any]:
-    """``messages`` in the shape that chat templates take.
+    """Put ``messages`` in the shape that chat templates take.
 
-    A call's arguments become a mapping, as most want them, or JSON text; the message of a tool gets
-    the name of what was called. What has an unknown shape stays as it is.
+    A call's arguments become a mapping, as most templates want, or JSON text; a tool's result gets
+    the name of the called tool. Anything of unknown shape is not changed.
     """
     names: dict[str, str] = {}
     shaped: list[Any] = []
@@ -93,8 +93,8 @@ def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> Any:
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
-    """Arguments of a call, or their JSON text: an empty object for nothing, and for what is no
-    object one with the text.
+    """Convert a call's arguments, or their JSON text, to an object: empty for no arguments, and
+    with the text in it if they are not an object.
     """
     value = _value(arguments) if isinstance(arguments, str) else arguments
     if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def _as_object(arguments: Any) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What ``text`` is as JSON; the text itself where it is none, without space around."""
+    """The value of ``text`` as JSON; the stripped text itself if it is not JSON."""
     try:
         return DECODER.decode(text.strip())
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _value(text: str) -> Any:
 
 
 def _result(content: Any) -> Any:
-    """What a tool gave, as text: lists of parts and texts as they are, all else as JSON."""
+    """A tool's result for a template: text and lists of parts unchanged, all else as JSON text."""
     parts = isinstance(content, list) and all(
         isinstance(part, Mapping) and "type" in part for part in content
     )
@@ -131,11 +131,11 @@ _OTHERS = {
     "file": "a file",
     "document": "a file",
 }
-_THOUGHTS = ("thinking", "reasoning")  # parts that have a field of this name for their text
+_THOUGHTS = ("thinking", "reasoning")  # parts with their text in a field of this name
 
 
 def check_text_only(messages: Sequence[Any]) -> None:
-    """Whether all parts of all contents are text.
+    """Check that all parts of all contents are text.
 
     Raises:
         OptionError: one is not.
@@ -151,12 +151,12 @@ def check_text_only(messages: Sequence[Any]) -> None:
 
 
 def kind_in_words(kind: str) -> str | None:
-    """What a part of this type is: an image, a file; None if that is not known."""
+    """The kind of a part of this type, such as image or file; None if unknown."""
     return next((word for word in _OTHERS if word in kind), None)
 
 
 def _other_than_text(part: Mapping[str, Any]) -> str | None:
-    """What a part of a content is, in words; None if it is text."""
+    """Describe a part of a content in words; None if it is text."""
     kind = str(part.get("type", ""))
     if kind in _THOUGHTS:
         return None
@@ -180,10 +180,10 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """``functions`` that a model may call; ``own`` are the caller's names for them.
+    """``functions`` that a model may call; ``own`` maps the model's names to the caller's.
 
-    ``tools`` is what the template is given, None where it takes none: their ``text`` is then a part
-    of the system prompt.
+    ``tools`` are those for the template, None if it takes none: ``text``, which describes them, is
+    then part of the system prompt.
     """
 
     functions: Sequence[_Tool] = ()
@@ -192,11 +192,11 @@ class Offer:
     text: str = ""
 
     def named(self, name: str) -> str:
-        """The name that the model knows, of the caller's."""
+        """The model's name of the tool that the caller calls ``name``."""
         return next((shown for shown, own in self.own.items() if own == name), name)
 
     def shown(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """A conversation with the names that the model knows, and with the tools' ``text``."""
+        """Return the conversation with the model's names of tools, and with the tools' ``text``."""
         if any(shown != own for shown, own in self.own.items()):
             messages = [self._renamed(message) for message in messages]
         if not self.text:
@@ -233,14 +233,14 @@ NO_TOOLS = Offer()
 
 
 class Offers:
-    """Those of the model with ``template``."""
+    """Makes the offers of tools for the model with ``template``."""
 
     def __init__(self, template: MessageTemplate) -> None:
         self._template = template
         self._made = lru_cache(_KEPT)(self._offer)
 
     def of(self, tools: Sequence[_Tool] | None) -> Offer:
-        """What is offered with ``tools``, which have names."""
+        """The offer of ``tools``, which must have names."""
         return self._made(json.dumps(tools, default=str)) if tools else NO_TOOLS
 
     def _offer(self, tools: str) -> Offer:
@@ -267,7 +267,7 @@ class Offers:
 
 
 def _shown_names(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What models are told, and the name itself."""
+    """Yield each tool's name for the model, and its own name."""
     taken = {name for name in names if _is_usual(name)}
     for name in names:
         shown = name
@@ -301,7 +301,7 @@ def _usual(tool: _Tool, name: str) -> dict[str, Any]:
 
 
 def _plain(tool: _Tool) -> dict[str, Any]:
-    """``tool`` with one type and a description for each parameter."""
+    """Return ``tool`` with exactly one type and a description for each parameter."""
     function = tool["function"]
     parameters = function["parameters"]
     properties = {}

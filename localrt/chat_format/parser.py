@@ -1,6 +1,6 @@
-"""An answer's text as it comes: calls are taken out, thinking gets the usual tags.
+"""Parses an answer's text as it streams: takes out calls, and puts thinking in the usual tags.
 
-What is malformed stays text. It does not know where a syntax comes from: a template's probes, or
+Malformed calls stay text. It does not know whether a syntax comes from a template's probes or from
 the table of known ones.
 """
 
@@ -28,32 +28,32 @@ from localrt.chat_format.thinking import CLOSE, OPEN, overlap
 from localrt.engine.types import ToolCall
 
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
-"""What the tokens look like that models mark the parts of an answer with."""
+"""Matches the tokens by which models mark the parts of an answer."""
 
 _LONGEST_MARK = 80  # characters
 _IN_NO_MARK = set(">\n{},")
 
 
 def expression(literal: str, *, strip: bool = True) -> str:
-    """``literal`` as an expression, with what differs from call to call left open."""
+    """A regular expression for ``literal``, whose ids and numbers may differ from call to call."""
     found = pattern(literal.strip() if strip else literal)
     found = found.replace(ID, r"(?P<id>[\w.:\-]+)", 1).replace(ID, r"[\w.:\-]+")
     return found.replace(NUMBERED, r"(?P<index>\d+)")
 
 
 def marks_in(*texts: str) -> tuple[str, ...]:
-    """The marks in ``texts``, each once."""
+    """The marks in ``texts``, without duplicates."""
     return tuple(dict.fromkeys(mark for text in texts for mark in MARK.findall(text)))
 
 
 def common_start(one: str, other: str) -> str:
-    """What both begin with."""
+    """The longest common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def common_end(one: str, other: str) -> str:
-    """What both end with."""
+    """The longest common end."""
     return common_start(one[::-1], other[::-1])[::-1]
 
 
@@ -64,23 +64,23 @@ def inside_mark(text: str, at: int) -> bool:
 
 
 def snapped(text: str, at: int) -> int:
-    """``at``, or behind the tag that it is within."""
+    """Return ``at``, moved to the end of the tag if it is inside one."""
     return text.find(">", at) + 1 if inside_mark(text, at) and ">" in text[at:] else at
 
 
-_BARE = ("{", "[", "```json")  # how an answer that may be nothing but JSON begins
-_STARTS = ("{", "[", "<", "```", "call:")  # and what is behind a mark to calls, but for a name
+_BARE = ("{", "[", "```json")  # the possible beginnings of an answer that is only JSON
+_STARTS = ("{", "[", "<", "```", "call:")  # besides a tool's name, those of the text of calls
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How calls stand in an answer: ``opening`` begins them, ``closing`` (or the end) ends them.
+    """How an answer contains calls: ``opening`` begins them, ``closing`` (or the end) ends them.
 
-    ``notations`` read what is between, the first that can. ``marks`` are further marks within
-    calls. ``kept`` is how much of the opening belongs to the call. With ``bare``, an answer that is
-    nothing but JSON, fenced or not, may be a call too, of a tool that was given. ``primed`` is what
-    of the opening stands in the prompt already. ``as_text`` says that the template wants arguments
-    as JSON text. ``spelling`` is a call as it has to be written, where that is known.
+    The first of ``notations`` that can parses the text between. ``marks`` are further marks within
+    calls. ``kept`` is the part of the opening that belongs to the call. With ``bare``, an answer
+    that is only JSON, fenced or not, may also be a call of a given tool. ``primed`` is the part of
+    the opening that the prompt already has. ``as_text``: the template wants arguments as JSON text.
+    ``spelling`` says how to write a call, if known.
     """
 
     opening: str
@@ -94,21 +94,21 @@ class CallSyntax:
     spelling: Spelling | None = None
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """The calls between opening and closing; None where it is anything else."""
+        """Parse the text between opening and closing; None if it is not calls."""
         found = (notation.parse(text, tools) for notation in self.notations)
         return next(filter(None, found), None)
 
     def is_open(self, text: str) -> bool:
-        """Whether a closing mark behind ``text`` would be part of a string."""
+        """Whether a closing mark after ``text`` would be part of a string."""
         return any(notation.is_open(text) for notation in self.notations)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """What stands around the parts of an answer that are no calls.
+    """The marks around the parts of an answer that are not calls.
 
-    ``thinking`` are the marks that begin and end a thought, the usual ones first; ``answer`` begins
-    the answer itself and ``end`` ends it: neither is shown.
+    ``thinking`` has pairs of marks that begin and end a thought. ``answer`` begins the answer
+    itself and ``end`` ends it: neither is shown.
     """
 
     thinking: tuple[tuple[str, str], ...] = ((OPEN, CLOSE),)
@@ -133,26 +133,25 @@ PLAIN_CALLS = CallSyntax(
         later='", "arguments": ',
     ),
 )
-"""A JSON object and nothing else, for models whose own way is not known."""
+"""A JSON object and nothing else, for models of unknown call syntax."""
 
 
 def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
-    """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want.
+    """Return ``call`` with its id, or else a new one of nine characters, as Mistral's models want.
 
-    ``names`` are the callers' for those that the model knows.
+    ``names`` maps the model's names of tools to the caller's.
     """
     name = names.get(call.name, call.name)
     return ToolCall(call.id or uuid.uuid4().hex[:9], name, call.arguments)
 
 
 class TextParser:
-    """Text as it comes to what may be shown; ``calls`` are those that were found, with the caller's
-    ``names`` for those that the model knows.
+    """Turns streamed text into the text to show, and collects the ``calls`` in it. ``names`` maps
+    the model's names of tools to the caller's.
 
-    ``syntax`` is None where no tools were given. ``thinking`` says that the prompt itself has
-    opened the model's thinking, and with which mark: the shown text then begins with ``<think>``.
-    Within thinking there are no calls, but for those that an answer ends with whose thinking is
-    never closed.
+    ``syntax`` is None if no tools were given. ``thinking`` is the mark by which the prompt itself
+    has opened the model's thinking, if it has: the shown text then begins with ``<think>``.
+    Thinking contains no calls, except at the end of an answer whose thinking is never closed.
     """
 
     def __init__(
@@ -175,11 +174,11 @@ class TextParser:
         answer = self._primed + frame.answer if frame.answer else ""
         always = answer if self._primed or MARK.match(answer) else ""
         self._dropped = tuple(filter(None, (always, frame.end)))
-        self._lead = "" if always else answer  # a word, which begins an answer only
+        self._lead = "" if always else answer  # a word: a mark only at the answer's beginning
         self._open = False
-        self._at_last = False  # what is held may be the calls that a thought ends with
-        self._sought = 0  # up to where a closing mark has been looked for
-        self._space = ""  # before the calls that are open
+        self._at_last = False  # the held text may be calls at the end of a thought
+        self._sought = 0  # the held text was searched for a closing mark up to here
+        self._space = ""  # the space before the open calls
         self._begun = False  # whether anything but space and thinking has come
         self._bare = False  # the answer began like JSON, and is held back until its end
         self.calls: tuple[ToolCall, ...] = ()
@@ -187,11 +186,11 @@ class TextParser:
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within the thinking that an answer begins with."""
+        """Whether the text so far ends within the thinking at the answer's beginning."""
         return bool(self._closing) and not self._begun
 
     def push(self, piece: str) -> str:
-        """Text that is certain not to be part of a call."""
+        """Add ``piece``, and return the text that is certainly not part of a call."""
         shown, self._first = self._first, ""
         self._held += piece
         while not self._bare and (found := self._step()) is not None:
@@ -199,8 +198,8 @@ class TextParser:
         return shown
 
     def flush(self, *, cut: bool = False) -> str:
-        """What was held back, at the end of the text. Half a call is text, unless it was ``cut``:
-        then it is nothing.
+        """Return the held text at the end of the answer. Half a call is shown as text, or dropped
+        if the answer was ``cut``.
         """
         shown, self._first = self._first, ""
         syntax = self._syntax
@@ -210,7 +209,7 @@ class TextParser:
                 return shown
             body, closed, rest = held, "", ""
             if syntax.closing and syntax.parse(held, self._tools) is None:
-                body, closed, rest = held.partition(syntax.closing)  # a string was not closed
+                body, closed, rest = held.partition(syntax.closing)  # a string is not closed
             shown += self._ended(syntax, body, closed)
             shown += self.push(rest)
         held, self._held = self._held, ""
@@ -228,7 +227,7 @@ class TextParser:
         return shown + held
 
     def _step(self) -> str | None:
-        """The next piece of shown text; None when more text has to come first."""
+        """The next piece of text to show; None if more text has to come first."""
         syntax = self._syntax
         if self._open and syntax is not None:
             return self._within(syntax)
@@ -267,7 +266,7 @@ class TextParser:
     def _begins(self, syntax: CallSyntax | None) -> bool:
         """Whether it is clear how the answer begins: as text, or as JSON that may be calls."""
         start = self._held.lstrip()
-        if self.calls:  # space after a call is nobody's
+        if self.calls:  # drop the space after a call
             self._held = start
             return True
         if self._lead:
@@ -282,23 +281,23 @@ class TextParser:
         return True
 
     def _marks(self, syntax: CallSyntax | None) -> tuple[str, ...]:
-        """What is looked for now."""
+        """The marks to look for now."""
         calls = (syntax.opening,) if syntax is not None and syntax.opening else ()
         if self._closing:
             return (self._closing, *calls)
         return (*calls, *self._closings, *self._dropped)
 
     def _certain(self, held: str, marks: Sequence[str]) -> str | None:
-        """What of ``held``, in which there is no mark, cannot begin one."""
+        """The part of ``held``, which has no mark, that cannot begin one."""
         cut = len(held) - max((overlap(held, mark) for mark in marks), default=0)
         if self._syntax is not None and not self._closing:
-            cut = len(held[:cut].rstrip())  # space before calls goes with them
+            cut = len(held[:cut].rstrip())  # space before calls belongs to them
         shown, self._held = held[:cut], held[cut:]
         self._begun = self._begun or bool(shown.strip() and not self._closing)
         return shown or None
 
     def _within_thought(self, syntax: CallSyntax) -> str | None:
-        """What begins like calls in a thought, as soon as it is clear that the thought goes on."""
+        """The text that looked like calls, once it is clear that the thought continues after it."""
         held = self._held
         body = held[len(syntax.opening) :]
         start, closed = body.lstrip(), self._closing in held
@@ -314,10 +313,10 @@ class TextParser:
         return shown
 
     def _calls_at_last(self, syntax: CallSyntax, held: str) -> str:
-        """The text that a thought ends with which was never closed: calls of known tools, or its
-        own.
+        """Take calls of known tools from the end of an unclosed thought; return ``held`` if it is
+        not calls.
         """
-        inner = TextParser(syntax, self._given)  # with the names that the model knows
+        inner = TextParser(syntax, self._given)  # with the model's names of tools
         rest = inner.push(held) + inner.flush()
         if rest.strip() or not all(call.name in self._tools for call in inner.calls):
             return held
@@ -327,7 +326,7 @@ class TextParser:
         return ""
 
     def _without_half_call(self, syntax: CallSyntax, held: str) -> str:
-        """``held`` without the beginning of a call."""
+        """Return ``held`` without the beginning of a call at its end."""
         if not self._bare:
             half = overlap(held, syntax.opening)
             return held[: len(held) - half].rstrip() if half > 1 else held
@@ -340,7 +339,7 @@ class TextParser:
         return "" if any(each[: len(start)] == start[: len(each)] for each in calls) else held
 
     def _within(self, syntax: CallSyntax) -> str | None:
-        """The end of open calls, if it has come."""
+        """End the open calls if their closing mark has come; None if not."""
         held, closing = self._held, syntax.closing
         while closing and (at := held.find(closing, self._sought)) >= 0:
             if syntax.is_open(held[:at]):
@@ -352,7 +351,7 @@ class TextParser:
         return None
 
     def _ended(self, syntax: CallSyntax, body: str, closing: str) -> str:
-        """The text of calls is whole: what of it is to be shown."""
+        """Parse the complete text of calls; return it for showing if it is not calls."""
         calls = syntax.parse(body, self._tools)
         space, self._space = self._space, ""
         primed, self._primed = self._primed, ""
@@ -365,7 +364,7 @@ class TextParser:
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """The first of ``marks`` in ``text``, and where it is; -1 where more text has to tell."""
+    """Position and text of the first of ``marks``; -1 if there is none or a longer one may come."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     if not found:
         return -1, ""
@@ -375,7 +374,7 @@ def _first(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 
 def _markers(syntax: CallSyntax | None, frame: AnswerFrame) -> tuple[str, ...]:
-    """The marks that a parser has to see."""
+    """The marks that must reach the parser."""
     known = [OPEN, CLOSE, *(mark for pair in frame.thinking for mark in pair)]
     known += [frame.answer, frame.end]
     if syntax is not None:
@@ -385,5 +384,5 @@ def _markers(syntax: CallSyntax | None, frame: AnswerFrame) -> tuple[str, ...]:
 
 
 def _unfenced(text: str) -> str:
-    """What is within ```json and ```, if that is all there is."""
+    """Remove the fence ```json ... ``` around ``text``, if there is one."""
     return text.strip().removeprefix("```json").removesuffix("```")
