@@ -3,8 +3,8 @@
 Each round expands the best unexpanded nodes among the K best so far, all in one batch; a child's
 score is its parent's plus its log-probability plus log 0.95, so that depth costs a little. It ends
 when every node among the K best has been expanded: no new one could be better (Svirschevski et al.
-2024, algorithm 1). A tree stays open: it may be grown further, and what lies below one of its nodes
-is a tree again. What expanding a node means is the caller's business.
+2024, algorithm 1). A tree can be grown further, and the part below any of its nodes is a tree
+again. The caller defines how a node is expanded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from localrt.speculative.tree import ROOT, TokenTree
 DECAY = math.log(0.95)
 CHILDREN = 32
 _ROUND = 128  # nodes expanded at once
-# Children with a log-probability above this are kept even where the tree has better nodes: once it
-# begins further down, there are fewer of these.
+# Children with a log-probability above this are kept even if the tree has better nodes: a tree that
+# later starts at their parent has fewer nodes.
 _KEPT = -7.0
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """What may follow one node: ``tokens`` and their ``logprobs``, best first."""
+    """The possible successors of one node: ``tokens`` and their ``logprobs``, best first."""
 
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float64]
 
 
-# Nodes to expand, as (node, its token, its parent), with the log-probability below which a child of
-# each is of no use; -1 is the last known token. One ``Children`` for each.
+# Takes nodes to expand, as (node, its token, its parent), and for each the log-probability below
+# which its children are not needed; -1 is the last known token. Returns ``Children`` for each.
 Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
 
 
 class Growth:
-    """A tree in the making, ``source``'s. Where ``expand`` raises, the tree is as before."""
+    """A growing tree of ``source``. If ``expand`` raises, the tree has not changed."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -49,8 +49,8 @@ class Growth:
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._scores: list[float] = []
-        self._at: dict[tuple[int, int], int] = {}  # a node by its parent and its token
-        self._children: dict[int, Children] = {}  # of what was expanded
+        self._at: dict[tuple[int, int], int] = {}  # nodes by parent and token
+        self._children: dict[int, Children] = {}  # of expanded nodes
         # Heaps, best first: nodes to expand, and the best child of each that is no node yet.
         self._open: list[tuple[float, int]] = [(0.0, ROOT)]
         self._rest: list[tuple[float, int, int]] = []
@@ -58,9 +58,9 @@ class Growth:
     def grow(
         self, expand: Expand, *, budget: int, depth: int, round_nodes: int = _ROUND
     ) -> TokenTree:
-        """The tree of the ``budget`` best nodes, at most ``depth`` deep.
+        """Return the tree of the ``budget`` best nodes, at most ``depth`` deep.
 
-        ``expand`` is called with the root alone first.
+        The first call of ``expand`` has the root alone.
         """
         while True:
             floor = self._admit(budget, depth)
@@ -72,9 +72,9 @@ class Growth:
             self._expand(expand, batch, floor)
 
     def reach(self, expand: Expand, *, nodes: int, depth: int) -> int:
-        """One round beyond any budget: expand the best ``nodes`` of at most ``depth`` - 1.
+        """Run one more round, without a budget: expand the best ``nodes`` above level ``depth``.
 
-        Returns how many there were.
+        Returns how many nodes were expanded.
         """
         batch = self._take(nodes, depth, -math.inf, admit=True)
         if batch:
@@ -82,7 +82,7 @@ class Growth:
         return len(batch)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes of the longest beginning of ``tokens`` that is in the tree."""
+        """Return the nodes of the longest prefix of ``tokens`` that is in the tree."""
         nodes: list[int] = []
         parent = ROOT
         for token in tokens:
@@ -94,9 +94,9 @@ class Growth:
         return nodes
 
     def below(self, top: int) -> tuple[Growth, dict[int, int]]:
-        """The tree behind ``top``, as if that were the last known token.
+        """Return the tree below ``top``, with ``top`` as the last known token.
 
-        With the new number of each node that it has.
+        Also returns the new number of each node that it keeps.
         """
         new = Growth(self._source)
         number = {top: ROOT}
@@ -121,7 +121,7 @@ class Growth:
         return new, number
 
     def levels(self, top: int = ROOT) -> int:
-        """How many nodes of the likeliest path from ``top`` on were expanded, itself included."""
+        """Count the expanded nodes on the likeliest path from ``top`` on, including ``top``."""
         node, count = top, 0
         while (found := self._children.get(node)) is not None and len(found.tokens):
             count += 1
@@ -132,11 +132,11 @@ class Growth:
         return count
 
     def token(self, node: int) -> int:
-        """A node's token."""
+        """Return a node's token."""
         return self._tokens[node]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first level to ``node``; none to the last known token."""
+        """Return the path from the first level to ``node``; empty for the last known token."""
         nodes: list[int] = []
         while node != ROOT:
             nodes.append(node)
@@ -149,11 +149,11 @@ class Growth:
         return 0.0 if node == ROOT else self._scores[node]
 
     def level(self, node: int) -> int:
-        """How deep a node is; 0 of the last known token."""
+        """Return a node's depth; 0 for the last known token."""
         return 0 if node == ROOT else self._depths[node]
 
     def _admit(self, budget: int, depth: int) -> float:
-        """Make nodes of the children that are among the best; the score below which none is."""
+        """Add children that are among the best as nodes; return the score a node now needs."""
         levels = zip(self._scores, self._depths, strict=True)
         best = heapq.nlargest(budget, (score for score, level in levels if level <= depth))
         heapq.heapify(best)
@@ -173,7 +173,7 @@ class Growth:
         return best[0] if len(best) >= budget else -math.inf
 
     def _add(self, entry: tuple[float, int, int]) -> None:
-        """Make a node of a child, and let its next sibling take its place."""
+        """Add a child as a node, and offer its next sibling."""
         value, parent, index = entry
         node = len(self._tokens)
         token = int(self._children[parent].tokens[index])
@@ -192,7 +192,7 @@ class Growth:
             heapq.heappush(self._rest, (-value, parent, index))
 
     def _take(self, count: int, depth: int, floor: float, *, admit: bool = False) -> list[int]:
-        """The best nodes that may be expanded; ``admit``: or children that are better."""
+        """Return the best nodes to expand; with ``admit``, add better children as nodes first."""
         batch: list[int] = []
         deep: list[tuple[float, int]] = []
         while len(batch) < count and (self._open or (admit and self._rest)):
@@ -229,9 +229,9 @@ class Growth:
 def likeliest(
     logits: npt.NDArray[np.float32], least: float, *, temperature: float = 1.0, most: int = CHILDREN
 ) -> Children:
-    """The ``most`` likeliest tokens of a row of logits (V,) with a log-probability above ``least``.
+    """Return the ``most`` likeliest tokens of logits (V,) with log-probability above ``least``.
 
-    Whole vocabularies are never sorted: what is too unlikely is cut off first.
+    The whole vocabulary is never sorted: unlikely tokens are cut off first.
 
     Raises:
         ValueError: the logits are not numbers.
@@ -244,7 +244,7 @@ def likeliest(
     if temperature != 1.0:
         spread *= np.float32(scale)
     norm = math.log(float(np.exp(spread).sum(dtype=np.float64)))
-    # The best ``most`` cannot be below 1 / V times the best; start high, where few are.
+    # The best ``most`` cannot be below 1 / V times the best; start high, where there are few.
     cut = max(least, -9.0)
     ids = np.flatnonzero(logits > top + (cut + norm) / scale)
     if len(ids) < most and cut > least:

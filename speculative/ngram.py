@@ -1,10 +1,10 @@
-"""Prompt lookup: what followed the last time the last n tokens were these.
+"""Prompt lookup: propose the tokens that followed earlier occurrences of the last n tokens.
 
-It looks in the sequence itself and in an archive of the model's earlier answers. Tokens are kept as
-they are: all places of a token are found at once, and those with the same tokens before them among
-these. The continuations of the longest match are counted into a tree, and those of shorter matches
-fill what is left (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023). It knows no model:
-text that repeats itself is all it takes.
+It searches the sequence itself and an archive of the model's earlier answers. Tokens are stored as
+they are: one search finds all places of the last token, and filters those with the same tokens
+before it. The continuations of the longest match are counted into a tree, and those of shorter
+matches fill the rest (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023). It needs no
+model, only text that repeats itself.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from localrt.speculative.tree import ROOT, TokenTree, merge
 
 # Lengths of the contexts, longest first.
 ORDERS = (8, 5, 3, 2, 1)
-# How far a first continuation is to be believed before anything was learned, by order.
+# The initial probability that a first continuation is accepted, by context length.
 _TRUST = {8: 0.9, 5: 0.8, 3: 0.6, 2: 0.4, 1: 0.2}
-# Old places looked at for one context: the latest say most.
+# Earlier places considered for one context: the latest are most useful.
 _PLACES = 16
-# A match lasts: what follows an accepted token is likelier than the token was.
+# A match persists: after an accepted token, the next one is likelier to be accepted.
 _LASTS = 0.9
-_WEAKEST = 1e-3  # probability of a token that is not worth a row
-_ARCHIVED = 1 << 17  # tokens, of 4 bytes: looking through them takes 0.1 to 0.2 ms
+_WEAKEST = 1e-3  # a token less probable than this is not worth a row
+_ARCHIVED = 1 << 17  # tokens of 4 bytes: a search takes 0.1 to 0.2 ms
 
 
 def places(tokens: array[int], context: Sequence[int]) -> dict[int, list[int]]:
-    """For each of ``ORDERS`` for which there are any: where in ``tokens`` something follows what
-    the last ``order`` tokens of ``context`` are; the latest first.
+    """Return, for each of ``ORDERS``, the places in ``tokens`` right after an occurrence of the
+    last ``order`` tokens of ``context``, the latest first; orders without any are left out.
     """
     found: dict[int, list[int]] = {}
     if not tokens or not context:
         return found
     held = np.frombuffer(tokens, np.int32)
-    ends = 1 + np.flatnonzero(held[:-1] == context[-1])  # of n-grams that something follows
+    ends = 1 + np.flatnonzero(held[:-1] == context[-1])  # of n-grams that have a next token
     for order in range(1, 1 + min(max(ORDERS), len(context))):
         if order > 1:
             ends = ends[np.searchsorted(ends, order) :]
@@ -53,9 +53,9 @@ def places(tokens: array[int], context: Sequence[int]) -> dict[int, list[int]]:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens that are the same."""
+    """Return the number of leading tokens that are the same."""
     size = min(len(a), len(b))
-    if a[:size] == b[:size]:  # of two lists, at the speed of C
+    if a[:size] == b[:size]:  # lists are compared at the speed of C
         return size
     differ = np.flatnonzero(np.asarray(a[:size]) != np.asarray(b[:size]))
     return int(differ[0]) if len(differ) else size
@@ -64,7 +64,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 def continuations(
     tokens: array[int], context: Sequence[int], budget: int, depth: int, source: str
 ) -> TokenTree:
-    """The tree of what followed the context's endings in ``tokens``, ranked by count."""
+    """Return the tree of what followed the endings of ``context`` in ``tokens``, by count."""
     trees: list[TokenTree] = []
     seen: set[int] = set()
     found = 0
@@ -90,11 +90,13 @@ def _counted(
     depth: int,
     source: str,
 ) -> TokenTree:
-    """Best-first tree of the continuations at ``places``: a child's share of its parent's count."""
+    """Build the best-first tree of the continuations at ``places``, with each child's share of
+    counts.
+    """
     ids: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    # Best first; the number keeps equals in order: (-score, number, token, parent, depth, places).
+    # Best first; the number keeps ties in order: (-score, number, token, parent, depth, places).
     heap: list[tuple[float, int, int, int, int, list[int]]] = []
     number = 0
 
@@ -107,7 +109,7 @@ def _counted(
         total = sum(map(len, followers.values()))
         lasting = 1 - (1 - trust) * _LASTS**at  # rises towards 1 while tokens are accepted
         for token, its in followers.items():
-            # One more for what was never seen there.
+            # One more count for tokens never seen there.
             value = score + math.log(lasting * len(its) / (total + (len(followers) > 1)))
             if value > math.log(_WEAKEST):
                 heapq.heappush(heap, (-value, number, token, parent, at + 1, its))
@@ -126,7 +128,7 @@ def _counted(
 
 
 class Archive:
-    """Answers so far, of all sequences of a model. Thread-safe."""
+    """The answers so far, of all sequences of a model. Thread-safe."""
 
     def __init__(self, *, most: int = _ARCHIVED) -> None:
         self._most = most
@@ -137,25 +139,25 @@ class Archive:
         return len(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Remember an answer. Beyond its bound an archive keeps its newer half."""
+        """Add an answer. An archive that grows too large keeps its newer half."""
         with self._lock:
             self._tokens.extend(tokens)
             if len(self._tokens) > self._most:
                 del self._tokens[: -self._most // 2]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove everything."""
         with self._lock:
             del self._tokens[:]
 
     def tree(self, history: Sequence[int], budget: int, depth: int) -> TokenTree:
-        """What may follow ``history``."""
+        """Return a tree of tokens that may follow ``history``."""
         with self._lock:
             return continuations(self._tokens, history, budget, depth, "archive")
 
 
 class NgramSource(DraftSource):
-    """Drafts from the sequence's own past, the prompt included, and from an ``archive``."""
+    """Drafts from the sequence's own tokens, prompt included, and from an ``archive``."""
 
     name = "ngram"
 

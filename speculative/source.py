@@ -1,9 +1,9 @@
-"""The contracts of what drafts: ``DraftSource`` proposes trees, ``Drafter`` computes logits.
+"""The contracts for drafting: ``DraftSource`` proposes trees, ``Drafter`` computes logits.
 
-A source is handed the whole history at every step and finds out by itself what is new of it:
-nothing has to be told that a token was accepted. ``TreeSource`` makes one of any ``Drafter``: a
-draft model, which reads tokens, or a trained head, which reads the target's hidden states or keys
-and values as well. Neither knows the target or text.
+A source gets the whole history at every step and finds out by itself what is new: no call tells it
+that a token was accepted. ``TreeSource`` makes a source of any ``Drafter``: a draft model, which
+reads tokens, or a trained head, which reads the target's hidden states or keys and values as well.
+Neither knows the target or text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outcome = Callable[[], Sequence[int] | None]
 
 
 class DraftFailedError(LocalrtError):
-    """A source cannot go on: its model produced NaN logits, or its memory is used up."""
+    """A source cannot continue: its model produced NaN logits, or it is out of memory."""
 
 
 class DraftSource(ABC):
@@ -42,49 +42,49 @@ class DraftSource(ABC):
     """Whether it can go on while its draft is verified. The last four methods are for that."""
 
     def begin(self, history: Sequence[int]) -> None:  # noqa: B027 - most need nothing
-        """A generation begins with ``history``, which need not go on from what was seen so far."""
+        """Start a generation with ``history``, which need not continue what was seen so far."""
 
     @abstractmethod
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        """At most ``budget`` tokens that may follow ``history``, at most ``depth`` ahead.
+        """Propose at most ``budget`` tokens that may follow ``history``, at most ``depth`` deep.
 
-        ``history`` is not empty, and goes on from that of the call before.
+        ``history`` is not empty, and continues that of the previous call.
 
         Raises:
-            DraftFailedError: the source is of no use any more; it must not be called again.
+            DraftFailedError: the source has failed and must not be called again.
         """
 
     def ahead(  # noqa: B027
         self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome
     ) -> None:
-        """Prepare what ``propose`` will be asked for next, by at most ``nodes`` steps of work.
+        """Prepare the next ``propose`` with at most ``nodes`` steps of work.
 
-        ``history`` is that of the last proposal, or goes on from it; with no ``nodes`` only what is
-        missing of it is computed, in pieces. Once there is an ``outcome``,
-        nothing is begun, and what is at work ends as soon as it is seen to be of no use.
+        ``history`` is that of the last proposal, or continues it; with ``nodes`` 0 only its missing
+        tokens are computed, in pieces. Once there is an ``outcome``, no new work starts, and
+        running work ends as soon as it turns out to be useless.
 
         Raises:
-            DraftFailedError: the source is of no use any more.
-            CancelledError: ``check`` raised it, or the outcome is another.
+            DraftFailedError: the source has failed.
+            CancelledError: ``check`` raised it, or the outcome differs.
         """
 
     def missing(self, history: Sequence[int]) -> int:
-        """Tokens of ``history`` that must be computed before there can be a tree behind it."""
+        """Return how many tokens of ``history`` must be computed before a tree can follow it."""
         return 0
 
     def catch_up(  # noqa: B027
         self, history: Sequence[int], *, check: Check | None = None
     ) -> None:
-        """Compute them.
+        """Compute the missing tokens.
 
         Raises:
-            DraftFailedError: the source is of no use any more.
+            DraftFailedError: the source has failed.
         """
 
     def ready(self, history: Sequence[int]) -> int:
-        """The levels of a tree behind ``history`` that were prepared; computes nothing."""
+        """Return how many levels of a tree after ``history`` are prepared, without computing."""
         return 0
 
 
@@ -94,10 +94,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that come next in a cache: known or draft tokens. The last ``wanted`` get logits.
+    """The next rows of a cache, for known or draft tokens. The last ``wanted`` get logits.
 
     ``tokens`` (n,), ``positions`` (n,). Draft tokens have a ``mask``, as in ``Span``, and ``above``
-    (n,): the row that each follows, counted from the tree's first; -1 for the last known token's.
+    (n,): the row that each follows, counted from the tree's first; -1 for the last known token.
     """
 
     tokens: Sequence[int]
@@ -127,15 +127,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def cache(self, capacity: int) -> KVCache:
-        """An empty cache for one sequence."""
+        """Return an empty cache for one sequence."""
 
     def first(self, length: int) -> int | None:
-        """Of a sequence of ``length``, the token whose row is computed first where none is held.
+        """Return the first token whose row is needed to draft after ``length`` tokens.
 
-        All rows behind it must be there to draft. None: there can be no draft.
+        All rows from it on must be held to draft. None: drafting is impossible.
         """
         return 0
 
     @abstractmethod
     def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
-        """Compute ``rows``: logits (wanted, V) of what follows each."""
+        """Compute ``rows``; return logits (wanted, V) for the token after each."""

@@ -1,7 +1,7 @@
-"""A tree of draft tokens: what may follow the last known one, as one immutable value.
+"""A tree of draft tokens that may follow the last known token, as an immutable value.
 
-Parents come before their children, siblings differ, and scores never rise along a path, so that the
-best K nodes always form a tree again. It knows no model and no source beyond its name.
+Parents come before their children, siblings differ, and scores never rise along a path, so the best
+K nodes always form a tree. It knows no model, and only the names of sources.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-# The parent of the first level: the last known token, which is no node of the tree.
+# The parent of the first level: the last known token, which is not a node of the tree.
 ROOT = -1
-# Scores are sums of float logarithms: what may be lost when they are added in another order.
+# Scores are sums of float logarithms: adding them in another order may change this much.
 _SLACK = 1e-6
 
 
@@ -24,9 +24,9 @@ _SLACK = 1e-6
 class TokenTree:
     """``n`` draft tokens.
 
-    ``tokens`` (n,), ``parents`` (n,): an earlier node or -1, ``depths`` (n,): 1 for what follows
-    the last known token, ``scores`` (n,): cumulative log-probability as the draft sees it, at most
-    0. ``origins`` (n,) has bit i set where ``sources[i]`` proposed the node.
+    ``tokens`` (n,), ``parents`` (n,): an earlier node or -1, ``depths`` (n,): 1 for tokens right
+    after the last known token, ``scores`` (n,): the draft's cumulative log-probability, at most 0.
+    ``origins`` (n,) has bit i set if ``sources[i]`` proposed the node.
 
     Raises:
         ValueError: arrays of different lengths, a parent behind its child, two equal siblings, a
@@ -66,7 +66,7 @@ class TokenTree:
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], source: str
     ) -> TokenTree:
-        """A tree of one source; depths follow from the parents."""
+        """Return a tree of one source; depths are computed from the parents."""
         depths = np.zeros(len(tokens), np.int64)
         for node, parent in enumerate(parents):
             depths[node] = depths[parent] + 1 if 0 <= parent < node else 1  # checked below
@@ -81,7 +81,7 @@ class TokenTree:
 
     @classmethod
     def empty(cls) -> TokenTree:
-        """No draft tokens."""
+        """Return a tree without nodes."""
         return cls.of([], [], [], "")
 
     def __len__(self) -> int:
@@ -89,11 +89,11 @@ class TokenTree:
 
     @property
     def height(self) -> int:
-        """Depth of the deepest node; 0 of an empty tree."""
+        """The depth of the deepest node; 0 for an empty tree."""
         return int(self.depths.max(initial=0))
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """(n, n), True where the row's node sees the column's: itself and its ancestors."""
+        """(n, n), True where the row's node sees the column's node: itself and its ancestors."""
         seen = np.eye(len(self), dtype=np.bool_)
         for node, parent in enumerate(self.parents.tolist()):
             if parent != ROOT:
@@ -108,33 +108,33 @@ class TokenTree:
         return seen
 
     def positions(self, last: int) -> Ints:
-        """(n,) rotary positions, where the last known token stands at ``last``."""
+        """Return (n,) rotary positions, with the last known token at ``last``."""
         return self.depths + last
 
     def children(self, node: int) -> Ints:
-        """The nodes whose parent is ``node``; -1 is the last known token."""
+        """Return the nodes whose parent is ``node``; -1 is the last known token."""
         return np.flatnonzero(self.parents == node)
 
     def follow(self, node: int, token: int) -> int | None:
-        """The child of ``node`` (-1: the last known token) that is ``token``, if any."""
+        """Return the child of ``node`` (-1: the last known token) with ``token``, if any."""
         for child in self.children(node).tolist():
             if self.tokens[child] == token:
                 return int(child)
         return None
 
     def trim(self, budget: int, depth: int | None = None) -> TokenTree:
-        """The best ``budget`` nodes (of at most ``depth``), in the order they are in."""
+        """Return the best ``budget`` nodes (at most ``depth`` deep), in their present order."""
         deep = None if depth is None else self.depths <= depth
         if len(self) <= budget and (deep is None or deep.all()):
             return self
-        # Parents first among equals: a node is never kept without what it hangs on.
+        # Parents come first among equals: a node is never kept without its parent.
         order = np.lexsort((np.arange(len(self)), self.depths, -self._falling()))
         if deep is not None:
             order = order[deep[order]]
         return self.take(np.sort(order[: max(budget, 0)]))
 
     def _falling(self) -> npt.NDArray[np.float64]:
-        """Scores without the last digits' noise: none above its parent's."""
+        """Remove rounding errors from scores, so that none is above its parent's."""
         scores = self.scores.copy()
         for node, parent in enumerate(self.parents.tolist()):
             if parent != ROOT and scores[node] > scores[parent]:
@@ -142,7 +142,7 @@ class TokenTree:
         return scores
 
     def take(self, nodes: Ints) -> TokenTree:
-        """The tree of these nodes, whose parents are among them."""
+        """Return the tree of these nodes, which must include their parents."""
         place = np.full(len(self) + 1, ROOT, np.int64)  # the last entry is the root's
         place[nodes] = np.arange(len(nodes))
         return TokenTree(
@@ -155,13 +155,13 @@ class TokenTree:
         )
 
     def proposed_by(self, node: int) -> tuple[str, ...]:
-        """The sources that proposed a node."""
+        """Return the sources that proposed a node."""
         bits = int(self.origins[node])
         return tuple(name for i, name in enumerate(self.sources) if bits >> i & 1)
 
 
 def merge(trees: Iterable[TokenTree], budget: int) -> TokenTree:
-    """One tree of all: equal prefixes once, with the better score, and the best ``budget`` nodes.
+    """Merge trees: equal paths become one, with the better score; the best ``budget`` nodes stay.
 
     Raises:
         ValueError: more than eight sources.

@@ -1,9 +1,9 @@
-"""SpecExec's tree from any ``Drafter``, which keeps its own rows in a cache.
+"""SpecExec's tree with any ``Drafter``, whose rows stay in a cache.
 
-The cache holds the known tokens and, behind them, a row for every node that was expanded, so that a
-round computes its new nodes only. What the target accepts of a tree stays for the next one, and so
-does what lies below it: drafting ahead, while the target is at work, is growing the tree beyond
-what was asked for. Where rows of draft tokens do not last, each tree begins anew.
+The cache holds the known tokens, followed by a row for every expanded node, so each round computes
+only its new nodes. The part of a tree that the target accepts stays for the next one, and so does
+the part below it: drafting ahead, while the target works, grows the tree further than was asked
+for. If a drafter's draft rows do not last, each tree starts anew.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from localrt.speculative.source import (
 from localrt.speculative.tree import ROOT, TokenTree
 
 _PREFILL_ROWS = 512
-# Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
+# Nodes per round of drafting ahead: a pass over a few takes about as long as over one.
 _AHEAD_NODES = 4
-_AHEAD_ROWS = 32  # of a prompt, at once, in the gaps of a pass
+_AHEAD_ROWS = 32  # rows of a prompt computed at once, while a pass waits
 _NO_CHILDREN = Children(np.empty(0, np.int64), np.empty(0, np.float64))
 
 _Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
 
 
 class TreeSource(DraftSource):
-    """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
+    """Draft up to ``nodes`` nodes; a history and its tree have up to ``capacity`` tokens.
 
-    ``temperature`` is the target's: a draft predicts best what is sampled as it would
-    sample itself; for a greedy target it is 1. ``round_nodes`` are computed at once.
+    ``temperature`` is the target's: a draft predicts sampled tokens best at the same temperature;
+    for a greedy target it is 1. ``round_nodes`` are computed at once.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class TreeSource(DraftSource):
         self._temperature = temperature or 1.0
         self._round_nodes = round_nodes
         self._cache = drafter.cache(capacity)
-        self._start = 0  # the token of the cache's first row
-        self._known: list[int] = []  # the tokens whose rows come first in the cache
+        self._start = 0  # the index of the token in the cache's first row
+        self._known: list[int] = []  # the known tokens, whose rows come first in the cache
         self._first: npt.NDArray[np.float32] | None = None  # logits (V,) after them
         self._growth = Growth(self.name)
-        # The rows of expanded nodes, behind those of the known tokens, in order.
+        # The rows of expanded nodes, after those of the known tokens, in order.
         self._rows: dict[int, int] = {}
-        self.passes = 0  # of the drafter, for whoever measures
+        self.passes = 0  # passes of the drafter, for measurements
 
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
@@ -126,7 +126,7 @@ class TreeSource(DraftSource):
     def _expander(self, check: Check | None) -> Expand:
         def expand(nodes: _Nodes, least: Sequence[float]) -> Sequence[Children]:
             first, self._first = self._first, None
-            if first is not None:  # the tree begins, with its root alone
+            if first is not None:  # a new tree, expanding its root alone
                 return [self._children(first, least[0])]
             run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
             if not run:
@@ -153,11 +153,11 @@ class TreeSource(DraftSource):
         return any(nodes[-1] in self._growth.path(node) for node, _, _ in batch)
 
     def _forget(self) -> None:
-        """No tree any more."""
+        """Drop the tree."""
         self._growth, self._rows, self._first = Growth(self.name), {}, None
 
     def _nodes_of(self, history: Sequence[int]) -> list[int] | None:
-        """The nodes that ``history`` has behind the known tokens; None unless all have rows."""
+        """Return the nodes of ``history`` after the known tokens; None unless all have rows."""
         new = len(history) - len(self._known)
         if new < 0 or common_length(self._known, history) < len(self._known):
             return None
@@ -176,10 +176,10 @@ class TreeSource(DraftSource):
         rows: int = _PREFILL_ROWS,
         outcome: Outcome = lambda: None,
     ) -> bool:
-        """Bring cache and tree to ``history``: what is there of it stays.
+        """Update cache and tree to ``history``, and keep what they share with it.
 
-        What is missing is computed ``rows`` tokens at a time. False if there was an ``outcome``
-        before all of it had been, or there is nothing to begin from.
+        Missing tokens are computed ``rows`` at a time. Returns False if an ``outcome`` came before
+        they were finished, or if drafting is impossible.
         """
         cache, nodes = self._cache, self._nodes_of(history)
         if nodes is not None:
@@ -193,7 +193,7 @@ class TreeSource(DraftSource):
             return True
         kept = common_length(self._known, history)
         if kept == len(self._known):
-            # The last token is computed again where the tree had it: its logits are gone.
+            # The last token is computed again if the tree had it: its logits are gone.
             behind = self._growth.walk(history[kept : len(history) - 1])
             path = [self._rows[node] for node in takewhile(self._rows.__contains__, behind)]
             cache.select(kept - self._start, path)
@@ -220,7 +220,7 @@ class TreeSource(DraftSource):
         return True
 
     def _compute(self, nodes: _Nodes, check: Check | None) -> npt.NDArray[np.float32]:
-        """Logits (nodes, V) of new nodes, which get rows."""
+        """Compute new nodes, which get rows; return their logits (nodes, V)."""
         cache, rows, held_rows = self._cache, self._rows, self._drafter.held_rows
         held = len(rows) if held_rows else 0
         if not held_rows:
@@ -244,7 +244,7 @@ class TreeSource(DraftSource):
             if held_rows:
                 for node, _, _ in nodes:
                     del rows[node]
-            else:  # the others have lost their places too
+            else:  # the other nodes have lost their rows too
                 self._forget()
                 cache.trim(len(self._known) - self._start)
             raise

@@ -2,8 +2,9 @@
 
 An engine holds one model's weights; a session holds one sequence's KV cache. The loop asks a
 session for the logits that follow some tokens, so sampling, stop strings, prefix reuse and chat
-behave the same on every engine. Neither knows text. What an engine must do is abstract; what it may
-lack has a default here that says so, so callers never check its class.
+behave the same on every engine. Neither knows text. What every engine must do is abstract; an
+optional feature has a default here that reports it as missing, so callers never check an engine's
+class.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What runs, in words and numbers for people and benchmarks."""
+    """A description of what runs, for people and benchmarks."""
 
     engine: str
     architecture: str
@@ -61,7 +62,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Tokens per second that a plan expects of decoding; the ceiling is with perfect overlap."""
+    """Forecast decoding speed in tokens per second; the ceiling assumes perfect overlap."""
 
     tok_s: float
     ceiling_tok_s: float
@@ -69,8 +70,8 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a pipeline has reached of late: bytes per second of the disk; CPU seconds of a decoding
-    pass; the share of the experts asked for that were in memory. None: not known yet.
+    """Recent rates of a pipeline: the disk's bytes per second; CPU seconds of a decoding pass; the
+    share of needed experts that were in memory. None: not known yet.
     """
 
     ssd_bytes_s: float
@@ -83,7 +84,7 @@ Forecaster = Callable[[Rates], Forecast]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``OptionError`` where one of ``ids`` is not in the vocabulary."""
+    """Raise ``OptionError`` if one of ``ids`` is not in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
 
@@ -100,28 +101,28 @@ class EngineSession(ABC):
     mix: Mix = ()
 
     def use(self, mix: Mix) -> None:
-        """Compute with these adapters from now on; what others computed is forgotten.
+        """Compute with the adapter set ``mix`` from now on; a change drops the tokens held.
 
         Raises:
-            UnsupportedModelError: the engine has none.
+            UnsupportedModelError: the engine supports no adapters.
         """
         if mix:
             raise UnsupportedModelError("the engine computes no adapters")
 
     @property
     def tree_rows(self) -> int | None:
-        """The most rows of a tree's pass that memory has room for; None: as many as wanted."""
+        """The most rows of a tree's pass that fit in memory; None: any number."""
         return None
 
     @property
     @abstractmethod
     def tokens(self) -> Sequence[int]:
-        """What the cache holds. ``len(session.tokens)`` is the next position."""
+        """The tokens in the cache. ``len(session.tokens)`` is the next position."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """The bytes that the cache takes now."""
 
     @abstractmethod
     def extend(
@@ -140,9 +141,9 @@ class EngineSession(ABC):
 
     @abstractmethod
     def trim(self, length: int) -> int:
-        """Forget everything after the first ``length`` tokens; how many are still held.
+        """Drop everything after the first ``length`` tokens; return how many are still held.
 
-        Fewer than ``length`` where the state of a recurrent model cannot go back to it.
+        These are fewer than ``length`` if a recurrent model's state cannot go back that far.
         """
 
     @abstractmethod
@@ -150,7 +151,7 @@ class EngineSession(ABC):
         """Free the cache."""
 
     def check_tokens(self, tokens: Sequence[int], vocab_size: int) -> None:
-        """Whether ``tokens`` can be appended.
+        """Raise an error unless ``tokens`` can be appended.
 
         Raises:
             OptionError: there are none, or an id outside the vocabulary.
@@ -167,20 +168,20 @@ class EngineSession(ABC):
             )
 
     def counts(self) -> PipelineCounts | None:
-        """What the engine's pipeline has done so far; None where there is none."""
+        """Return the counts of the engine's pipeline so far; None if it has none."""
         return None
 
     def forecast(self) -> Forecast | None:
-        """What was planned; None where nothing was. Takes milliseconds."""
+        """Return the speed that was planned; None if there was no plan. Takes milliseconds."""
         return None
 
     # -- trees -----------------------------------------------------------------------------------
 
     def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
-        """Compute ``token`` and, behind it, ``tree``: logits (1 + nodes, vocab), the token's first.
+        """Compute ``token`` and ``tree`` after it: logits (1 + nodes, vocab), the token's first.
 
-        ``tokens`` stays as it is until ``keep`` says what of it is wanted; nothing else may be
-        computed before. When ``check`` raises, the session is as before.
+        ``tokens`` does not change until ``keep`` says which rows to keep; nothing else may be
+        computed before. If ``check`` raises, the session has not changed.
         """
         raise NotImplementedError
 
@@ -192,12 +193,12 @@ class EngineSession(ABC):
 
     @property
     def blocks(self) -> BlockCache | None:
-        """The cache, to be read before the next pass; None: it cannot be taken out."""
+        """The cache, to be read before the next pass; None if it cannot be exported."""
         return None
 
     @property
     def kv_layout(self) -> str:
-        """What the bytes of ``blocks`` mean."""
+        """The format of the bytes in ``blocks``."""
         return ""
 
     def put_tokens(
@@ -206,8 +207,8 @@ class EngineSession(ABC):
         read: Callable[[FillBlocks], int],
         states: Sequence[SavedState] = (),
     ) -> int:
-        """Hold ``tokens`` instead of what is held: ``read`` fills the cache with their blocks, and
-        returns how many of the tokens they are of. ``states`` are those that were saved with them.
+        """Replace the session's tokens: ``read`` fills the cache with blocks of ``tokens`` and
+        returns how many of them it has. ``states`` were saved with them.
 
         Returns how many are held.
 
@@ -217,8 +218,8 @@ class EngineSession(ABC):
         raise NotImplementedError
 
     def copy_prefix(self, other: EngineSession, length: int) -> int:
-        """Hold the first ``length`` tokens of another session of the engine instead of what is
-        held, or as many of them as can be copied.
+        """Replace the session's tokens by the first ``length`` tokens of another session, or as
+        many of them as can be copied.
 
         Returns how many are held.
 
@@ -231,22 +232,22 @@ class EngineSession(ABC):
 class Engine(ABC):
     """A loaded model. Thread-safe: passes of several sessions take turns.
 
-    A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
-    ``plan`` is what weights were placed by, ``weights`` tells of them while they are there.
-    ``ram`` and ``gpu_memory`` are the budgets in bytes as the user gave them; None: not.
+    A pass has at most ``pass_rows`` rows, of several sessions if it ``shares_passes``. ``plan`` is
+    the placement of the weights, ``weights`` reports on them while they exist. ``ram`` and
+    ``gpu_memory`` are the user's budgets in bytes; None: no budget was given.
     """
 
     info: EngineInfo
     pass_rows: int = 512
     shares_passes: bool = False
     plan: Plan | None = None
-    weights = WeightStore()  # of weights that nothing is known of
+    weights = WeightStore()  # an empty store
     ram: int | None = None
     gpu_memory: int | None = None
 
     @abstractmethod
     def session(self, capacity: int) -> EngineSession:
-        """A new, empty session for up to ``capacity`` tokens; memory is taken as it grows.
+        """Return a new, empty session for up to ``capacity`` tokens; its memory grows as needed.
 
         Raises:
             MemoryBudgetError: the cache cannot fit.
@@ -261,10 +262,10 @@ class Engine(ABC):
         mix: Mix = (),
         check: Check | None = None,
     ) -> Iterator[Logits]:
-        """Logits after each of ``tokens`` from index ``first`` on, computed from nothing, with the
-        adapters ``mix``.
+        """Yield logits after each of ``tokens`` from index ``first`` on, without a cache, with the
+        adapter set ``mix``.
 
-        Pieces (n, vocab) in order, n at most 64, each the caller's own.
+        Pieces (n, vocab) come in order, n at most 64; the caller owns each.
         """
 
     @abstractmethod
@@ -272,7 +273,7 @@ class Engine(ABC):
         """Free the weights. Sessions must not be used afterwards."""
 
     def tokenizer(self) -> Tokenizer:
-        """The engine's own tokenizer, for a model whose own localrt cannot build.
+        """Return the engine's own tokenizer, for a model whose tokenizer localrt cannot build.
 
         Raises:
             UnsupportedModelError: it has none.
@@ -288,11 +289,11 @@ class Engine(ABC):
         wanted: Sequence[int],
         check: Check | None = None,
     ) -> Logits:
-        """One pass that appends tokens to several sessions, ``pass_rows`` in all at most.
+        """Append tokens to several sessions in one pass, at most ``pass_rows`` in all.
 
-        Returns the logits after the last token of the parts numbered in ``wanted``, shape
-        (len(wanted), vocab), the caller's own. When it raises, no session has changed: what
-        ``check`` raises, or ``MemoryBudgetError`` where the caches have no room to grow.
+        Returns a copy of the logits after the last token of the parts numbered in ``wanted``, shape
+        (len(wanted), vocab). If it raises, no session has changed: ``check`` raised, or it is
+        ``MemoryBudgetError`` because the caches cannot grow.
         """
         ((session, tokens),) = parts
         logits: Logits = session.extend(tokens, check=check)[None]
@@ -306,11 +307,11 @@ class Engine(ABC):
         wanted: Sequence[int] = (),
         check: Check | None = None,
     ) -> list[Logits]:
-        """One pass: for every part what ``EngineSession.extend_tree`` gives.
+        """Run one pass; return for every part the logits of ``EngineSession.extend_tree``.
 
-        ``beside`` are tokens to append to other sessions, as in ``extend_batch``; the logits
-        (vocab,) after those numbered in ``wanted`` come behind the trees'. When it raises, no
-        session has changed: what ``check`` raises, or ``MemoryBudgetError``.
+        ``beside`` has tokens to append to other sessions, as in ``extend_batch``; the logits
+        (vocab,) of those numbered in ``wanted`` come after the trees'. If it raises, no session has
+        changed: ``check`` raised, or it is ``MemoryBudgetError``.
         """
         raise NotImplementedError
 
@@ -318,19 +319,19 @@ class Engine(ABC):
 
     @abstractmethod
     def kv_nbytes(self, length: int) -> int:
-        """Bytes of one sequence's cache once grown to ``length`` tokens."""
+        """Return the bytes of a sequence's cache with ``length`` tokens."""
 
     def free_memory(self) -> int | None:
-        """Bytes free on the device's own memory; None where caches lie in RAM."""
+        """Return the free bytes of the device's own memory; None if caches lie in RAM."""
         return None
 
     def idle_sessions(self, capacity: int) -> int:
-        """Sessions of ``capacity`` tokens that are worth keeping while nobody uses them."""
+        """Return how many idle sessions of ``capacity`` tokens are worth keeping."""
         return 4
 
     def ram_forecast(self) -> int | None:
-        """What the process takes of RAM at the most, as loading expected it of the caches and
-        passes that there have been; None where another library takes the memory.
+        """Return the process's peak RAM, as loading forecast it, for the caches and passes so far;
+        None if another library takes the memory.
         """
         return None
 
@@ -350,14 +351,14 @@ class Engine(ABC):
         gpu_memory: int | None = None,
         free: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have the process take ``ram`` bytes at most, and the model ``gpu_memory`` of the GPU's,
-        from the next pass on; None: as before. ``free`` frees caches that nobody uses.
+        """Limit the process to ``ram`` bytes, and the model to ``gpu_memory`` bytes of the GPU,
+        from the next pass on; None: no change. ``free`` frees unused caches.
 
-        This is for a model that was loaded whole: what it holds stays.
+        This default is for a model loaded whole: its weights stay where they are.
 
         Raises:
-            OptionError: GPU memory, of a model that runs on no GPU.
-            MemoryBudgetError: it takes more, and cannot give enough of it back.
+            OptionError: ``gpu_memory`` for a model that runs on the CPU.
+            MemoryBudgetError: the model takes more and cannot free enough.
         """
         info = self.info
         if gpu_memory is not None:
@@ -389,7 +390,7 @@ class Engine(ABC):
         """Let sessions use an adapter; returns the bytes that it takes.
 
         Raises:
-            UnsupportedModelError: nothing computes them here.
+            UnsupportedModelError: the engine supports no adapters.
             MemoryBudgetError: there is no room for it.
         """
         raise UnsupportedModelError(
@@ -397,20 +398,20 @@ class Engine(ABC):
         )
 
     def remove_adapter(self, key: str) -> None:  # noqa: B027  nothing to do
-        """Forget one."""
+        """Remove an adapter."""
 
     def uses_adapter(self, key: str) -> bool:
-        """Whether a session holds tokens that were computed with it."""
+        """Whether a session holds tokens computed with this adapter."""
         return False
 
-    # -- what it does ----------------------------------------------------------------------------
+    # -- counts and forecast -----------------------------------------------------------------------
 
     def counts(self) -> PipelineCounts | None:
-        """What the pipeline has done so far; None where everything is resident."""
+        """Return the pipeline's counts so far; None if everything is resident."""
         return self.weights.counts()
 
     def forecast(self) -> Forecast | None:
-        """What was planned, for the disk as it has been lately; None where nothing was."""
+        """Return the planned speed at the disk's recent rate; None if there was no plan."""
         return None
 
     # -- hidden states ---------------------------------------------------------------------------
@@ -420,18 +421,19 @@ class Engine(ABC):
         """Columns of the hidden states.
 
         Raises:
-            UnsupportedModelError: it gives none.
+            UnsupportedModelError: the engine gives none.
         """
         raise UnsupportedModelError(f"the engine {self.info.engine} gives no embeddings")
 
     def hidden_states(
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
     ) -> Generator[tuple[int, Logits], None, None]:
-        """Those after the final norm, of every text's tokens: (index of the text, rows (n, D)).
+        """Yield hidden states after the final norm, for every text: (index of the text, rows (n,
+        D)).
 
-        The rows of a text come in order, those of different texts in any.
+        The rows of one text come in order; rows of different texts come in any order.
 
         Raises:
-            UnsupportedModelError: it gives none.
+            UnsupportedModelError: the engine gives none.
         """
         raise UnsupportedModelError(f"the engine {self.info.engine} gives no embeddings")

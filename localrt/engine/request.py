@@ -1,4 +1,4 @@
-"""What a generation is asked for, fully spelled out: tokens, sampling, limits, callbacks.
+"""A complete request for a generation: tokens, sampling, limits, callbacks.
 
 Constraint and parser are made anew for each answer; grammars and templates are unknown here.
 """
@@ -25,25 +25,25 @@ from localrt.quant.ops.adapters import Mix
 
 
 class Constraint(Protocol):
-    """Which tokens may come next in an answer, and whether it may end. Not thread-safe.
+    """Restricts the tokens of an answer, and says whether it may end. Not thread-safe.
 
-    Speculation stays exact: a draft token counts if it is the one that the sampler chooses under
-    the constraint.
+    Speculation stays exact: a draft token is accepted only if the sampler chooses the same token
+    under the constraint.
     """
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next, (vocab,); those that end a generation are not among them."""
+        """Return which tokens may come next, (vocab,), without those that end a generation."""
 
     def accept(self, token: int) -> None:
-        """``token``, which was allowed, has been chosen."""
+        """Record that ``token``, which was allowed, has been chosen."""
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is complete as it is."""
+        """Whether the answer is complete and may end here."""
 
     @property
     def ends_early(self) -> bool:
-        """Whether it ends where it may, unless the model itself wants to go on as is allowed."""
+        """Whether to end here once allowed, unless the model chooses an allowed continuation."""
 
     @property
     def done(self) -> bool:
@@ -51,21 +51,21 @@ class Constraint(Protocol):
 
 
 class AnswerParser(Protocol):
-    """Sees an answer's text first, and takes thinking and calls of tools out. Not thread-safe."""
+    """Removes thinking and tool calls from an answer's text before it is shown. Not thread-safe."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Control tokens that it reads as text; others stay hidden."""
+        """Control tokens that the parser reads as text; others stay hidden."""
 
     @property
     def thinking(self) -> bool:
         """Whether the text so far ends within the model's thinking."""
 
     def push(self, piece: str) -> str:
-        """Text to show, now that ``piece`` has come."""
+        """Return the text to show after ``piece``."""
 
     def flush(self, *, cut: bool = False) -> str:
-        """What was held back, at the end; of an answer that was ``cut``, without half a call."""
+        """Return the text held back at the end, without a partial call if it was ``cut``."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -87,25 +87,25 @@ class Request:
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()
     lines: LineLimit | None = None
-    fills_gap: bool = False  # it ends as ``ends_middle`` says
+    fills_gap: bool = False  # ends by the rule of ``ends_middle``
     logprobs: int | None = None  # alternatives per token; None records nothing
     exactness: str | None = None
     speculation: Speculation | None = None
-    constraint: MakeConstraint | None = None  # makes what binds the answer
-    parser: MakeParser | None = None  # makes what finds thinking and calls of tools in it
+    constraint: MakeConstraint | None = None  # creates the answer's constraint
+    parser: MakeParser | None = None  # creates the parser of thinking and tool calls
     thinking_limit: ThinkingLimit | None = None  # needs a parser
-    left_out: tuple[str, ...] = ()  # keywords of its schema that the answer is not bound by
-    mix: Mix = ()  # the adapters that it is computed with
-    restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
+    left_out: tuple[str, ...] = ()  # schema keywords that are not enforced
+    mix: Mix = ()  # its adapter set
+    restore: Restore | None = None  # restores a saved prefix of the prompt to the session
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 
     def check(self, *, ctx: int, vocab_size: int | None = None) -> None:
-        """Whether it can run in a context of ``ctx`` tokens; a session knows its ``vocab_size``.
+        """Raise an error unless it can run in ``ctx`` tokens; a session knows its ``vocab_size``.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for one token.
-            OptionError: it is empty, or has an id outside the vocabulary.
+            OptionError: the prompt is empty, or has an id outside the vocabulary.
         """
         if not self.prompt:
             raise OptionError("the prompt is empty: there is nothing to continue")

@@ -1,6 +1,6 @@
-"""What a generation takes and yields: messages, chunks, metrics, log-probabilities.
+"""The values that a generation takes and yields: messages, chunks, metrics, log-probabilities.
 
-Plain values only: no engine, no tokenizer, nothing that needs numpy.
+Plain values only: they need no engine, no tokenizer and no numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 class Message(TypedDict, total=False):
     """One turn, in the form that chat templates take.
 
-    ``prefix`` of a last turn of the assistant: the answer begins with it, and goes on from there.
+    ``prefix``, for a last assistant turn: the answer continues this message.
     """
 
     role: Required[str]
@@ -40,28 +40,28 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model asks for. ``arguments`` is the JSON text of an object."""
+    """A tool call by the model. ``arguments`` is the JSON text of an object."""
 
     id: str
     name: str
     arguments: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The call as an assistant's message has it."""
+        """Return the call in the form of an assistant's message."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(slots=True)
 class Metrics:
-    """What a generation cost so far. Seconds, bytes, tokens; None where a thing was not measured.
+    """The cost of a generation so far: seconds, bytes, tokens; None for what was not measured.
 
-    ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
-    already held, ``thinking_tokens`` the thoughts among ``completion_tokens``. ``prefill_tok_s``
-    covers the computed part only. ``accepted_per_pass`` is tokens per target pass of decoding,
-    ``accepted_by_source`` the share of them that each source drafted, ``speculation`` what
-    was done and why, in one sentence. ``memory`` says, in another, which weights are no longer
-    where they were at load, and why.
+    ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a KV cache already
+    held, ``thinking_tokens`` the thoughts among ``completion_tokens``. ``prefill_tok_s`` covers the
+    computed part only. ``accepted_per_pass`` is tokens per target pass of decoding,
+    ``accepted_by_source`` the share of them that each source drafted, ``speculation`` what was done
+    and why, in one sentence. ``memory`` says in a sentence which weights have moved since loading,
+    and why.
     """
 
     prompt_tokens: int = 0
