@@ -1,4 +1,4 @@
-"""How much RAM there is, what this process takes of it, and whether other programs need some.
+"""Measures RAM: how much there is, what this process takes, and whether others need some.
 
 A limit of the container or cgroup binds in any case. Without a budget from the user, the desktop
 keeps some room. The memory of helper processes counts as this one's.
@@ -27,7 +27,7 @@ class MemoryState:
 
 
 def memory_state(root: Path = Path("/")) -> MemoryState:
-    """RAM that is there and that this process can still take, cgroup v1 and v2 limits included.
+    """Read total RAM and what this process can still take, within cgroup v1 and v2 limits.
 
     ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
     """
@@ -42,7 +42,7 @@ def memory_state(root: Path = Path("/")) -> MemoryState:
 
 
 def _machine(root: Path) -> tuple[int, int]:
-    """Bytes of RAM, and those that are free or soon can be; from Linux without a package's help."""
+    """Total bytes of RAM, and bytes that are or can be freed; on Linux without extra packages."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         sizes = {
@@ -95,7 +95,7 @@ def _read_number(path: Path) -> int | None:
 def _reclaimable(stat: Path, prefix: str) -> int:
     """Bytes of page cache, which the kernel gives back before it refuses memory.
 
-    Mapped pages are left out: they are programs and libraries at work, and would be read again.
+    Mapped pages do not count: running programs would read them again.
     """
     try:
         lines = (line.split() for line in stat.read_text().splitlines())
@@ -109,7 +109,7 @@ def _reclaimable(stat: Path, prefix: str) -> int:
     return max(0, cached - max(0, mapped - shared))
 
 
-# Left to the desktop where nobody said how much to use.
+# Left to the desktop if the user sets no budget.
 _DESKTOP_SHARE = 0.1
 _MOST_DESKTOP_BYTES = 2 << 30
 # What counting in pages and the system's own bookkeeping may take within a hard limit.
@@ -119,7 +119,7 @@ HELPERS: set[int] = set()
 
 
 def helpers_nbytes() -> int:
-    """The memory of ``HELPERS`` that they share with nobody; 0 where the system does not say."""
+    """The unshared memory of ``HELPERS``, in bytes; 0 if the system does not say."""
     nbytes = 0
     for process in tuple(HELPERS):
         try:
@@ -144,8 +144,8 @@ def current_rss() -> int:
 
 
 def peak_rss() -> int | None:
-    """Highest resident set of this process so far, in bytes, and what its helpers take now; None
-    where it is not known.
+    """Bytes of this process's highest resident set plus its helpers' present memory; None if
+    unknown.
     """
     own = _own_peak()
     return None if own is None else own + helpers_nbytes()
@@ -172,9 +172,9 @@ def _own_peak() -> int | None:
 
 
 def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | None = None) -> int:
-    """Bytes that this process may take in all, what it has already included.
+    """Bytes that this process may take in all, including what it already has.
 
-    ``ram`` is what the user gave, if anything.
+    ``ram`` is the user's budget, if set.
     """
     state = memory_state() if state is None else state
     rss = current_rss() if rss is None else rss
@@ -189,20 +189,20 @@ def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | 
 _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20
-_LEAST_FREE_LIMITED = 2 << 20  # within a cgroup, whose limit is ours alone
-_STEP = 8 << 20  # not to come back for every megabyte
+_LEAST_FREE_LIMITED = 2 << 20  # within a cgroup, whose limit applies to us alone
+_STEP = 8 << 20  # so as not to evict again for every megabyte
 _LEAST_FREE_VRAM = 150 << 20
 
 
 class MemoryPressure:
-    """Called before passes; returns bytes of RAM and of the GPU's memory that are needed now."""
+    """Called before passes; returns how many bytes of RAM and GPU memory others need now."""
 
     def __init__(self, free_vram: Callable[[], int | None]) -> None:
         self._free_vram = free_vram
         self._asked = time.monotonic()
 
     def __call__(self) -> tuple[int, int]:
-        """(RAM, VRAM) in bytes; below zero what may be taken again."""
+        """(RAM, VRAM) in bytes; negative numbers may be taken again."""
         now = time.monotonic()
         if now - self._asked < _INTERVAL_S:
             return 0, 0

@@ -1,11 +1,10 @@
-"""Which experts are held, and where: slots that all layers share, filled and emptied by a policy.
+"""Decides which experts are in memory: slots shared by all layers, assigned by a policy.
 
-The same rules serve VRAM slots over RAM and RAM slots over an SSD. All that is known of where an
-expert is: its slot, and its weights in its layer's table once they are there. Experts are named
-(layer, expert), layers counted among those with experts. For each layer and pass: ``touch``
-with the router's choice, ``admit`` for each miss, ``release`` once the layer has been computed.
-The policy, ``Learned``, values experts by routing alone; docs/mixtures.md compares it with LRU and
-the optimum. Not thread-safe.
+The same rules serve VRAM slots over RAM and RAM slots over an SSD. An expert's state is its slot,
+and its weights in its layer's table once loaded. Experts are named (layer, expert), layers counted
+among those with experts. For each layer and pass: ``touch`` with the router's choice, ``admit`` for
+each miss, ``release`` once the layer has been computed. The policy, ``Learned``, values experts by
+routing alone; docs/mixtures.md compares it with LRU and the optimum. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ Values = NDArray[np.float64]
 
 
 class Learned:
-    """The chance that an expert is used next, from how often it was lately: weights fitted online.
+    """Estimates each expert's chance of being used next from its recent use, fitted online.
 
-    Four moving averages of each expert, of being chosen and of its share of the scores, over about
-    3 and about 30 rows, and a constant: least squares over all layers' routing so far, forgetting
-    slowly, says how much each tells of the next use. So a workload with long phases leans on the
-    slow averages and one that flickers on the fast ones, without anything to set.
+    Features are a constant and four moving averages for each expert: of being chosen and of its
+    share of the scores, over about 3 and about 30 rows. Least squares over all layers' past
+    routing, with slow forgetting, weighs them. A workload with long phases thus relies on slow
+    averages and a changeable one on fast averages, without settings.
 
     The chances are ``value`` (layers, count).
     """
 
     RATES = (0.3, 0.03)
-    FORGET = 0.999  # of the evidence, per pass
+    FORGET = 0.999  # decay of the evidence per pass
     PRIOR = 10.0  # layers' worth of evidence, which is never forgotten
 
     def __init__(self, layers: int, count: int, used: int) -> None:
@@ -60,11 +59,11 @@ class Learned:
         self, layer: int, chosen: NDArray[Any], rows: NDArray[Any], experts: NDArray[Any],
         scores: NDArray[Any],
     ) -> None:  # fmt: skip
-        """One layer has routed one pass.
+        """Learn from the routing of one layer in one pass.
 
         ``chosen`` are the experts that the pass uses, each once, with the ``rows`` that each sees;
-        ``experts`` and ``scores`` are (rows of the pass, ranks), best first, ranks going beyond the
-        chosen ones where the caller has more. Only this layer's values change.
+        ``experts`` and ``scores`` are (rows of the pass, ranks), best first, possibly with more
+        ranks than the chosen ones. Only this layer's values change.
         """
         features, steps = self._features[layer], len(experts)
         if layer <= self._last:  # a new pass
@@ -112,7 +111,7 @@ def _mean_shares(experts: NDArray[Any], scores: NDArray[Any], top: int, count: i
 Key = tuple[int, int]
 """(layer, expert)."""
 _NOTHING = np.empty(0, np.intp)
-# What an expert must be worth, of what it would replace, to be brought in while nothing waits:
+# How much more than its victim an expert must be worth to be loaded while the link idles:
 # experts that take turns would keep the link busy, and memory, for nothing.
 _MARGIN = 2.0
 
@@ -127,10 +126,10 @@ class Demand(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An expert's place: ``memory``, which ``load`` fills; None: it is there, and in its table.
+    """An expert's place: ``memory``, filled by ``load``, which is None once the expert is loaded.
 
-    ``used`` is the event after which what was there is no longer read; ``made`` are the weights
-    that were made on the memory last, behind what they were made by.
+    ``used`` is the event after which the old content is no longer read; ``made`` is the key and the
+    weights last made on the memory.
     """
 
     memory: Any
@@ -184,13 +183,13 @@ class ExpertCache:
         self._slots: dict[Key, Slot] = {}
         self._spare: list[Slot] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
-        # Reasons not to evict, one of them being absent; what there is none for has its worth.
+        # Counts of reasons not to evict (absence is one); an expert without any has its worth.
         self._blocked = np.ones((layers, count), np.int32)
         self._worth = np.full((layers, count), np.inf)
         self._flat = self._worth.reshape(-1)
         self._using = [_NOTHING] * layers
         self._ones = np.ones(used, np.intp)
-        self._victims = self._flat  # what may go: a view
+        self._victims = self._flat  # a view of what may be evicted
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -199,7 +198,7 @@ class ExpertCache:
         return key in self._slots
 
     def slot(self, layer: int, expert: int) -> Slot | None:
-        """Where an expert is, or is on its way to; None: nowhere."""
+        """The slot of an expert, loaded or loading; None if it has none."""
         return self._slots.get((layer, expert))
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
@@ -209,11 +208,11 @@ class ExpertCache:
         return row
 
     def keys(self) -> list[Key]:
-        """All that have slots, in order."""
+        """All experts with slots, sorted."""
         return sorted(self._slots)
 
     def loading(self) -> list[Key]:
-        """Those whose bytes are on their way."""
+        """Experts that are being loaded."""
         return [key for key, slot in self._slots.items() if slot.load is not None]
 
     # -- one layer of one pass -----------------------------------------------------------------
@@ -226,10 +225,10 @@ class ExpertCache:
         *,
         only: Sequence[int] | None = None,
     ) -> Demand:
-        """A router has chosen: (rows, ranks) each, best first, the first ``used`` being chosen.
+        """Note a router's choice: (rows, ranks) each, best first; the first ``used`` are chosen.
 
-        The chosen ones are in use from now on, and so not evicted, until ``release(layer)``. With
-        ``only`` the others of them are somewhere else, and not asked for here.
+        Chosen experts are in use, and so not evicted, until ``release(layer)``. With ``only``,
+        other experts are elsewhere and are ignored.
         """
         if self._using[layer].size:
             self.release(layer)
@@ -248,7 +247,7 @@ class ExpertCache:
         resident = self._resident[layer, chosen]
         self.hits += int(np.count_nonzero(resident))
         self.demands += len(chosen)
-        if self.capacity < self.layers * self.count:  # else nothing ever has to go
+        if self.capacity < self.layers * self.count:  # else nothing is ever evicted
             self.policy.touch(layer, chosen, rows, experts, scores)
         self._using[layer] = chosen
         self._blocked[layer, chosen] += 1
@@ -261,7 +260,7 @@ class ExpertCache:
         return Demand(chosen, rows, resident)
 
     def release(self, layer: int) -> None:
-        """What a layer's latest pass asked for is no longer in use."""
+        """Mark all experts of a layer's latest pass as no longer in use."""
         using = self._using[layer]
         if using.size:
             self._blocked[layer, using] -= 1
@@ -269,7 +268,7 @@ class ExpertCache:
             self._refresh(layer)
 
     def finish(self, layer: int, experts: Iterable[int]) -> None:
-        """Some of what a layer's latest pass asked for is no longer in use: they can make room."""
+        """Mark some experts of a layer's latest pass as no longer in use: they can be evicted."""
         done = set(experts)
         using = self._using[layer].tolist()
         self._using[layer] = np.array([e for e in using if e not in done], np.intp)
@@ -278,7 +277,7 @@ class ExpertCache:
         self._refresh(layer)
 
     def admit(self, layer: int, expert: int) -> Slot:
-        """Give an expert a slot: a free one, or that of the expert worth least.
+        """Give an expert a free slot, or that of the expert worth least.
 
         Raises:
             ValueError: it has one already, or nothing can be evicted (see ``room``).
@@ -296,15 +295,15 @@ class ExpertCache:
         return slot
 
     def fill(self, layer: int, expert: int, weights: ExpertWeights) -> None:
-        """An expert's slot has its bytes now; ``weights`` were made of them."""
+        """Enter an expert as loaded, with the ``weights`` made of its bytes."""
         self._slots[layer, expert].load = None
         self.tables[layer].put(expert, weights)
 
     def candidate(self, layer: int) -> int | None:
-        """The absent expert of a layer most worth a slot, to be brought in while nothing waits.
+        """The absent expert of a layer most worth a slot, to be loaded while the link idles.
 
-        None where a slot is not free and the expert is not worth well more than what it would
-        replace. The policy's values must be shares.
+        None if no slot is free and the expert is not worth well more than its victim. The policy's
+        values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())
@@ -317,23 +316,23 @@ class ExpertCache:
 
     @property
     def least(self) -> float:
-        """What the expert that would be evicted next is worth; infinite if none can be."""
+        """The worth of the expert to be evicted next; infinite if none can be."""
         return float(self._victims.min())
 
     @property
     def room(self) -> int:
-        """How many experts can be admitted as things are."""
+        """How many experts can be admitted now."""
         free = max(0, self.capacity - len(self._slots))
         return free + int(np.count_nonzero(self._victims < np.inf))
 
     def widen(self) -> None:
-        """Let any layer make room in this pass: those behind it have nothing to give."""
+        """Let later layers make room too in this pass: earlier ones have nothing to evict."""
         self._victims = self._flat
 
     # -- beside the passes ---------------------------------------------------------------------
 
     def hold(self, layer: int, experts: Iterable[int]) -> None:
-        """Do not evict these until ``let_go``: they are on their way. Holds add up."""
+        """Do not evict these experts, which are being loaded, until ``let_go``. Holds add up."""
         for expert in experts:
             self._blocked[layer, expert] += 1
             self._worth[layer, expert] = np.inf
@@ -345,7 +344,7 @@ class ExpertCache:
         self._refresh(layer)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Take an expert's slot away: the next that is admitted has it."""
+        """Free an expert's slot for the next one admitted."""
         key = (layer, expert)
         slot = self._slots.pop(key)
         slot.load = None
@@ -357,10 +356,10 @@ class ExpertCache:
         self._worth[key] = np.inf
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots; what must go is the least worth, and its memory is freed.
+        """Change the number of slots; experts worth least are evicted and their memory is freed.
 
-        What is in use stays: where more is in use than ``capacity``, the cache is above it until
-        that is released and ``resize`` is called again.
+        Experts in use stay: if more are in use than ``capacity``, the cache exceeds it until they
+        are released and ``resize`` is called again.
         """
         self.capacity = capacity
         self._victims = self._flat
@@ -369,7 +368,7 @@ class ExpertCache:
         self._free_spare()
 
     def withdraw(self, memory: Sequence[Any]) -> None:
-        """Have no slots in these pieces of ``memory`` any more; nothing may be in use."""
+        """Remove the slots in these pieces of ``memory``; nothing may be in use."""
         gone = {id(each) for each in memory}
         for key in [key for key, slot in self._slots.items() if id(slot.memory) in gone]:
             self.drop(*key)
@@ -390,7 +389,7 @@ class ExpertCache:
         self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])
 
     def _evict_least(self) -> bool:
-        """Whether there was anything to evict."""
+        """Evict the expert worth least; returns whether there was one."""
         layer, expert = divmod(int(self._victims.argmin()), self.count)
         if self._blocked[layer, expert]:
             return False

@@ -1,14 +1,14 @@
-"""A sparse layer on a GPU and the CPU at once: each expert where it is done soonest.
+"""Runs a sparse layer on GPU and CPU at once: each expert where it is finished first.
 
 The router runs on the GPU, and experts in its slots are started there before the host knows which
-were chosen. It waits once, for that and for the rows: of the other experts some are copied over the
-link first and the CPU computes the rest meanwhile, as the scheduler finds by what each takes. Slots
-are combined on the GPU in the order of k: nothing depends on which was first. What is in neither
-memory is read from the SSD, and computed by the CPU. A layer whose experts are all on the GPU
-waits for nothing.
+were chosen. The host waits once, for the choice and the rows. Of the other experts some are copied
+over the link while the CPU computes the rest, as the scheduler decides by cost. Slots are combined
+on the GPU in the order of k: so the order of finishing has no effect. Experts in neither memory are
+read from the SSD and computed by the CPU. A layer whose experts are all on the GPU waits for
+nothing.
 
-A long pass needs nearly all experts of every layer: those in RAM are copied one behind the other,
-those of the next layer behind them, and computed at once when they are there.
+A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
+followed by the next layer's, and computed in one launch when they have arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
-_HELD_SHARE = 4  # of the RAM's slots, what copies ahead may keep from being given away
+_HELD_SHARE = 4  # copies ahead may hold one in so many of the RAM's slots
 
 Scheduler = Callable[..., Assignment]
 
@@ -43,9 +43,8 @@ class HybridExperts:
     """Runs the sparse layers whose router is on the GPU of ``slots``. See ``Experts``.
 
     ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
-    expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all that any
-    memory holds. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between
-    passes.
+    expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts in RAM
+    or VRAM. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
     """
 
     capturable = False
@@ -69,10 +68,10 @@ class HybridExperts:
         self._gpu_rows = gpu_rows
         self.scheduler: Scheduler = schedule
         self.fills = True
-        self._link_free = 0.0  # when all copies that were asked for are done, about
-        self._copying: list[tuple[int, int, Event | None]] = []  # what the RAM must keep meanwhile
-        self._arriving: dict[Key, Event | None] = {}  # to slots, before anything asked for it
-        self._unread: dict[int, Routing] = {}  # of layers that did not need to know
+        self._link_free = 0.0  # about when all requested copies end
+        self._copying: list[tuple[int, int, Event | None]] = []  # experts to keep in RAM meanwhile
+        self._arriving: dict[Key, Event | None] = {}  # experts copied to slots ahead of use
+        self._unread: dict[int, Routing] = {}  # routing that layers did not wait for
 
     @property
     def hits(self) -> int:
@@ -81,7 +80,7 @@ class HybridExperts:
 
     @property
     def uses(self) -> int:
-        """All that were asked for."""
+        """All experts that layers asked for."""
         return self._slots.cache.demands
 
     def begin(self, routed: Routed, state: PassState) -> _Turn:
@@ -93,7 +92,7 @@ class HybridExperts:
         return _Turn(self, routed, state.check, received)
 
     def compute(self, turn: _Turn) -> Array:
-        """The slots of a layer's turn, on the GPU."""
+        """Compute the slots of a layer's turn, on the GPU."""
         routed, gpu, cache = turn.routed, self._gpu, self._slots.cache
         place, routing = routed.place, routed.routing
         crossing = turn.received is None
@@ -115,10 +114,10 @@ class HybridExperts:
         return turn.slots_array
 
     def end(self, turn: _Turn, *, failed: bool) -> None:
-        """What the turn has held may go; an idle link fills a slot."""
+        """Release what the turn has held; an idle link fills a slot."""
         place = turn.routed.place
         if failed:
-            self.settle()  # copies that nobody has waited for yet: they have slots already
+            self.settle()  # unawaited copies: these experts have slots already
         self.memory.pool(place).done(place)
         self._slots.cache.release(place)
         if turn.received is not None and not failed:
@@ -130,17 +129,17 @@ class HybridExperts:
         return self._slots.reclaimable
 
     def evict(self, nbytes: int) -> int:
-        """Have ``nbytes`` less of the GPU's slots, between passes; the bytes freed."""
+        """Free ``nbytes`` of the GPU's slots, between passes; returns the bytes freed."""
         self.settle()
         return self._slots.evict(nbytes)
 
     def settle(self) -> None:
-        """Return when nothing is on its way to a slot: their memory may be given back then."""
+        """Wait until no copy to a slot is running: the slots' memory may be freed then."""
         self._settle(None)
         self._arriving.clear()
 
     def _bring(self, place: int, expert: int) -> Event | None:
-        """Copy an expert that is in RAM; how long the link has to do is kept count of."""
+        """Begin to copy an expert from RAM, and note how long the link will be busy."""
         data = self.memory.pool(place).data(place, expert)
         copied = self._slots.bring((place, expert), data)
         self.memory.pool(place).cache.hold(place, [expert])
@@ -149,10 +148,10 @@ class HybridExperts:
         return copied
 
     def _settle(self, turn: int | None) -> None:
-        """Copies have ended: RAM need not keep what they read.
+        """Let go of experts in RAM whose copies have ended.
 
-        In the ``turn`` of a layer those on their way are not waited for, unless RAM has too little
-        that may go; for those of the layer itself the GPU waits, not the host.
+        In the ``turn`` of a layer running copies are not waited for, unless they hold too many of
+        RAM's slots; for the layer's own copies the GPU waits, not the host.
         """
         left = list[tuple[int, int, Event | None]]()
         for place, expert, copied in reversed(self._copying):
@@ -167,14 +166,14 @@ class HybridExperts:
         self._copying = left[::-1]
 
     def _read_earlier(self, place: int) -> None:
-        """What a layer that waited for nothing chose in the pass before: it has come long ago."""
+        """Note the earlier choice of a layer that did not wait for it: it has arrived long ago."""
         routing = self._unread.pop(place, None)
         if routing is not None:
             self._slots.cache.touch(place, routing.experts, routing.scores)
             self._slots.cache.release(place)
 
     def _fill(self, place: int) -> None:
-        """While the link has nothing to do: the layer's expert that is most worth a slot."""
+        """If the link is idle, copy the layer's expert that is most worth a slot."""
         if not self.fills or self._link_free > time.perf_counter():
             return
         expert = self._slots.cache.candidate(place)
@@ -182,7 +181,7 @@ class HybridExperts:
             self._arriving[place, expert] = self._bring(place, expert)
 
     def _ahead(self, place: int) -> None:
-        """What the next layer will want of RAM follows at once, as far as there is room for it."""
+        """Begin to copy the next layer's experts from RAM, as far as there is room."""
         cache = self._slots.cache
         if place >= cache.layers:
             return
@@ -198,7 +197,7 @@ class HybridExperts:
         cache.let_go(place, here)
 
     def _begin(self, turn: _Turn) -> None:
-        """Start what is in slots, whichever of it was chosen."""
+        """Start the kernels for chosen experts that are in slots."""
         place, routing = turn.routed.place, turn.routed.routing
         resident = self._slots.cache.resident(place)
         if not routing.away:
@@ -209,7 +208,7 @@ class HybridExperts:
         self._compute(turn, held)
 
     def _share(self, turn: _Turn, demand: Demand, received: Callable[[], Array]) -> None:
-        """What is not in slots, by whichever processor is the first to have it.
+        """Compute chosen experts that are not in slots, on the processor that finishes first.
 
         Copies begin first, then the GPU's kernels: both go on while the CPU computes.
         """
@@ -230,7 +229,7 @@ class HybridExperts:
             self._on_cpu(turn, rest, wanted, received())
 
     def _cross(self, turn: _Turn, demand: Demand) -> None:
-        """All by the GPU that any memory holds, the rest by the CPU."""
+        """Compute experts in RAM or VRAM on the GPU, the rest on the CPU."""
         place = turn.routed.place
         held = demand.experts[demand.resident].tolist()
         rest = demand.experts[~demand.resident].tolist()
@@ -241,7 +240,7 @@ class HybridExperts:
         self._on_gpu(turn, [expert for expert in held if expert not in arriving])
         self._at_once(turn, arriving | fetched)
         rest = [expert for expert in rest if expert not in fetched]
-        while rest:  # more than there are slots: the next ones take the place of what is done
+        while rest:  # more experts than slots: they replace those that are done
             self._slots.cache.finish(place, [*held, *fetched])
             more = self._fetch(turn, rest, wanted)
             if not more:
@@ -253,10 +252,10 @@ class HybridExperts:
             self._on_cpu(turn, rest, wanted, self._gpu.to_host(turn.routed.rows))
 
     def _at_once(self, turn: _Turn, arrivals: Mapping[int, Event | None]) -> None:
-        """All are computed by one launch, when they are there: the GPU waits, not the host.
+        """Compute all in one launch once they have arrived: the GPU waits, not the host.
 
-        One by one they would begin sooner, but a copy takes many times as long as a product, and
-        each launch takes the host as long as some products.
+        Single launches would begin sooner, but a copy takes many times as long as a product, and
+        each launch costs the host the time of some products.
         """
         for copied in arrivals.values():
             self._gpu.wait(copied)
@@ -265,7 +264,7 @@ class HybridExperts:
     def _fetch(
         self, turn: _Turn, experts: Sequence[int], wanted: Demanded
     ) -> dict[int, Event | None]:
-        """Begin to copy those that are in RAM and worth a slot: the event of each copy."""
+        """Begin to copy experts that are in RAM and worth a slot; returns each copy's event."""
         cache, arrivals = self._slots.cache, dict[int, Event | None]()
         crossing, present = turn.received is None, set(wanted.present)
         for expert in sorted(present.intersection(experts)) if crossing else experts:
@@ -294,7 +293,7 @@ class HybridExperts:
             )
 
     def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, normed: Array) -> None:
-        """Those in RAM, then each as it comes from the SSD; their results go to the GPU."""
+        """Compute those in RAM, then others as they arrive from the SSD; results go to the GPU."""
         routing, place = turn.routed.routing, turn.routed.place
         pool = self.memory.pool(place)
         same = self._host is self._gpu.ops
@@ -326,8 +325,8 @@ class HybridExperts:
 class _Turn:
     """One layer's turn in a pass: see ``Turn``.
 
-    ``received`` waits for the rows on the host; None in a long pass, in which the GPU computes all
-    that any memory holds.
+    ``received`` waits for the rows on the host; it is None in a long pass, in which the GPU
+    computes all experts in RAM or VRAM.
     """
 
     slots_array: Array = None
@@ -341,20 +340,20 @@ class _Turn:
     ) -> None:
         self._experts = experts
         self.routed, self.check, self.received = routed, check, received
-        self.away = routed.routing.away  # the host did not know the choice at the beginning
+        self.away = routed.routing.away  # the host does not know the choice yet
         self._done = False
 
     @property
     def label(self) -> str:
-        """Of its tasks."""
+        """The label of its tasks."""
         return f"layers.{self.routed.layer}.experts"
 
     def slots(self) -> Array:
-        """All that was chosen."""
+        """The slots of all chosen experts."""
         slots = self._experts.compute(self)
         self._done = True
         return slots
 
     def end(self) -> None:
-        """What it has held may go."""
+        """Release what the turn has held."""
         self._experts.end(self, failed=not self._done)

@@ -1,10 +1,10 @@
 """The memory of a mixture's experts, in RAM and on a GPU, and sparse layers on the CPU alone.
 
-The bytes of all experts that are placed in RAM, and of the ring that would otherwise read the
-others, are slots: which experts are in them is the cache's, not the placement's. Slots are equal,
-but GGUF mixes (Q4_K_M, Q3_K_M) give some layers' down matrices more bits: there, layers of one size
-share a pool of slots. A sparse layer on the CPU computes the experts that are there while the
-others are read; results are added in a fixed order, so the sum does not depend on it.
+The bytes of all experts placed in RAM, and of the ring for the others, become slots: the cache, not
+the placement, decides which experts are in them. Slots are equal, but GGUF mixes (Q4_K_M, Q3_K_M)
+give some layers' down matrices more bits: there, layers of one size share a pool of slots. A sparse
+layer on the CPU computes resident experts while others are read; results are added in a fixed
+order, so the sum does not depend on which were resident.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Ops
 
-_LEAST_SLOTS = 4  # of a pool, for each expert of a row
-_NEAR = 1.02  # sizes that are one class
-_LEAST_WASTE = 0.03  # of the memory, for which pools are worth it
+_LEAST_SLOTS = 4  # fewest slots of a pool per expert of a row
+_NEAR = 1.02  # largest ratio of sizes within a class
+_LEAST_WASTE = 0.03  # share of memory: less waste needs no pools
 
 
 class WeightMaker(Protocol):
-    """A processor's weights of units' bytes."""
+    """Makes weights for a processor from units' bytes."""
 
     ops: Ops
 
@@ -43,11 +43,11 @@ class WeightMaker(Protocol):
         """A unit's tensors in ``data``."""
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
-        """Keep a unit's norms and biases, of its bytes in RAM."""
+        """Keep a unit's norms and biases from its bytes in RAM."""
 
 
 class Mixture:
-    """The experts of a model in a store, and where a placement wants them.
+    """The experts of a model in a store, and their placement.
 
     ``units`` are by (sparse layer's number, expert).
     """
@@ -69,7 +69,7 @@ class Mixture:
         self._where = where
 
     def placed(self, *places: Where) -> int:
-        """Bytes of the experts at ``places``."""
+        """Bytes of the experts placed at ``places``."""
         units = self.units.values()
         return sum(unit.nbytes for unit in units if self._where.get(unit.name) in places)
 
@@ -78,13 +78,13 @@ class Mixture:
         return [ops.expert_table(spec.router.count) for spec in self.specs]
 
     def build(self, lane: WeightMaker, key: Key, data: Any) -> ExpertWeights:
-        """An expert's weights for ``lane``, of the unit's bytes there."""
+        """Make an expert's weights for ``lane`` from the unit's bytes there."""
         place, number = key
         weights = lane.weights(self.units[key], data)
         return load_expert(self._config, self.layers[place], number, weights)
 
     def slots(self, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> int:
-        """As many for ``units`` as ``kept`` + ``ring`` bytes hold."""
+        """The number of slots for ``units`` in ``kept`` + ``ring`` bytes."""
         if kept >= sum(unit.nbytes for unit in units.values()):
             return len(units)  # though they are not equally large
         largest = max(unit.nbytes for unit in units.values())
@@ -97,7 +97,7 @@ class Mixture:
         alloc: Callable[[], Any],
         free: Callable[[Any], object] = lambda memory: None,
     ) -> ExpertCache:
-        """Of so many slots."""
+        """Make a cache of so many slots."""
         sizes = (len(self.layers), self.count, self.used)
         return ExpertCache(*sizes, slots, tables=tables, alloc=alloc, free=free)
 
@@ -113,7 +113,7 @@ class ExpertMemory:
         self._whole = [pool.nbytes for pool in self.pools]
 
     def pool(self, layer: int) -> ExpertPool:
-        """That of a sparse layer, by its number among them."""
+        """The pool of a sparse layer, by its number among sparse layers."""
         return self._at[layer]
 
     @property
@@ -132,12 +132,12 @@ class ExpertMemory:
         return self._reader.bytes_read
 
     def fill(self) -> None:
-        """Begin to read ahead of any need where slots are free."""
+        """Begin to read experts ahead into free slots."""
         for pool in self.pools:
             pool.fill()
 
     def resize(self, nbytes: int) -> int:
-        """Have at most ``nbytes`` from now on, every pool its share; returns bytes freed."""
+        """Limit slots to ``nbytes``, shared by the pools; returns the bytes freed."""
         whole, pairs = sum(self._whole), zip(self.pools, self._whole, strict=True)
         return sum(pool.resize(nbytes * size // whole) for pool, size in pairs)
 
@@ -163,11 +163,11 @@ def open_experts(
 ) -> ExpertMemory:
     """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more.
 
-    Of ``room``, the RAM for them, those placed in VRAM take what is left: what makes room on the
-    GPU is then copied again, not read.
+    Experts placed in VRAM get the rest of ``room``, the RAM for slots: if evicted from the GPU,
+    they are then copied again, not read.
 
     Raises:
-        MemoryBudgetError: that is not even one expert.
+        MemoryBudgetError: there is not room for one expert.
     """
     units = mixture.units
     kept = mixture.placed(Where.RAM, Where.LINK)
@@ -195,9 +195,9 @@ def open_experts(
 
 
 def _shares(mixture: Mixture, kept: int, ring: int) -> list[tuple[Sequence[int], int]]:
-    """The layers of each pool, and its bytes: its experts' share. ``ring`` is a single pool's own.
+    """Each pool's layers and its experts' share of the bytes, without ``ring`` for a single pool.
 
-    With few slots one pool uses them better than several.
+    A single pool uses few slots better than several would.
     """
     classes = size_classes(mixture.units)
     one: list[tuple[Sequence[int], int]] = [(range(len(mixture.layers)), kept)]
@@ -209,15 +209,15 @@ def _shares(mixture: Mixture, kept: int, ring: int) -> list[tuple[Sequence[int],
         share = (kept + ring) * sum(sizes) // mixture.nbytes
         if share // max(sizes) < _LEAST_SLOTS * mixture.used:
             return one
-        # Where all fits, each pool holds all of its own.
+        # If everything fits, each pool holds all its experts.
         shares.append((members, sum(sizes) if kept >= mixture.nbytes else share))
     return shares
 
 
 def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
-    """The layers whose experts are about equally large, together; one list where it is all alike.
+    """Group layers with experts of about equal size; one list if all sizes are alike.
 
-    So too where equal slots for all would waste hardly any memory.
+    There is one list, too, if equal slots for all would waste hardly any memory.
     """
     sizes: dict[int, int] = {}
     for (layer, _), unit in units.items():
@@ -238,7 +238,7 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
 def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) -> GpuSlots:
     """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more.
 
-    There is one at least: what the CPU does not compute has to be somewhere.
+    There is at least one, for experts that the CPU does not compute.
 
     Raises:
         MemoryBudgetError: the GPU has no room for them.
@@ -261,8 +261,7 @@ class CpuExperts:
     """Runs sparse layers on the CPU. See ``Experts``.
 
     The CPU's time is the caller's task on ``clock``, which pauses while an expert is waited for.
-    ``hits`` and ``uses`` count the experts that were in memory when a layer asked for them, and all
-    that were asked for.
+    ``uses`` counts the experts that layers asked for, ``hits`` those that were in memory then.
     """
 
     capturable = False
@@ -275,7 +274,7 @@ class CpuExperts:
         self.clock = clock
 
     def begin(self, routed: Routed, state: PassState) -> _Turn:
-        """Reads of what is absent begin."""
+        """Begin a layer's turn: reads of absent experts begin."""
         try:
             return _Turn(self, routed, state.check)
         except BaseException:
@@ -294,7 +293,7 @@ class _Turn:
         experts.uses += len(wanted.present) + len(wanted.absent)
 
     def slots(self) -> Array:
-        """What is at hand, then what comes."""
+        """Yield resident experts' slots, then others' as they arrive."""
         pool, routed, wanted = self._pool, self._routed, self._wanted
         slots = self._experts.ops.expert_slots(routed.rows, routed.routing)
         if wanted.present:
@@ -306,7 +305,7 @@ class _Turn:
         return slots
 
     def end(self) -> None:
-        """What is on its way comes all the same; what failed is asked for when it is needed."""
+        """End the turn; running reads continue, failed ones are repeated when needed."""
         self._pool.done(self._routed.place)
 
     def _compute(self, slots: Array, experts: Sequence[int]) -> None:

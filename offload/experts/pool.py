@@ -1,9 +1,9 @@
 """Slots of experts: in RAM, loaded from the SSD, and in a GPU's memory, filled over the link.
 
-In RAM a layer's turn is ``demand`` (the router has chosen: reads begin), then each absent expert is
-waited for and becomes part of its layer's table. What has been computed may make room for what is
-still to come, so a layer with more experts than slots passes through. Everything but the reading is
-done by the thread that runs the pass.
+In RAM a layer's turn begins with ``demand`` (the router has chosen: reads begin); then each absent
+expert is waited for and enters its layer's table. Computed experts may make room for later ones, so
+a layer may have more experts than slots. The thread that runs the pass does everything but the
+reading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from localrt.quant.ops.experts import ExpertWeights, Routing
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """The experts of one layer in one pass: those to compute at once, and those to wait for.
+    """The experts of one layer in one pass: those to compute at once and those to wait for.
 
     ``absent`` are in the order in which they are read.
     """
@@ -59,12 +59,12 @@ class ExpertPool:
         self._build = build
         self._verify = verify
         self._ended: deque[DemandLoad] = deque()
-        self._queued: list[int] = []  # of the present layer, for which there was no slot yet
-        self._demanded: set[Key] = set()  # of the present layer, absent when it was their turn
+        self._queued: list[int] = []  # the present layer's experts that have no slot yet
+        self._demanded: set[Key] = set()  # the present layer's experts that were absent
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slots may take: what a budget has to count."""
+        """Bytes that the slots may take, which a budget must count."""
         return self.cache.capacity * self.slot_nbytes
 
     @property
@@ -73,7 +73,7 @@ class ExpertPool:
         return self.nbytes - self._least * self.slot_nbytes
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether an expert is in a slot, all of it."""
+        """Whether an expert is in a slot and fully loaded."""
         slot = self.cache.slot(layer, expert)
         return slot is not None and slot.load is None
 
@@ -85,7 +85,7 @@ class ExpertPool:
         return data
 
     def fill(self) -> None:
-        """Begin to read ahead of any need where slots are free: a little of every layer."""
+        """Begin to read experts ahead into free slots: a few of every layer."""
         keys = sorted(self._units, key=lambda key: (key[1], key[0]))
         for key in keys[: self.cache.capacity - len(self.cache)]:
             self._begin(key, urgent=False)
@@ -95,9 +95,9 @@ class ExpertPool:
     def demand(
         self, layer: int, routing: Routing, *, only: Sequence[int] | None = None
     ) -> Demanded:
-        """The router has chosen: reading of what is absent begins.
+        """Begin to read the absent experts that the router has chosen.
 
-        What is in a slot stays there until ``computed``. ``only`` are those that are wanted here.
+        Resident experts keep their slots until ``computed``. Experts not in ``only`` are ignored.
         """
         self._settle_arrived()
         wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
@@ -117,7 +117,7 @@ class ExpertPool:
         return Demanded(tuple(e for e in held if e not in arriving), absent)
 
     def arrive(self, layer: int, expert: int, check: Check | None) -> None:
-        """Wait for an absent expert, which its table holds then.
+        """Wait for an absent expert and put it into its layer's table.
 
         Raises:
             CheckpointError: it cannot be read, or is damaged.
@@ -129,22 +129,22 @@ class ExpertPool:
         self._settle(layer, expert)
 
     def computed(self, layer: int, experts: Sequence[int]) -> None:
-        """These are not needed any more in this pass: they may make room for what is queued."""
+        """Mark experts as computed in this pass: they may make room for queued ones."""
         if self._queued:
             self.cache.finish(layer, experts)
             self._begin_queued(layer)
 
     def done(self, layer: int) -> None:
-        """The layer's turn is over, to its end or not; what is on its way comes all the same."""
+        """End the layer's turn, even if it failed; running reads continue."""
         self._queued = []
         self.cache.release(layer)
 
     # -- memory ----------------------------------------------------------------------------------
 
     def resize(self, nbytes: int) -> int:
-        """Have at most ``nbytes`` of slots from now on, but one row's worth; returns bytes freed.
+        """Limit slots to ``nbytes``, but keep at least one row's; returns the bytes freed.
 
-        Called between passes; what was to be read ahead of its need is not.
+        Called between passes; reads ahead that have not begun are cancelled.
         """
         before = self.nbytes
         loads = [self._load(*key) for key in self.cache.loading()]
@@ -155,11 +155,11 @@ class ExpertPool:
 
     @property
     def _least(self) -> int:
-        """Slots that one row's experts take, and what is on its way."""
+        """The fewest slots: enough for one row's experts, and for those being loaded."""
         return min(max(self.cache.used, len(self.cache.loading())), self.cache.capacity)
 
     def _make_room(self, check: Check | None) -> None:
-        """Nothing can be evicted: wait for what was read ahead, else let any layer make room."""
+        """Without evictable slots, wait for a read ahead, or else let any layer make room."""
         ahead = next((key for key in self.cache.loading() if key not in self._demanded), None)
         if ahead is None:
             self.cache.widen()
@@ -190,20 +190,20 @@ class ExpertPool:
         )
 
     def _settle_arrived(self) -> None:
-        """What was read ahead of its need has come: it can be evicted like any other."""
+        """Settle reads ahead that have ended: their experts can then be evicted."""
         while self._ended:
             load = self._ended.popleft()
             layer, expert = self._keys[load.unit.name]
             slot = self.cache.slot(layer, expert)
             if slot is None or slot.load is not load:
-                continue  # it was waited for
+                continue  # ``arrive`` has settled it
             if load.error is not None:
-                self._forget(layer, expert)  # it is asked for again when it is needed
+                self._forget(layer, expert)  # it is read again when needed
             else:
                 self._settle(layer, expert)
 
     def _settle(self, layer: int, expert: int) -> None:
-        """A load has ended well: its bytes become weights."""
+        """Verify a completed load and make weights of its bytes."""
         data = self.data(layer, expert)
         try:
             self._verify(self._units[layer, expert], data)
@@ -215,15 +215,15 @@ class ExpertPool:
         self.cache.let_go(layer, [expert])
 
     def _forget(self, layer: int, expert: int) -> None:
-        """A load that failed or was cancelled: its slot is free again."""
+        """Free the slot of a load that failed or was cancelled."""
         self.cache.let_go(layer, [expert])
         self.cache.drop(layer, expert)
 
 
 class GpuSlots:
-    """``cache`` says which of ``units`` are in its slots, which ``memory`` gives.
+    """Slots on a GPU, with memory from ``memory``; ``cache`` says which of ``units`` they hold.
 
-    ``build`` makes weights of a unit's bytes on the GPU and of the same in RAM.
+    ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class GpuSlots:
         self._alike: dict[Hashable, Hashable] = {}
 
     def bring(self, key: Key, data: Any) -> Event | None:
-        """Begin to copy an expert, whose bytes are ``data`` in RAM, to a slot; the copy's event.
+        """Begin to copy an expert's bytes, ``data`` in RAM, to a slot; returns the copy's event.
 
         Its table holds it from now on, for kernels that wait for the event. Until then ``data``
         must stay as it is.
@@ -259,7 +259,7 @@ class GpuSlots:
         return copied
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
-        """Kernels that compute with these have been started."""
+        """Record that kernels have been started that use these experts."""
         slots = []
         for expert in experts:
             slot = self.cache.slot(layer, expert)
@@ -270,11 +270,11 @@ class GpuSlots:
             slot.used = event
 
     def _layout(self, key: Key) -> Hashable:
-        """What an expert's weights are made by beside its memory: most experts are alike."""
+        """A key for how an expert's weights are made of its memory: most experts share one."""
         found = self._layouts.get(key)
         if found is None:
             tensors = self._units[key].tensors
-            own = any(len(tensor.shape) == 1 for tensor in tensors)  # vectors lie elsewhere
+            own = any(len(tensor.shape) == 1 for tensor in tensors)  # vectors have their own memory
             found = key if own else tuple(replace(tensor, name="") for tensor in tensors)
             self._layouts[key] = found = self._alike.setdefault(found, found)
         return found
@@ -285,7 +285,7 @@ class GpuSlots:
         return self._memory.reclaimable
 
     def evict(self, nbytes: int) -> int:
-        """Have ``nbytes`` less of the GPU, but for one allocation; the bytes freed.
+        """Free ``nbytes`` of the GPU, except its last allocation; returns the bytes freed.
 
         Called between passes, when nothing is on its way to a slot.
         """
@@ -322,7 +322,7 @@ class SlotMemory:
         self._unused = [slot for _, slots in self._slabs for slot in slots]
 
     def take(self) -> Any:
-        """The memory of a slot that had none so far."""
+        """Memory for another slot."""
         return self._unused.pop(0)
 
     @property
@@ -335,7 +335,7 @@ class SlotMemory:
         return self._slabs[-1][1] if len(self._slabs) > 1 else []
 
     def free_last(self) -> int:
-        """Nobody uses these any more; the bytes freed."""
+        """Free the last allocation, which is no longer used; returns its bytes."""
         slab, slots = self._slabs.pop()
         gone = {id(slot) for slot in slots}
         self._unused = [slot for slot in self._unused if id(slot) not in gone]

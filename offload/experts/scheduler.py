@@ -1,11 +1,10 @@
 """The best assignment of a layer's experts to CPU and GPU, for decoding and for prompts alike.
 
 The CPU and the GPU each compute one expert at a time, and copies go over the link one after
-another. The GPU computes what is cached: it has begun before anybody knows the rest. Of the absent
-experts the most loaded are copied (HybriMoE's rule), since copying takes the same for all, and on
-the CPU they take the longer the more rows they see. ``schedule`` finds the best number of copies,
-so it ends no later than any fixed one. Costs are measured elsewhere: nothing here knows a model or
-a clock.
+another. The GPU computes cached experts: it begins before the others are known. Of the absent
+experts the most loaded are copied (HybriMoE's rule), since copies all take equally long, while the
+CPU's time grows with the rows. ``schedule`` finds the best number of copies, so it ends no later
+than any fixed one. Costs are measured elsewhere: nothing here knows a model or a clock.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from numpy.typing import NDArray
 class ExpertCosts:
     """Seconds for one expert of a layer: on either device by the rows that it sees.
 
-    ``fetch`` is the copy over the link. ``link_load`` is the share of the CPU's speed that copying
-    costs while it goes on, for both read the same memory: about link over memory bandwidth where
-    the CPU's kernels are bound by memory.
+    ``fetch`` is the copy over the link. ``link_load`` is the share of the CPU's speed lost while
+    copies run, since both read the same memory: about link over memory bandwidth where the CPU's
+    kernels are bound by memory.
     """
 
     cpu: Callable[[int], float]
@@ -39,7 +38,7 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Seconds from when a schedule is made until each can begin, and results' way back.
+    """Seconds from scheduling until each resource can begin, and for returning results.
 
     ``cpu`` includes what brings the activations there, ``cpu_back`` is what takes the results to
     the GPU, where they are added up. The link is busy until ``link``.
@@ -55,11 +54,11 @@ _NOW = Ready()  # everything is free
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who computes which expert, by its place in the caller's list.
+    """Which experts each processor computes, by their places in the caller's list.
 
-    ``cpu``, ``gpu`` and ``fetch`` are the orders of computing and of copying; what is copied is in
-    ``gpu`` too. ``*_end`` are when each resource is free again, ``end`` is when all results are
-    where they are added up. Seconds from when the schedule was made.
+    ``cpu``, ``gpu`` and ``fetch`` are the orders of computing and of copying; copied experts are in
+    ``gpu`` too. ``*_end`` is when each resource is free again, ``end`` when all results are in
+    place for adding up, in seconds from scheduling.
     """
 
     cpu: list[int]
@@ -72,7 +71,7 @@ class Assignment:
 
 
 def loaded_end(start: float, work: float, link_until: float, load: float) -> float:
-    """The end of ``work`` seconds from ``start``, slowed by ``load`` while the link is busy."""
+    """When ``work`` seconds begun at ``start`` end, slowed by ``load`` while the link is busy."""
     if link_until <= start:
         return start + work
     done = (link_until - start) * (1 - load)
@@ -87,8 +86,8 @@ def schedule(
     *,
     fetched: int | None = None,
 ) -> Assignment:
-    """The earliest end over every number of copies, or with ``fetched`` of them; ties go to the
-    GPU.
+    """The schedule that ends first over all numbers of copies, or with ``fetched`` copies; ties go
+    to the GPU.
 
     ``rows`` and ``resident`` are of the experts that the pass uses. Cached ones are on the GPU, and
     of the absent the most loaded are copied; the CPU has the others, the least loaded first.
@@ -100,7 +99,7 @@ def schedule(
     gpu_s = {n: costs.gpu(n) for n in set(counts)}
     cached = [i for i in order if held[i]]
     absent = [i for i in order if not held[i]]
-    left = [0.0]  # the CPU's work without the first so many of the absent, from the last
+    left = [0.0]  # the CPU's work after leaving out the first n absent experts
     for i in reversed(absent):
         left.append(left[-1] + cpu_s[counts[i]])
     gpu, link = sum(gpu_s[counts[i]] for i in cached), ready.link
