@@ -1,8 +1,8 @@
-"""The syntax of a model's calls, found in what its own chat template writes for calls of ours.
+"""Finds the syntax of a model's calls by rendering probe calls with its chat template.
 
-Probe calls with names, keys and values that occur nowhere else are rendered: what stands before,
-between and behind them are the marks. What was found counts only if it reads the probes back. A
-template that writes no calls, refuses them, or does something unheard of gives None.
+The probes have names, keys and values that occur nowhere else: the text before, between and after
+them gives the marks. A syntax is accepted only if it parses the probes. The result is None if a
+template writes no calls, refuses them, or writes them in an unknown way.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Asked = tuple[str, Mapping[str, Any]]
 FIRST, SECOND = "zq_alpha", "zq_beta"
 """The names of the probes' tools."""
 TEXT = "Ztext zq¶"
-"""What an answer says in probes."""
+"""The text of an answer in probes."""
 IDS = ("zid0call0", "zid1call1")
 """The ids of calls; nine characters, as Mistral's templates want."""
-_SECONDS = 10.0  # for all probes; those of a usual template take a hundredth
+_SECONDS = 10.0  # for all probes; a usual template takes a hundredth of it
 _USER = "Zuser zq¶"
 
 
@@ -72,15 +72,15 @@ TOOLS = (_tool(FIRST), _tool(SECOND))
 
 
 class UnreadableError(Exception):
-    """What a template writes follows no pattern that is known."""
+    """A template writes calls in an unknown way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A template under probes: everything is what it writes behind the user's words.
+    """Renders probes with a template: all results are the text after the user's message.
 
-    ``prompt`` is the beginning of an answer, ``plain`` an answer that is ``TEXT``. ``as_text`` and
-    ``id_form`` say how it is given calls: with arguments as JSON text, and with ids of this form.
+    ``prompt`` is the beginning of an answer, ``plain`` the answer ``TEXT``. ``as_text`` passes the
+    arguments of calls as JSON text, ``id_form`` is the form of their ids.
     """
 
     render: Render
@@ -92,29 +92,29 @@ class Written:
 
     @classmethod
     def by(cls, render: Render) -> Written:
-        """The probes of ``render``.
+        """Start probing ``render``.
 
         Raises:
-            TemplateError: it refuses the simplest of them.
-            UnreadableError: what was said is not in what it writes.
+            TemplateError: it refuses the simplest probes.
+            UnreadableError: the user's message is missing in its text.
         """
         first = cls(render, time.monotonic() + _SECONDS)
         return cls(render, first.until, first._behind_user(None), first.message(TEXT))
 
     def calls(self, *calls: Asked, text: str = "", **fields: Any) -> str:
-        """An answer with these calls."""
+        """Render an answer with these calls."""
         given = [self._call(index, *call) for index, call in enumerate(calls)]
         return self.message(text, tool_calls=given, **fields)
 
     def optional(self, *calls: Asked, text: str = "") -> str:
-        """``calls``; nothing where the template refuses them."""
+        """Render ``calls``; empty if the template refuses them."""
         try:
             return self.calls(*calls, text=text)
         except TemplateError:
             return ""
 
     def message(self, text: str, **fields: Any) -> str:
-        """An answer with this text."""
+        """Render an answer with this text."""
         return self._behind_user({"role": "assistant", "content": text, **fields})
 
     def _behind_user(self, answer: Mapping[str, Any] | None) -> str:
@@ -141,7 +141,7 @@ _VALUES: dict[str, Any] = {
     **{"number": _NUMBER, "boolean": True, "null": None},
     **{"object": {"zqk": _NUMBER}, "array": [_NUMBER]},
 }
-# What strings are written with: quotes, a new line, a backslash, tags, a letter beyond ASCII.
+# Characters that may be escaped: quotes, a new line, a backslash, tags, a letter beyond ASCII.
 _SPECIAL = "zq\"1'2\n3\\4<5&6é"
 _ONE = {_KEY: _VALUE}
 _TWO = {_KEY: _VALUE, _NEXT_KEY: _NEXT_VALUE}
@@ -155,12 +155,12 @@ _READ_BY = [
     {"name": name, "parameters": {"type": "object", "properties": _SCHEMA}}
     for name in (FIRST, SECOND)
 ]
-# Behind which an answer begins, in templates that write an empty thought before a call.
+# Some templates write an empty thought before a call: the answer begins after one of these.
 _THOUGHT_ENDS = ("</think>", "<|END_THINKING|>", "</seed:think>", "[/THINK]", "<channel|>")
 
 
 def probe_calls(written: Written) -> CallSyntax | None:
-    """How the template behind ``written`` writes calls."""
+    """Find how the template of ``written`` writes calls."""
     best: CallSyntax | None = None
     for as_text in (False, True):
         for id_form in ("", "functions.{name}:{index}"):
@@ -178,7 +178,7 @@ def probe_calls(written: Written) -> CallSyntax | None:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Calls as one JSON value in a text: where it begins and ends, and how it is made."""
+    """A JSON value with calls in a text: its start, end and notation."""
 
     start: int
     end: int
@@ -187,7 +187,7 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What begins and ends all calls, and each of them."""
+    """The marks that begin and end all calls (``section``), and each call."""
 
     section: str
     section_end: str
@@ -197,7 +197,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What follows a name: ``lead`` is from the middle to a key, ``trail`` behind a value."""
+    """The text after a name: ``lead`` is between middle and key, ``trail`` follows a value."""
 
     arguments: Arguments
     middle: str
@@ -205,7 +205,7 @@ class _Shape:
     trail: str
 
     def place(self, text: str, name_end: int) -> tuple[str, int]:
-        """The middle of another such call, and where its arguments end."""
+        """Return the middle of another such call, and the end of its arguments."""
         key = text.index(_KEY, name_end)
         value = text.index(_VALUE, key) + len(_VALUE)
         middle = text[name_end : key - len(self.lead)]
@@ -217,7 +217,7 @@ class _Shape:
 
 
 class _Probe:
-    """One way to give a template its calls."""
+    """Probes a template with one form of calls."""
 
     def __init__(self, written: Written) -> None:
         self._written = written
@@ -229,10 +229,10 @@ class _Probe:
         self._both = both if SECOND in both and FIRST in both else ""
 
     def syntax(self) -> CallSyntax:
-        """What is found.
+        """Find the syntax.
 
         Raises:
-            UnreadableError: the first probes are not read back.
+            UnreadableError: it does not parse the first probes.
             TemplateError: the template refuses them.
         """
         unit = _json_unit(self._alone)
@@ -244,7 +244,7 @@ class _Probe:
         raise UnreadableError("what was found does not read what was written")
 
     def _with_more(self, syntax: CallSyntax) -> CallSyntax:
-        """``syntax`` with how a second call is spelled, if the template writes one."""
+        """Add the spelling of a second call to ``syntax``, if the template writes one."""
         spelling = syntax.spelling
         if spelling is None or not self._both:
             return syntax
@@ -266,7 +266,7 @@ class _Probe:
         return more if not shown.strip() and found == [(FIRST, _ONE), (SECOND, _ONE)] else syntax
 
     def reads_everything(self, syntax: CallSyntax) -> bool:
-        """Whether ``syntax`` reads every kind of value, and a call without arguments."""
+        """Whether ``syntax`` parses every kind of value, and a call without arguments."""
         try:
             return self._read(syntax, (FIRST, _EVERYTHING)) and self._read(syntax, (FIRST, {}))
         except (TemplateError, UnreadableError):
@@ -282,13 +282,13 @@ class _Probe:
     # -- where calls begin and end -----------------------------------------------------------------
 
     def _turn_end(self, text: str) -> str:
-        """What ends ``text`` as it ends an answer without calls."""
+        """The end of ``text`` that also ends an answer without calls."""
         plain = self._written.plain.rpartition(TEXT)[2]
         shared = len(common_end(text.rstrip(), plain.rstrip()))
         return text[snapped(text, len(text.rstrip()) - shared) :]
 
     def _opening(self, at: int) -> str:
-        """What of ``_alone`` before ``at``, where a call begins, belongs to calls."""
+        """The part of ``_alone`` before the call at ``at`` that belongs to calls."""
         before = self._alone[:at]
         start = self._turn_start(before, self._alone.index(FIRST) - at)
         opening = before[start:]
@@ -299,7 +299,7 @@ class _Probe:
         return opening
 
     def _turn_start(self, before: str, lead: int) -> int:
-        """Where the header of the turn, or what else stands before an opening, ends."""
+        """The end of the turn's header, or of other text before an opening."""
         written = self._written
         spoken = written.optional((FIRST, _ONE), text=TEXT)
         _, found, behind = spoken.partition(TEXT)
@@ -316,7 +316,7 @@ class _Probe:
         return max(starts)
 
     def _marks_around(self, opening: str, between: str, tail: str) -> tuple[str, str, _Parts]:
-        """The marks that open and close calls, and the parts that they are found in."""
+        """The marks that open and close calls, and the texts that contain them."""
         call = opening
         if between:
             call = common_end(opening, between)
@@ -343,7 +343,7 @@ class _Probe:
         return mark, outer, _Parts(section, section_end.strip(), call.strip(), closing)
 
     def _first_mark(self, opening: str) -> str:
-        """The least beginning of ``opening`` that nothing else is written with."""
+        """The shortest beginning of ``opening``, up to a mark, that no other text has."""
         others = self._written.prompt + self._written.plain
         ends = [found.end() for found in MARK.finditer(opening)]
         beginnings = (opening[:end] for end in ends)
@@ -362,7 +362,7 @@ class _Probe:
         mark, closing, parts = self._marks_around(opening, between, tail)
         kept, lead = "", opening[len(mark) :].strip()
         if mark and not mark.endswith((">", "]")):
-            kept = self._alone[unit.start]  # a word alone is no mark, with a bracket it is one
+            kept = self._alone[unit.start]  # a word is a mark only with the bracket after it
             mark = opening
         found = MARK.search(closing)
         closing = found[0] if found else closing
@@ -379,7 +379,7 @@ class _Probe:
         )
 
     def _json_spelling(self, end: int) -> Spelling | None:
-        """The text of ``_alone`` up to ``end``; None where the name does not come first."""
+        """The spelling of ``_alone`` up to ``end``; None if the name does not come first."""
         text, at = self._alone, self._alone.index(FIRST)
         try:
             shape = self._shape()
@@ -458,7 +458,7 @@ class _Probe:
         return text
 
     def _numbered(self, first: str, second: str) -> str:
-        """What stands behind two names, with what changes from one to the other left open."""
+        """The common text after two names, with a placeholder for a number that differs."""
         first, second = self._without_ids(first), self._without_ids(second)
         if first == second:
             return first
@@ -470,7 +470,7 @@ class _Probe:
         return f"{start}{NUMBERED}{end}"
 
     def _shape(self) -> _Shape:
-        """How arguments are written."""
+        """Find how arguments are written."""
         text = self._alone
         name_end = text.index(FIRST) + len(FIRST)
         for start in (found.start() + name_end for found in re.finditer(r'[{"]', text[name_end:])):
@@ -525,7 +525,7 @@ class _Probe:
         return _Shape(arguments, head[: len(head) - len(opening)], opening, after)
 
     def _mids(self, usual: Mid) -> tuple[Mid, ...]:
-        """How values of other kinds are written, beside ``usual`` strings."""
+        """Find how values of other kinds are written, besides ``usual`` strings."""
         written = self._written
         self._special = written.calls((FIRST, {_KEY: _SPECIAL}))
         mids = [usual]
@@ -535,26 +535,26 @@ class _Probe:
             shown = text[key : text.index(usual.after, key)]
             spelled = next(filter(shown.endswith, (json.dumps(value), str(value))), "")
             before = shown.removesuffix(spelled)
-            if spelled and before not in (mid.before for mid in mids):  # each says what it is
+            if spelled and before not in (mid.before for mid in mids):  # marks tell the kind
                 mids[0] = replace(usual, string=True)
                 mids.append(Mid(before, usual.after, string=False, kind=kind))
         if _SPECIAL in self._special:
             before, after = _around(self._special, _SPECIAL)
-            if before != usual.before:  # marked, since it would be read as marks
+            if before != usual.before:  # such strings get other marks
                 end = after.find(usual.after) + len(usual.after)
                 mids.append(Mid(before, after[:end], string=True))
         return tuple(mids)
 
 
 def _calls_in(text: str, syntax: CallSyntax) -> tuple[str, list[Asked]]:
-    """What of ``text`` is shown, and the calls that ``syntax`` reads in it."""
+    """Parse ``text`` by ``syntax``: the text to show, and the calls."""
     parser = TextParser(syntax, _READ_BY)
     shown = parser.push(text) + parser.flush()
     return shown, [(call.name, json.loads(call.arguments)) for call in parser.calls]
 
 
 def _around(text: str, value: str) -> tuple[str, str]:
-    """What stands between a key and ``value``, and behind that."""
+    """The text between a key and ``value``, and the text after the value."""
     at = text.rindex(value)
     key = text.rindex(_KEY, 0, at)
     return text[key + len(_KEY) : at], text[at + len(value) :]
@@ -564,7 +564,7 @@ def _around(text: str, value: str) -> tuple[str, str]:
 
 
 def _json_unit(text: str) -> _Unit | None:
-    """The JSON value that has the first call's name and its arguments."""
+    """The first JSON value in ``text`` with the first call's name and arguments."""
     name_at = text.find(FIRST)
     for start in (found.start() for found in re.finditer(r"[\[{]", text[: max(name_at, 0)])):
         try:
@@ -578,7 +578,7 @@ def _json_unit(text: str) -> _Unit | None:
 
 
 def _keys(value: Any, path: tuple[str, ...]) -> JsonCalls | None:
-    """Where in ``value`` the name and the arguments are."""
+    """Find the keys of the name and the arguments in ``value``."""
     if not isinstance(value, Mapping):
         return None
     if _is_one(value.get(FIRST)):

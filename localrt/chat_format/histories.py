@@ -1,10 +1,10 @@
-"""Histories as a chat template writes them, whatever it refuses or leaves out.
+"""Rewrites histories that a chat template refuses or shows only in part.
 
-A history is first given as it is. If the template refuses it, or something that was said is not in
-what it writes, the history is rewritten for what the template can show. That is asked situation by
-situation, by short histories of ours, so that a message is treated in the same way in every turn
-and the beginning of a prompt stays what it was. No text is ever dropped: what has no place of its
-own becomes text of the user or of the assistant.
+A history is first rendered unchanged. If the template refuses it or leaves text out, the history is
+rewritten for what the template can show. Short test histories find that out, one situation at a
+time, so each message is treated in the same way in every turn and the beginning of a prompt stays
+the same. No text is ever dropped: text that the template cannot show in its role becomes text of
+the user or of the assistant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Message: TypeAlias = dict[str, Any]
 
 
 class Situation(Enum):
-    """What a chat template may show as it is written, or not."""
+    """A situation in a history that a chat template may or may not show."""
 
     DEVELOPER = auto()
     SYSTEM = auto()
@@ -62,17 +62,17 @@ Can: TypeAlias = Callable[[Situation], bool]
 
 
 def fitted(messages: Sequence[Mapping[str, Any]], can: Can) -> list[_Message]:
-    """``messages``, as ``for_template`` shapes them, for a template that ``can`` show so much."""
+    """Rewrite ``messages``, shaped by ``for_template``, so that ``can`` allows every situation."""
     return _in_turns(_with_calls(_with_rules(list(map(dict, messages)), can), can), can)
 
 
 def rules_first(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages at the beginning say how to answer."""
+    """The number of system and developer messages at the beginning."""
     return sum(1 for _ in takewhile(lambda message: message["role"] in RULES, messages))
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says; parts of its content are joined by new lines."""
+    """The text of a message; parts of its content are joined by new lines."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in content)
@@ -81,7 +81,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[str]:
-    """What a message calls: names, and the texts among their arguments."""
+    """The names of a message's calls, and the strings among their arguments."""
     found: list[str] = []
     for function in map(_function, message.get("tool_calls") or ()):
         given = function.get("arguments")
@@ -132,7 +132,7 @@ def _with_calls(messages: list[_Message], can: Can) -> list[_Message]:
 
 
 def _call(message: _Message, results: list[_Message], can: Can, *, cut: bool) -> list[_Message]:
-    """A message with calls and their ``results``; some are missing where it was ``cut``."""
+    """Rewrite a message with calls and their ``results``; ``cut``: some results are missing."""
     words = text_of(message).strip()
     apart = bool(words) and not can(Situation.WORDS_AND_CALL)
     if (
@@ -183,7 +183,7 @@ def _result(message: _Message) -> _Message:
 
 def _in_turns(messages: list[_Message], can: Can) -> list[_Message]:
     rows: list[list[_Message]] = []
-    begun = False  # by anybody but the system
+    begun = False  # whether a message of the user, assistant or a tool has come
     for message in messages:
         role, last = message["role"], rows[-1][-1] if rows else {"role": ""}
         follows = role == last["role"] and role in _ROWS and not last.get("tool_calls")
@@ -203,7 +203,7 @@ def _in_turns(messages: list[_Message], can: Can) -> list[_Message]:
 
 
 def _joined(messages: Sequence[_Message]) -> _Message:
-    """One message of what all of them say and think; its role is that of the first."""
+    """Join the texts and thoughts of ``messages`` in one, with the role of the first."""
     whole = {key: value for message in messages[::-1] for key, value in message.items()}
     for key in ("content", *THOUGHT_FIELDS):
         if key in whole:
@@ -222,13 +222,13 @@ _ID = "call_zq_zq_zq_{}"
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template wants calls: with these ``ids``, and as ``empty`` content beside them."""
+    """The form of calls for a template: that of ``ids``, and the ``empty`` content with calls."""
 
     ids: str = ""
     empty: str | None = ""
 
     def shaped(self, messages: Sequence[_Given]) -> list[dict[str, Any]]:
-        """``messages`` with such ids, those of results included."""
+        """Return ``messages`` with such ids in calls and results, and such empty contents."""
         ids: dict[str, str] = {}
         found: list[dict[str, Any]] = []
         for message in messages:
@@ -262,21 +262,21 @@ _FORMS = (
 
 
 def left_out(messages: Sequence[_Given], written: str, *, calls: bool = True) -> list[_Given]:
-    """The messages of which something is not in ``written``, a prompt, in its place; some of them.
+    """Return messages that are not completely in the prompt ``written``, in order; not always all.
 
-    Thoughts may be left out. What the system says at the beginning may stand anywhere. Without
-    ``calls``, only texts are looked for.
+    Thoughts may be missing. System messages at the beginning may be anywhere. Without ``calls``,
+    only texts are looked for.
     """
     head = rules_first(messages)
     missing: list[_Given] = []
     at = start = 0
-    before = ""  # the role
+    before = ""  # the role of the message before
     for number, message in enumerate(messages):
         role, text = message["role"], text_of(message)
         if number == head:
             at = 0
         if number >= head and (role != "tool" or before != "tool"):
-            start = at  # results may stand in the order of their calls
+            start = at  # results may be in the order of their calls
         if role == "assistant":
             text = split_thinking(text).answer
         for said in (text, *(calls_of(message) if calls else ())):
@@ -293,14 +293,14 @@ def left_out(messages: Sequence[_Given], written: str, *, calls: bool = True) ->
     return missing
 
 
-_ENOUGH = 16  # of what is missing; each may have been looked for in all that is written
+_ENOUGH = 16  # missing messages; each may have been searched for in the whole prompt
 _QUOTED = re.compile(r"\\u[0-9a-fA-F]{4}|\\.|[^a-zA-Z0-9]+", re.DOTALL)
-_COMPARED = 1000  # characters of a text that is quoted in a way of its own
-_NEAR = 1 << 16  # characters in which a text is looked for first: quoted ones cost little
+_COMPARED = 1000  # characters of a text that the template quotes in its own way
+_NEAR = 1 << 16  # characters to search first, before the quoted form of the text
 
 
 def _end_of(text: str, written: str, start: int) -> int:
-    """Where ``text`` ends behind ``start``, or ``start`` if it is quoted there; -1: it is not."""
+    """The end of ``text`` after ``start``, or ``start`` if it is quoted there; -1: not found."""
     text = text.strip()
     for quotes, most in ((False, _NEAR), (True, _NEAR), (False, len(written))):
         form = json.dumps(text, ensure_ascii=False)[1:-1] if quotes else text
@@ -312,9 +312,9 @@ def _end_of(text: str, written: str, start: int) -> int:
 
 
 class HistoryProbe:
-    """What ``render`` can show, which writes messages and may raise ``TemplateError``.
+    """Finds out what ``render``, which may raise ``TemplateError``, can show.
 
-    ``source`` is the template's: roles that it names are those that its model knows.
+    ``source`` is the template's source: the model knows the roles that it names.
     """
 
     def __init__(self, render: Callable[[Sequence[_Given]], str], source: str) -> None:
@@ -325,22 +325,22 @@ class HistoryProbe:
 
     @property
     def form(self) -> CallForm:
-        """How the template wants calls."""
+        """The form of calls that the template wants."""
         self.can(Situation.CALL)
         return self._form
 
     def can(self, situation: Situation) -> bool:
-        """Whether the template can show it."""
+        """Whether the template can show ``situation``."""
         if situation not in self._known:
             self._known[situation] = self._finds(situation)
         return self._known[situation]
 
     def knows_developers(self) -> bool:
-        """Whether the template names the role; where it writes any, the model knows none of it."""
+        """Whether the template names the developer role; copying any role's name does not count."""
         return re.search(r"""(["'])developer\1""", self._source) is not None
 
     def shows_alone(self, message: _Given) -> bool:
-        """Whether the template shows what ``message`` says where everything else is usual."""
+        """Whether the template shows the text of ``message`` in an otherwise usual history."""
         role, said = message["role"], {**_user(0), **message}
         if role in RULES:
             return self._shows([{**said, "role": "system"}, _user(1)])
@@ -422,7 +422,7 @@ _PROBES = _probes()
 
 
 class HistoryRenderer:
-    """Of ``template``, which usually wants the arguments of calls ``as_text``, or as values."""
+    """Renders histories with ``template``; ``as_text``: it prefers arguments of calls as text."""
 
     def __init__(self, template: MessageTemplate, *, as_text: bool) -> None:
         self._template = template
@@ -440,10 +440,10 @@ class HistoryRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> list[Segment]:
-        """See ``MessageTemplate.render_segments``: of a history that the template can show.
+        """``MessageTemplate.render_segments`` of a form of the history that the template can show.
 
         Raises:
-            TemplateError: it refuses even the plainest form of it; what it said of ``messages``.
+            TemplateError: it refuses every form; the error is that of the first.
         """
         given = AS_GIVEN.shaped(for_template(messages))
         options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
@@ -461,7 +461,7 @@ class HistoryRenderer:
                     continue
             written = "".join([text for text, _ in segments])
             missing = left_out(history, written, calls=history is given)
-            # A word that is left out everywhere (/no_think) is meant to be.
+            # Text that the template leaves out in any history (/no_think) may be missing.
             if not any(map(probe.shows_alone, missing)):
                 return segments
             found.append((len(missing), history, segments))
@@ -472,7 +472,7 @@ class HistoryRenderer:
 
     @staticmethod
     def _forms(given: list[Any], probe: HistoryProbe) -> Iterator[list[Any]]:
-        """``given`` in ever plainer forms."""
+        """Yield ``given``, then simpler and simpler forms of it."""
         developers = any(message["role"] == "developer" for message in given)
         if not developers or probe.knows_developers():
             yield given
@@ -480,13 +480,13 @@ class HistoryRenderer:
         yield fitted(given, lambda situation: False)
 
     def _segments(self, history: list[Any], **options: Any) -> list[Segment]:
-        """Of one history; its arguments in the way that the template takes."""
+        """Render one history, with arguments in the form that the template accepts."""
         as_text = self._as_text and any(message.get("tool_calls") for message in history)
         shaped = for_template(history, arguments_as_text=as_text)
         try:
             return self._template.render_segments(shaped, **options)
         except TemplateError:
-            # Some put arguments together as text, where most want them as values.
+            # Some templates want arguments as text, most as values.
             other = for_template(history, arguments_as_text=not as_text)
             if other == shaped:
                 raise
