@@ -1,12 +1,12 @@
 """Decides, before every pass, whether to draft, with what, and how much: by measurement only.
 
 A ``Tuner`` belongs to a model and learns the seconds of a pass by its rows, a draft's seconds, and
-how often each source's draft tokens are accepted. A ``Run`` is one generation: it takes the plan
-with the most tokens per second, keeps of what all sources proposed, in one tree, the nodes that pay
-for their rows, lets a draft go on while passes wait for weights, and never risks more time than
-``TOLERANCE`` of plain decoding beyond what it has gained in the same generation. An explicit size
-is obeyed instead. Sources state probabilities, which calibration makes comparable: the same token
-from two sources is one node, at the better chance. It knows no model: seconds in, plans out.
+how often each source's draft tokens are accepted. A ``Run`` is one generation. It takes the plan
+with the most tokens per second, joins the proposals of all sources in one tree, and keeps the nodes
+that pay for their rows. It lets a draft go on while passes wait for weights, and never risks more
+time than ``TOLERANCE`` of plain decoding beyond what it has gained in the same generation. An
+explicit tree size overrides it. Calibration makes the sources' probabilities comparable: a token
+from two sources is one node, with the better probability. It knows no model: seconds in, plans out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from localrt.speculative.worth import (
     nodes_worth,
 )
 
-_LEAST = 1e-9  # a chance whose logarithm is still a score
+_LEAST = 1e-9  # the least probability, so that its logarithm is a valid score
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TreeSize:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are there."""
+    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are prepared."""
 
     source: str
     budget: int
@@ -53,31 +53,31 @@ class Plan:
 
 
 class MixedTree:
-    """One tree of what several sources proposed. Empty at first; emptied by ``clear``."""
+    """One tree of several sources' proposals. Empty at first; emptied by ``clear``."""
 
     def __init__(self) -> None:
         self._proposed: dict[str, tuple[TokenTree, Calibration]] = {}
 
     def add(self, source: str, tree: TokenTree, calibration: Calibration) -> None:
-        """What ``source`` proposes, in place of what it did before."""
+        """Set the proposal of ``source``, replacing its earlier one."""
         self._proposed[source] = tree, calibration
 
     def clear(self) -> None:
-        """Nothing is proposed."""
+        """Remove all proposals."""
         self._proposed.clear()
 
     def tree(self, most: int) -> TokenTree:
-        """The ``most`` likeliest nodes of all; scores are logarithms of calibrated chances."""
+        """Return the ``most`` likeliest nodes, scored by log of calibrated probability."""
         trees = [_calibrated(*pair) for pair in self._proposed.values() if len(pair[0])]
         if len(trees) < 2:
             return trees[0].trim(most) if trees else TokenTree.empty()
         return _shared(merge(trees, sum(map(len, trees)))).trim(most)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """``tree``, a part of what was proposed, was verified: ``path`` was accepted."""
+        """Learn that ``path`` was accepted of ``tree``, the verified part of the proposals."""
         at = {(int(tree.parents[node]), int(tree.tokens[node])): node for node in range(len(tree))}
         for proposed, calibration in self._proposed.values():
-            here: dict[int, int] = {ROOT: ROOT}  # a node of the proposal in the verified tree
+            here: dict[int, int] = {ROOT: ROOT}  # node of the proposal -> node of the verified tree
             for node in range(len(proposed)):
                 parent = here.get(int(proposed.parents[node]))
                 if parent is None:
@@ -92,7 +92,7 @@ class MixedTree:
 
 
 def _shared(tree: TokenTree) -> TokenTree:
-    """The same nodes; the chances of siblings, from several sources, sum to one at most."""
+    """Return the same nodes, with probabilities of siblings that sum to at most one."""
     inner = tree.parents != ROOT
     own = np.exp(tree.scores - np.where(inner, tree.scores[tree.parents], 0.0))
     total = np.bincount(tree.parents + 1, own, minlength=len(tree) + 1)
@@ -105,33 +105,33 @@ def _shared(tree: TokenTree) -> TokenTree:
 
 
 def _calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
-    """The same nodes with the chances that are believed."""
+    """Return the same nodes with calibrated probabilities."""
     chances = np.maximum(calibration.probabilities(tree), _LEAST)
     return replace(tree, scores=np.log(chances))
 
 
 # The share of plain decoding's time that attempts may lose in a generation.
 TOLERANCE = 0.015
-# An answer is taken to be as long as this where the limit is longer: what may be lost at its start.
+# The assumed length of an answer with a higher limit; it bounds the loss at the start.
 _ASSUMED = 96
-_BLEND = 0.2  # of a new measurement in a running mean
+_BLEND = 0.2  # weight of a new measurement in a running mean
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 REFRESH = 128  # passes after which a plain step is measured again
 _LOOKUP_NODES = 64
-# The share of plain decoding that looking for drafts may take where none are worth a pass, and the
-# most steps to leave it out.
+# The share of plain decoding that drafting may take when no draft pays, and the most steps
+# without drafting.
 _LOOKING, _LONGEST_REST = 0.005, 24
-_MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
-_FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
-_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of what is not expected to pay
+_MARGIN_RESIDENT = 1.08  # a draft takes the processor and its caches from the target
+_FEW = 8  # tokens that a draft may have to catch up with at negligible cost
+_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth, if it may not pay
 
 
 class Tuner:
-    """What a model's generations have in common. Thread-safe.
+    """What a model's generations have learned together. Thread-safe.
 
-    ``sources`` are names, with the share of a plain step that a level of their draft is taken to
-    cost until one was made: 0 of lookups, which cost next to nothing. ``streamed``: passes wait
-    for weights. ``mixture``: more tokens touch more experts.
+    ``sources`` maps names to the assumed cost of a draft level, as a share of a plain step, until
+    one is measured: 0 for lookups, which cost next to nothing. ``streamed``: passes wait for
+    weights. ``mixture``: more tokens touch more experts.
     """
 
     def __init__(
@@ -146,20 +146,20 @@ class Tuner:
         """Of looking for draft tokens where none are worth a pass, in the mean."""
 
     def prompt(self, rows: int, seconds: float) -> None:
-        """A prompt of ``rows`` was computed."""
+        """Record that a prompt of ``rows`` was computed."""
         with self.lock:
             self.cost.add_prompt(rows, seconds)
 
     def start(self, limit: int, sources: Sequence[str], *, size: TreeSize | None = None) -> Run:
-        """The decisions of a generation of at most ``limit`` tokens that has these sources.
+        """Start the decisions of a generation of at most ``limit`` tokens with these sources.
 
-        ``size``: all sources draft for every pass, in one tree of that size.
+        With ``size``, all sources draft for every pass, in one tree of that size.
         """
         return Run(self, limit, tuple(sources), size)
 
 
 class Run:
-    """The decisions of one generation: asked before every pass, told its result. All in seconds."""
+    """The decisions of one generation, made before every pass and fed its result. In seconds."""
 
     def __init__(
         self, tuner: Tuner, limit: int, sources: tuple[str, ...], size: TreeSize | None
@@ -170,8 +170,8 @@ class Run:
         self._size = size
         self._tokens = 0  # emitted by passes
         self._since_plain = 0
-        self._lost = 0.0  # seconds beyond plain decoding of as many tokens; negative: gained
-        self._draft_s = 0.0  # spent for the next pass
+        self._lost = 0.0  # seconds more than plain decoding of as many tokens; negative: gained
+        self._draft_s = 0.0  # spent on drafts for the next pass
         self._drafted = 0  # passes with draft tokens
         self._accepted = 0
         self._forced = False
@@ -182,22 +182,22 @@ class Run:
         self._missing: Mapping[str, int] = {}
         self._invested = 0.0  # seconds that drafts took to read the prompt
         self._went_ahead = ""  # the source that drafted during the last pass
-        self._shared_s = 0.0  # in which both computed then
+        self._shared_s = 0.0  # seconds of it in which both computed
         self._ahead = 0  # passes during which a source drafted
         self._failures: dict[str, str] = {}
         self._rest = Rest(_LOOKING, _LONGEST_REST)
 
     def rests(self) -> bool:
-        """Whether no draft is to be looked for before the next pass."""
+        """Whether to skip drafting before the next pass."""
         return not self._rest.over()
 
     def plan(
         self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
     ) -> Plan | None:
-        """What to draft for the next pass; None for a plain step. ``room`` bounds the nodes.
+        """Return what to draft for the next pass; None for a plain step. ``room`` bounds the nodes.
 
-        ``ready`` are the levels that sources have prepared, ``missing`` the tokens that they must
-        compute before they can draft.
+        ``ready`` maps sources to the levels that they have prepared, ``missing`` to the tokens that
+        they must compute before they can draft.
         """
         with self._tuner.lock:
             cost = self._tuner.cost
@@ -207,29 +207,29 @@ class Run:
             if self._size is not None:
                 if not waiting or room < 1:
                     return None
-                name = waiting[-1]  # the last one first, since it is the one that may fail
+                name = waiting[-1]  # the last one first, since it may fail
                 budget = min(self._size.budget, room)
                 return Plan(name, budget, self._size.depth, ready.get(name, 0))
             self._judge_gaps()
             if cost.plain_count < _PLAIN_FIRST or room < 1 or self._since_plain >= REFRESH:
                 return None
             for name in waiting:
-                # Drafting is free: what to verify is decided on the tree itself.
+                # Drafting is free: the tree itself decides what to verify.
                 if self._cheap(name):
                     return Plan(name, min(room, _LOOKUP_NODES), DEPTHS[-1])
             return self._model_plan(room)[0]
 
     def caught_up(self, source: str, tokens: int, seconds: float) -> None:
-        """``source`` has computed what was missing, to draft as planned."""
+        """``source`` has computed the missing ``tokens``, to draft as planned."""
         with self._tuner.lock:
             self._invested += seconds
             if tokens > _FEW and self._size is None:
                 self._tuner.sources[source].row_s = seconds / tokens
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
-        """The part of the drafted trees to verify, an empty one for a plain step.
+        """Return the part of the drafted trees to verify; an empty tree means a plain step.
 
-        None: there is another plan, to be asked for.
+        None: call ``plan`` again for another draft.
         """
         tuner = self._tuner
         with tuner.lock:
@@ -242,7 +242,7 @@ class Run:
             source = tuner.sources[plan.source]
             self._draft_s += seconds
             if not source.cheap:
-                # Of a tree that was begun before, one level less: it knows what it begins with.
+                # A tree with prepared levels needs one level less: its first one is ready.
                 levels = max(tree.height, 1) - plan.ready - (plan.ready > 0)
                 if levels >= 0:
                     source.cost.add(plan.budget, levels, seconds)
@@ -259,7 +259,7 @@ class Run:
             return worth
 
     def looked(self, tree: TokenTree, seconds: float, charged: float) -> None:
-        """Looking for ``tree`` took ``seconds``, of which ``charged`` were reported already."""
+        """Drafting ``tree`` took ``seconds``, of which ``charged`` were already reported."""
         tuner = self._tuner
         with tuner.lock:
             self._lost += max(0.0, seconds - charged)
@@ -269,8 +269,8 @@ class Run:
             self._rest.looked(tuner.looking_s, tuner.cost.plain, found=len(tree) > 0)
 
     def ahead(self, plan: Plan | None, tree: TokenTree) -> tuple[str, int] | None:
-        """The source that drafts while the pass over ``tree`` runs, by so many steps at most; None:
-        nothing does.
+        """Return the source that drafts while the pass over ``tree`` runs, and its most steps; or
+        None.
         """
         with self._tuner.lock:
             self._went_ahead = ""
@@ -282,7 +282,7 @@ class Run:
             else:
                 source = plan.source if plan is not None and len(tree) else None
                 if source is None or self._cheap(source):
-                    # A draft that could be of use reads the prompt meanwhile.
+                    # A draft that may be useful later reads the prompt meanwhile.
                     behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
                     return next(((name, 0) for name in behind), None)
             if source is None or plan is None:
@@ -300,9 +300,9 @@ class Run:
         waited_s: float = 0.0,
         shared_s: float = 0.0,
     ) -> None:
-        """A target pass over ``tree`` took ``seconds``, and ``path`` was accepted.
+        """Record that a pass over ``tree`` took ``seconds``, and that ``path`` was accepted.
 
-        For ``waited_s`` it waited for weights; for up to ``shared_s`` it computed beside a draft. A
+        It waited ``waited_s`` for weights, and computed for up to ``shared_s`` beside a draft. A
         plain step has no plan.
         """
         tuner = self._tuner
@@ -331,13 +331,13 @@ class Run:
                 tuner.sources[plan.source].retry.tried(paid=spent < emitted * plain)
 
     def failed(self, source: str, why: str) -> None:
-        """A source is of no use any more."""
+        """A source has failed and is not used again."""
         self._failures[source] = why
         self._draft_s = 0.0
 
     @property
     def reason(self) -> str:
-        """What is done and why, in one sentence."""
+        """What was done and why, in one sentence."""
         with self._tuner.lock:
             return f"speculation: {self._why()}"
 
@@ -345,18 +345,18 @@ class Run:
 
     @property
     def _plain(self) -> float:
-        """Seconds of a plain step."""
+        """The seconds of a plain step."""
         plain = self._tuner.cost.plain
         assert plain is not None, "a plan needs a plain step"
         return plain
 
     def _affordable(self, seconds: float) -> bool:
-        """Whether a pass of ``seconds`` that brings one token loses no more than is allowed."""
+        """Whether the allowed loss covers a pass of ``seconds`` that brings one token."""
         tokens = max(self._tokens, min(self._limit, _ASSUMED))
         return self._lost + seconds - self._plain <= TOLERANCE * self._plain * tokens
 
     def _judge_gaps(self) -> None:
-        """What the pass before has prepared, in the seconds that it would take now."""
+        """Judge drafting during the last pass by the seconds it would take now."""
         name, self._went_ahead = self._went_ahead, ""
         if not name or name in self._failures:
             return
@@ -371,7 +371,7 @@ class Run:
         return self._tuner.sources[name].cheap
 
     def _model_plan(self, room: int) -> tuple[Plan | None, float]:
-        """The best plan that costs a draft, with its tokens per second, or an attempt at one."""
+        """Return the best plan with a costly draft and its tokens per second, or an attempt."""
         margin = MARGIN if self._tuner.streamed else _MARGIN_RESIDENT
         best, best_rate = None, margin / self._plain
         for name in self._usable():
@@ -387,7 +387,7 @@ class Run:
         return best, best_rate
 
     def _reading(self, name: str, source: Source) -> float:
-        """Seconds that a source needs before it can draft: a prompt that it has not seen."""
+        """Return the seconds a source needs before it can draft, for a prompt it has not read."""
         tokens = self._missing.get(name, 0)
         if tokens <= _FEW:
             return 0.0
@@ -397,7 +397,9 @@ class Run:
         return tokens * row
 
     def _worth_reading(self, name: str, source: Source, rate: float) -> bool:
-        """Whether ``rate`` tokens per second are worth it: twice, for all that is still to come."""
+        """Whether reading the prompt pays at ``rate`` tokens per second: twice, by the answer's
+        end.
+        """
         seconds, plain = self._reading(name, source), self._plain
         if self._affordable(plain + seconds):
             return True
@@ -405,7 +407,7 @@ class Run:
         return bool(source.gains) and left * (plain - 1 / rate) > 2 * seconds
 
     def _best_of(self, name: str, source: Source, room: int) -> tuple[Plan | None, float]:
-        """The plan with the most expected tokens per second, and their number."""
+        """Return the plan with the most expected tokens per second, and that number."""
         cost = self._tuner.cost
         best, best_rate = None, 0.0
         for budget in (budget for budget in BUDGETS if budget <= room):
@@ -420,7 +422,7 @@ class Run:
         return best, best_rate
 
     def _attempt(self, name: str, source: Source, room: int) -> Plan | None:
-        """A cheap attempt with a source that is not expected to pay, where that may be risked."""
+        """Return a cheap attempt with a source that is not expected to pay, if it is affordable."""
         cost = self._tuner.cost
         for budget, depth in _ATTEMPTS:
             draft = self._draft_seconds(name, source, budget, depth) + self._reading(name, source)
@@ -430,7 +432,7 @@ class Run:
         return None
 
     def _draft_seconds(self, name: str, source: Source, budget: int, depth: int) -> float:
-        """Of a tree of that budget and depth, some levels of which may be there already."""
+        """Return the expected seconds of a draft; some of its levels may be ready already."""
         levels, ready = depth, self._ready.get(name, 0)
         if ready:
             levels = depth - ready - 1
@@ -442,9 +444,9 @@ class Run:
         return source.level * self._plain * (levels + 1)
 
     def _worthwhile(self, source: Source, tree: TokenTree) -> tuple[TokenTree, float]:
-        """The best nodes of a mixed tree, as many as bring more tokens than their rows cost time.
+        """Return the best nodes of a mixed tree, those that bring more tokens than their rows cost.
 
-        With the tokens per second of their pass. ``source`` proposed the last of them.
+        Also returns the tokens per second of their pass. ``source`` proposed last.
         """
         cost, plain = self._tuner.cost, self._plain
         order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
@@ -463,7 +465,7 @@ class Run:
         return tree.trim(best), (1 + gain) / cost.seconds(1 + best)
 
     def _may_try(self, source: Source) -> bool:
-        """Whether it is time to see if a source that did not pay has become better."""
+        """Whether to try again a source that did not pay."""
         if self._forced or not source.cheap:
             return self._forced
         source.retry.wait -= 1

@@ -1,10 +1,10 @@
-"""What target passes and drafts cost, and how many draft tokens are accepted: measured, by source.
+"""The measured cost of target passes and drafts, and the acceptance of each source's tokens.
 
 ``PassCost`` and ``DraftCost`` keep medians of the latest few measurements, so that one disturbed
-pass changes nothing. Between measured sizes a pass's curve is a straight line; beyond them it goes
-on at the prompt's seconds per row, or at a pessimistic estimate. ``Calibration`` learns how far a
-source's probabilities are to be believed. Gains of trees that were not tried follow from smaller
-ones, as if a tree were a chain. It decides nothing: ``tuner.py`` does.
+pass changes nothing. Between measured sizes a pass's curve is a straight line; beyond them it
+continues at the prompt's seconds per row, or at a pessimistic estimate. ``Calibration`` learns how
+reliable a source's probabilities are. The gain of an untried tree is estimated from smaller ones,
+as if a tree were a chain. It decides nothing: ``tuner.py`` does.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import numpy.typing as npt
 from localrt.speculative.tree import ROOT, TokenTree
 
 _BINS = 12
-_PRIOR = 4.0  # tests that the stated probability counts for
-_FADE = 0.98  # of a bin's counts, per test in it
+_PRIOR = 4.0  # the number of tests that the stated probability counts for
+_FADE = 0.98  # factor for a bin's counts at each new test
 
 
 def _bin(conditional: float) -> int:
-    """Bins of equal width in log-odds, which tell 0.9 from 0.99."""
+    """Return a probability's bin. Equal widths in log-odds separate 0.9 from 0.99."""
     p = min(max(conditional, 1e-4), 1 - 1e-4)
     odds = math.log(p / (1 - p))
     return min(max(int((odds + 6) * _BINS / 12), 0), _BINS - 1)
 
 
 class Calibration:
-    """Of one source.
+    """How reliable one source's probabilities are.
 
-    A draft token is tested when the target has accepted its parent. Tokens of about the same stated
-    probability are counted together: how many were tested, how many accepted. Old counts fade, so
-    that a source that has become better or worse is noticed.
+    A draft token is tested when the target has accepted its parent. For tokens of about the same
+    stated probability, tests and acceptances are counted together. Old counts fade, so that a
+    source's improvement or decline shows.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Calibration:
         self._hits = [0.0] * _BINS
 
     def believed(self, conditional: float) -> float:
-        """The probability that a token is accepted once its parent is."""
+        """Return the calibrated probability that a token is accepted if its parent is."""
         key = _bin(conditional)
         return (self._hits[key] + _PRIOR * conditional) / (self._tests[key] + _PRIOR)
 
     def probabilities(self, tree: TokenTree) -> npt.NDArray[np.float64]:
-        """(n,) that each node will be accepted. Children's sum to at most their parent's."""
+        """Return (n,) chances of acceptance. Children's sum to at most their parent's."""
         parents = tree.parents.tolist()
         own = [self.believed(c) for c in _conditionals(tree)]
         total: dict[int, float] = {}
@@ -65,7 +65,7 @@ class Calibration:
         return np.array(result, np.float64)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """``path`` was accepted of ``tree`` (whose nodes were all verified)."""
+        """Learn that ``path`` was accepted of ``tree`` (whose nodes were all verified)."""
         accepted = set(path)
         tested_under = {ROOT, *path}
         stated = _conditionals(tree)
@@ -77,49 +77,49 @@ class Calibration:
 
 
 def _conditionals(tree: TokenTree) -> list[float]:
-    """The stated probability of each node given its parent."""
+    """Return the stated probability of each node given its parent."""
     above = np.where(tree.parents == ROOT, 0.0, tree.scores[tree.parents])
     stated: list[float] = np.exp(np.minimum(tree.scores - above, 0.0)).tolist()
     return stated
 
 
-# Passes that wait less than this leave no room for drafting: about one level of a small draft.
+# Shorter waits leave no room for drafting: about one level of a small draft.
 AHEAD_S = 0.005
 _KEPT = 7
-# Before anything is known of larger passes, a row is taken to cost at most this share of a plain
-# step (less where reading weights takes the time), or what a prompt's row did and half as much
-# again, for the logits; in hope, the other shares of it.
+# Until larger passes are measured, a row is assumed to cost at most this share of a plain step
+# (less if weights are streamed), or 1.5 times a prompt's row, for the logits. The hopeful estimate
+# uses the other shares.
 _MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
 _HOPED, _HOPED_UNKNOWN = 0.2, 0.04
-# Of a mixture, whose passes of several tokens touch more experts, at most and in hope.
+# The pessimistic and the hopeful share for a mixture, whose larger passes touch more experts.
 _MOST_MIXTURE, _HOPED_MIXTURE = 0.75, 0.35
-_BLEND = 0.2  # of a new measurement in a running mean
+_BLEND = 0.2  # weight of a new measurement in a running mean
 _FIRST_WAIT, _LONGEST_WAIT = 4, 512
 
 
 def _bucket(rows: int) -> int:
-    """Sizes that count as the same: each on its own up to 8, then in steps of about a fifth."""
+    """Return the bucket of a size: one each up to 8, then one per step of about a fifth."""
     return rows if rows <= 8 else 8 + round(math.log(rows / 8) / math.log(1.2))
 
 
 class Retry:
-    """When to try again what did not pay: after 4, 8, 16, ... 512 passes, which count ``wait``."""
+    """When to retry what did not pay: after 4, 8, 16, ... 512 passes, counted down in ``wait``."""
 
     def __init__(self) -> None:
         self.wait = 0
         self._next = _FIRST_WAIT
 
     def tried(self, *, paid: bool) -> None:
-        """An attempt has ended."""
+        """Record the end of an attempt."""
         self.wait = 0 if paid else self._next
         self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
 
 
 class Rest:
-    """Passes before a draft is looked for again, where none was found that pays.
+    """How many passes to skip before drafting again, after a draft that did not pay.
 
-    Looking takes at most ``share`` of the time of the passes between, and is left out for
-    ``longest`` passes at most: at first for one, then twice as many each time.
+    Drafting takes at most ``share`` of the time of the passes between, and is skipped for at most
+    ``longest`` passes: first for one, then for twice as many each time.
     """
 
     def __init__(self, share: float, longest: int) -> None:
@@ -127,12 +127,12 @@ class Rest:
         self._left, self._most = 0, 1
 
     def over(self) -> bool:
-        """Whether to look before the next pass, which counts."""
+        """Whether to draft before the next pass; counts that pass."""
         self._left -= 1
         return self._left < 0
 
     def looked(self, seconds: float, plain: float | None, *, found: bool) -> None:
-        """Looking took ``seconds``, a pass without a draft takes ``plain``."""
+        """Drafting took ``seconds``, a pass without a draft takes ``plain``."""
         if found:
             self._most = 1
         elif plain:
@@ -141,7 +141,7 @@ class Rest:
 
 
 class PassCost:
-    """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
+    """The seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
 
     ``mixture``: more tokens touch more experts.
     """
@@ -153,19 +153,19 @@ class PassCost:
         self._curve: tuple[list[float], list[float]] = ([], [])  # rows and seconds, both rising
         self.plain: float | None = None  # seconds of a pass of one row, once one was measured
         self._row: float | None = None  # seconds per row of a prompt
-        self._prompt = 0  # and that prompt's rows: of short ones, a row costs more than it must
+        self._prompt = 0  # the rows of that prompt: short prompts cost more per row
 
     def add(self, rows: int, seconds: float) -> None:
-        """A pass of ``rows`` took ``seconds``."""
+        """Record that a pass of ``rows`` took ``seconds``."""
         self._seen.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((rows, seconds))
-        self._curve = ([], [])  # made when it is asked for
+        self._curve = ([], [])  # computed when needed
         if rows == 1:
             times = sorted(s for _, s in self._seen[1])
-            # A plain step that was disturbed would make drafts look better than they are.
+            # A disturbed plain step would make drafts look better than they are.
             self.plain = times[len(times) // 4]
 
     def _points(self) -> tuple[list[float], list[float]]:
-        """Rows and seconds, both rising."""
+        """Return rows and seconds, both rising."""
         sizes, times = self._curve
         for key in sorted(self._seen) if not sizes else ():
             usual = median(s for _, s in self._seen[key])
@@ -175,29 +175,29 @@ class PassCost:
         return sizes, times
 
     def add_prompt(self, rows: int, seconds: float) -> None:
-        """A long pass without logits: says what a row costs at most."""
+        """Record a long pass without logits, which bounds the cost of a row."""
         if rows >= 8 and 2 * rows >= self._prompt:
             self._row, self._prompt = seconds / rows, rows
 
     @property
     def prompt_row(self) -> float | None:
-        """Seconds of a row of a prompt; None before one was computed."""
+        """The seconds of a prompt's row; None before one was computed."""
         return self._row
 
     @property
     def plain_count(self) -> int:
-        """How many such passes were measured, up to those kept."""
+        """How many plain steps are measured and kept."""
         return len(self._seen.get(1, ()))
 
     def covers(self, rows: int) -> bool:
-        """Whether a pass of so many rows, or of more, was measured."""
+        """Whether a pass of at least this many rows was measured."""
         return max(self._points()[0], default=0) >= rows
 
     def seconds(self, rows: int, *, hopeful: bool = False) -> float:
-        """Of a pass of ``rows``, never less than of a smaller one.
+        """Return the seconds of a pass of ``rows``, never less than of a smaller one.
 
-        Beyond what was measured a pass is taken to cost what it does at most; ``hopeful``, what it
-        may: else larger ones would never be tried.
+        Beyond the measured sizes it assumes the highest cost or, if ``hopeful``, a lower one:
+        otherwise larger passes would never be tried.
 
         Raises:
             ValueError: nothing was measured yet.
@@ -207,7 +207,7 @@ class PassCost:
             raise ValueError("a pass must be measured first")
         if rows <= sizes[-1]:
             return _between(rows, sizes, times)
-        plain = times[0]  # of the fewest rows where a single one was never measured
+        plain = times[0]  # of the fewest rows, if no single row was measured
         if self._mixture:
             row = (_HOPED_MIXTURE if hopeful else _MOST_MIXTURE) * plain
         else:
@@ -220,7 +220,7 @@ class PassCost:
 
 
 def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """``numpy.interp`` of one number: that takes longer to begin than to compute."""
+    """Interpolate one number, for which ``numpy.interp`` has too much overhead."""
     at = bisect_right(xs, x) - 1
     if at < 0:
         return ys[0]
@@ -230,48 +230,48 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 class DraftCost:
-    """Seconds of a draft by its budget and depth: a draft takes about as many passes as levels."""
+    """The seconds of a draft by budget and depth: it takes about one pass per level."""
 
     def __init__(self) -> None:
         self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
         self._median: dict[int, float] = {}
 
     def add(self, budget: int, levels: int, seconds: float) -> None:
-        """A tree of ``levels`` took ``seconds``; of levels that were there, none."""
+        """Record that a tree of ``levels`` took ``seconds``; levels made before do not count."""
         kept = self._levels.setdefault(budget, deque(maxlen=_KEPT))
         kept.append(seconds / (levels + 1))
         self._median[budget] = median(kept)
 
     def seconds(self, budget: int, depth: int) -> float | None:
-        """Of a tree of that budget and depth; None before anything was measured."""
+        """Return the seconds of a draft with that budget and depth; None before any measurement."""
         if not self._median:
             return None
         nearest = min(self._median, key=lambda b: abs(math.log(b / budget)))
-        # More nodes in a level cost more, but less than as many passes.
+        # More nodes in a level cost more, but less than as many passes would.
         wider = math.sqrt(max(1.0, budget / nearest))
         return self._median[nearest] * wider * (depth + 1)
 
 
 class GapWorth:
-    """Whether drafting while passes wait is worth it: what the gaps are, and what came of them."""
+    """Whether drafting while passes wait pays, by the length of waits and what it saved."""
 
     def __init__(self) -> None:
         self._waited: dict[int, deque[float]] = {}  # seconds, by rows
         self._retry = Retry()
-        self._gain = AHEAD_S  # seconds of drafting spared, less those shared, in the mean
+        self._gain = AHEAD_S  # mean seconds of drafting saved, less the seconds shared
 
     def passed(self, rows: int, waited: float) -> None:
-        """A pass of ``rows`` waited for so many seconds."""
+        """Record that a pass of ``rows`` ``waited`` for this many seconds."""
         self._waited.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(waited)
         self._retry.wait -= 1
 
     def drafted(self, spared: float, shared: float) -> None:
-        """The gaps of a pass have ``spared`` so much drafting, and it ``shared`` its processor."""
+        """Drafting during waits ``spared`` seconds later, and ``shared`` seconds of CPU."""
         self._gain += _BLEND * (spared - shared - self._gain)
         self._retry.tried(paid=self._gain >= 0)
 
     def pays(self, rows: int) -> bool:
-        """Whether a pass of about ``rows`` waits long enough, as far as was seen."""
+        """Whether passes of about ``rows`` have waited long enough to draft in."""
         if not self._waited or self._retry.wait > 0:
             return False
         key = _bucket(rows)
@@ -282,31 +282,31 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 8, 16)
 MARGIN = 1.02
 """What is expected must be better than plain decoding by this much."""
-_PRIOR_CHANCE = 0.7  # of a source's token being accepted, before its first tree
+_PRIOR_CHANCE = 0.7  # initial chance that a source's token is accepted
 
 
 @dataclass(slots=True)
 class Source:
-    """What is known of one source."""
+    """What is known of one draft source."""
 
-    level: float  # of a plain step that a level of its draft is taken to cost, before one was made
+    level: float  # assumed cost of a draft level, in plain steps, until measured
     cost: DraftCost = field(default_factory=DraftCost)
     calibration: Calibration = field(default_factory=Calibration)
     gains: dict[tuple[int, int], float] = field(default_factory=dict)
-    row_s: float | None = None  # of a token that it computes to catch up
-    retry: Retry = field(default_factory=Retry)  # of attempts that are not expected to pay
+    row_s: float | None = None  # seconds per token of catching up
+    retry: Retry = field(default_factory=Retry)  # for attempts that are not expected to pay
 
     @property
     def cheap(self) -> bool:
-        """Whether its drafts cost next to nothing: those of lookups."""
+        """Whether its drafts cost next to nothing, as lookups do."""
         return self.level == 0
 
     def gain(self, budget: int, depth: int) -> float:
-        """Tokens of a tree that are accepted."""
+        """Return the expected number of accepted tokens of a tree."""
         known = self.gains.get((budget, depth))
         if known is not None:
             return known
-        # From the largest smaller tree, as if it were a chain; with nothing known, from the start.
+        # From the largest smaller tree, as if it were a chain; if none is known, from the prior.
         smaller = [(b, d) for b, d in self.gains if b <= budget and d <= depth]
         chance = _PRIOR_CHANCE
         if smaller:
@@ -315,7 +315,7 @@ class Source:
         return _chain(chance, min(depth, budget))
 
     def note_tree(self, tree: TokenTree, budget: int, depth: int) -> None:
-        """What trees of this and of smaller budgets and depths would have brought."""
+        """Record what trees of this and smaller budgets and depths would have brought."""
         chances = self.calibration.probabilities(tree)
         order = np.lexsort((np.arange(len(tree)), -tree.scores))
         for d in (d for d in DEPTHS if d <= depth):
@@ -328,13 +328,13 @@ class Source:
 
 
 def _chain(chance: float, levels: int) -> float:
-    """Tokens of a chain that are accepted, if each is with the same chance."""
+    """Return the accepted tokens of a chain, if each has the same chance."""
     return sum(chance**level for level in range(1, levels + 1))
 
 
-@lru_cache(maxsize=64)  # of many sizes, from the same few
+@lru_cache(maxsize=64)  # many sizes need the same few
 def _chance(gain: float, levels: int) -> float:
-    """The chance that makes a chain of ``levels`` bring ``gain``."""
+    """Return the chance that makes a chain of ``levels`` bring ``gain``."""
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
@@ -348,10 +348,11 @@ def nodes_worth(
     longer_s: Callable[[int], float],
     affordable: Callable[[int], bool],
 ) -> int:
-    """How many of the likeliest nodes to verify, which together bring ``sums`` tokens.
+    """Return how many of the likeliest nodes to verify, which together bring ``sums`` tokens.
 
-    As many as bring more tokens than their rows cost time: a token is worth ``token_s``, and so
-    many nodes make the pass ``longer_s``. Where one number is not ``affordable``, no larger one is.
+    It takes as many as bring more tokens than their rows cost time: a token is worth ``token_s``,
+    and n nodes make the pass ``longer_s(n)`` longer. If one number is not ``affordable``, no larger
+    one is.
     """
     best, best_value = 0, 0.0
     count, most = 1, len(sums)
@@ -359,6 +360,6 @@ def nodes_worth(
         value = float(sums[count - 1]) - MARGIN * longer_s(count) / token_s
         if value > best_value:
             best, best_value = count, value
-        # All small numbers, then steps, and the whole tree.
+        # Try all small numbers, then growing steps, and the whole tree.
         count = count + 1 if count == most else min(max(count + 1, count * 9 // 8), most)
     return best

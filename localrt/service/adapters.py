@@ -1,8 +1,8 @@
-"""The adapters of a loaded model, by the names that requests have for them.
+"""The adapters of a loaded model, by name.
 
 The base model is loaded once. An adapter is read from its file when it is added, and again when a
-request needs one that had to leave: where room is short, the ones that were not asked for longest
-and that no conversation holds tokens of go first. It does not know how they are computed.
+request needs one that was evicted: if memory is short, the adapters unused for longest, and without
+tokens in any conversation, are evicted first. It does not know how adapters are computed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ AdapterChoice = str | Mapping[str, float] | None
 
 @dataclass(slots=True)
 class _Known:
-    """``key`` names the contents; ``nbytes`` are those that it takes, 0 while it is not here."""
+    """An adapter: ``key`` identifies its contents; ``nbytes`` is 0 while it is not in memory."""
 
     path: Path
     key: str = ""
     nbytes: int = 0
-    asked: int = 0  # when it was last needed, in requests
+    asked: int = 0  # the number of the last request that needed it
 
 
 class Adapters:
-    """Thread-safe. ``open_base`` opens the checkpoint of the base, to check shapes against."""
+    """The adapters by name. Thread-safe. ``open_base`` opens the base, to check shapes."""
 
     def __init__(self, engine: Engine, open_base: Callable[[], Checkpoint]) -> None:
         self._engine = engine
@@ -45,21 +45,21 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that may be asked for, in the order in which they were added."""
+        """The names that requests may use, in the order in which they were added."""
         return tuple(self._known)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those that are in memory."""
+        """The bytes of the adapters in memory."""
         return sum(known.nbytes for known in self._known.values())
 
     def add(self, name: str, path: Path) -> None:
-        """Read the adapter at ``path``, and have requests know it by ``name``.
+        """Read the adapter at ``path``, and make it available as ``name``.
 
         Raises:
-            OptionError: the name is taken, or none.
+            OptionError: the name is taken or not usable.
             CheckpointError: it is damaged, or belongs to another base.
-            UnsupportedModelError: a kind of adapter, or an engine, without them.
+            UnsupportedModelError: the adapter's kind or the engine does not support it.
             MemoryBudgetError: there is no room for it.
         """
         if not name or name != name.strip() or "=" in name or "," in name:
@@ -69,29 +69,29 @@ class Adapters:
                 raise OptionError(f"there is an adapter {name!r} already: remove it first")
             known = _Known(path)
             self._load(known)
-            known.path = path.absolute()  # it may be read again from another working folder
+            known.path = path.absolute()  # valid after a change of folder, too
             self._known[name] = known
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; answers that are on their way with it end with an error.
+        """Remove an adapter; running answers with it end with an error.
 
         Raises:
-            OptionError: there is none of that name.
+            OptionError: no adapter has that name.
         """
         with self._lock:
             known = self._find(name)
             del self._known[name]
             others = [other for other in self._known.values() if other.key == known.key]
-            if others:  # it stays, by another name
+            if others:  # it stays under another name
                 others[0].nbytes += known.nbytes
             else:
                 self._drop(known)
 
     def mix(self, choice: AdapterChoice) -> Mix:
-        """What a request's ``adapter`` stands for; those that it needs are here afterwards.
+        """Return the adapter set of a request's ``adapter``, and load the adapters that it needs.
 
         Raises:
-            OptionError: an unknown name, or a weight that is no number.
+            OptionError: a name is unknown, or a weight is not a number.
         """
         if choice is None or choice == "" or choice == "none":
             return ()
@@ -131,13 +131,13 @@ class Adapters:
         return self._known[name]
 
     def _load(self, known: _Known, needed: Collection[str] = ()) -> None:
-        """Have it here; where room is short, others than those with ``needed`` keys leave."""
+        """Load an adapter; if memory is short, evict others without a ``needed`` key."""
         if self._base is None:
             self._base = self._open_base()
         adapter = read_adapter(known.path, self._base)
         known.key = adapter.key
         if self._here(known.key):
-            return  # by another name
+            return  # the same adapter under another name
         while True:
             try:
                 known.nbytes = self._engine.add_adapter(adapter)

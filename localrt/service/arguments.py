@@ -1,6 +1,6 @@
-"""Arguments of the wrong kind are named in one line, before any work is begun with them.
+"""Check arguments and name a wrong one in one line, before any work begins.
 
-Streams of chunks: as one chunk, and in threads for asyncio.
+Also streams of chunks: joined to one chunk, and run in threads for asyncio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_progress") -> None:
-    """Raise ``OptionError`` unless the first is an event or None, the other a function or None."""
+    """Raise ``OptionError`` unless these are an event or None, and a function or None."""
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise OptionError(f"cancel must be a threading.Event, is {cancel!r:.80}")
     if on_progress is not None and not callable(on_progress):
@@ -54,9 +54,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_messages(prompt: Any, template: str = "") -> None:
-    """Raise ``OptionError`` unless the value is a list of messages, as conversations are.
+    """Raise ``OptionError`` unless the value is a list of messages, as in a conversation.
 
-    Roles are the usual ones, and those that the source of the chat ``template`` names.
+    Roles are the usual ones, and those named in the source of the chat ``template``.
     """
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
         raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
@@ -96,7 +96,7 @@ def check_tools(tools: Any) -> None:
 
 
 def check_model(model: Any, adapters: Any = None) -> None:
-    """Raise ``OptionError`` unless these are a model's name or path, and adapters by names."""
+    """Raise ``OptionError`` unless these are a model's name or path, and a mapping of adapters."""
     if not isinstance(model, str | Path):
         raise OptionError(f"a model is a name or a path, is {model!r:.80}")
     if adapters is not None and not isinstance(adapters, Mapping):
@@ -116,7 +116,7 @@ _Item = TypeVar("_Item")
 
 
 def joined(chunks: Iterator[Chunk] | Sequence[Chunk]) -> Chunk:
-    """One chunk from a whole stream: all text and tokens, the last one's metrics and reason."""
+    """Join a whole stream into one chunk: all text and tokens, the last metrics and reason."""
     texts: list[str] = []
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
@@ -133,7 +133,7 @@ async def in_thread(
     start: Callable[[], Iterator[_Item]], cancel: Callable[[], None]
 ) -> AsyncIterator[_Item]:
     """Run a stream in threads, one item at a time; leaving the loop cancels the work."""
-    import asyncio  # six megabytes, for those who use it
+    import asyncio  # imported late: it takes six megabytes
 
     stream = await asyncio.to_thread(start)
     try:
@@ -141,7 +141,7 @@ async def in_thread(
             yield item
     finally:
         cancel()
-        # A generator that still runs in its thread cannot be closed: it ends at its next check.
+        # A generator that runs in a thread cannot be closed: it ends at its next check.
         while not _closed(stream):
             await asyncio.sleep(0.005)
 

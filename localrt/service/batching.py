@@ -1,6 +1,6 @@
 """Many prompts that share each pass over the weights: ``Model.stream_batch``.
 
-Every prompt is checked before any work; the passes are the business of ``localrt.engine.batch``.
+Every prompt is checked before any work; ``localrt.engine.batch`` runs the passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.service.core import Core
 
 Errors = Literal["raise", "return"]
 Prompts: TypeAlias = Sequence[str | Sequence[Message]]
-# What gives one prompt's ids: its text or messages, or the ids themselves.
+# Returns one prompt's ids, from its text, messages or ids.
 _Prompt: TypeAlias = tuple[str | Sequence[Message] | None, Sequence[int] | None]
 _SEEDS = 1 << 64
 _SINGLE = "prompts is a list of prompts: for a single one, use generate"
@@ -78,7 +78,7 @@ def stream_batch(
 
 
 def gathered(stream: Iterable[tuple[int, Chunk]]) -> list[Chunk]:
-    """One chunk with the whole text for each prompt, in their order."""
+    """Return one chunk with the whole text for each prompt, in order."""
     chunks: dict[int, list[Chunk]] = {}
     for index, chunk in stream:
         chunks.setdefault(index, []).append(chunk)
@@ -88,7 +88,7 @@ def gathered(stream: Iterable[tuple[int, Chunk]]) -> list[Chunk]:
 def _prompts(
     prompts: Prompts | None, token_ids: Sequence[Sequence[int]] | None
 ) -> Sequence[_Prompt]:
-    """One pair for each prompt.
+    """Return one pair for each prompt.
 
     Raises:
         OptionError: not a list of prompts.
@@ -117,7 +117,7 @@ def _with_seed(request: Request, index: int) -> Request:
 
 
 def _named(error: LocalrtError, index: int) -> LocalrtError:
-    """The same error, saying which prompt it is about."""
+    """Return the same error, with the number of its prompt."""
     return type(error)(f"prompt {index} (counting from 0): {error.marked}")
 
 

@@ -1,7 +1,7 @@
-"""A loaded model that answers: what ``Model``, chats, batches and the server have in common.
+"""A loaded model that answers: the common part of ``Model``, chats, batches and the server.
 
-It turns prompts into requests, runs them on sessions, and looks after caches, budgets, drafts and
-what the model is doing. ``Model`` is its public face; nothing else opens one.
+It turns prompts into requests, runs them on sessions, and manages caches, budgets, drafts and
+status. ``Model`` is its public face; nothing else opens one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from localrt.planning.preview import Outlook
 
 _SHORT = 16  # characters of a blob's name
-_PATIENCE_S = 2.0  # for an answer that nobody reads any more
+_PATIENCE_S = 2.0  # for an answer that is no longer read
 
 
 def open_core(
@@ -61,7 +61,7 @@ def open_core(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> Core:
-    """Find and load a model, its adapters and what drafts for it; see ``localrt.load``."""
+    """Find and load a model, its adapters and its draft sources; see ``localrt.load``."""
     read_options({"draft": draft})
     settings = Settings.from_environment()
     found = resolve(
@@ -133,9 +133,9 @@ def _known_options(extras: Extras) -> dict[str, Any]:
 
 
 class Core:
-    """Thread-safe. ``defaults`` are the options of requests that say nothing else.
+    """A loaded model with its sessions. Thread-safe. ``defaults`` are its default options.
 
-    ``requests`` turns prompts into tokens and requests, ``watch`` tells what the model is doing.
+    ``requests`` turns prompts into tokens and requests, ``watch`` reports what the model does.
     """
 
     def __init__(
@@ -171,16 +171,16 @@ class Core:
         self._chats: WeakSet[KvChatCache] = WeakSet()
 
     def stream(self, request: Request) -> Iterator[Chunk]:
-        """Its chunks, on a session of the pool."""
+        """Yield the chunks of ``request``, on a session of the pool."""
         with self._pool.lease(request.prompt, request.mix) as session:
             yield from self.stream_on(self.watch.holds(session), request)
 
     def stream_on(self, session: EngineSession, request: Request) -> Iterator[Chunk]:
-        """Its chunks, on a session that the caller owns."""
+        """Yield the chunks of ``request``, on a session that the caller owns."""
         return self.watch.over(generate(session, self.parts.tokenizer, request))
 
     def new_session(self) -> EngineSession:
-        """A session of the whole context, outside the pool."""
+        """Return a new session for the whole context, outside the pool."""
         return self.watch.holds(self.engine.session(self.ctx))
 
     def add_adapter(
@@ -205,20 +205,20 @@ class Core:
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Whether a chat can have these options.
+        """Raise an error unless a chat can have these options.
 
         Raises:
-            OptionError: an unknown name, an impossible value, or thinking of a model that has none.
+            OptionError: an unknown name, an impossible value, or thinking for a model without it.
         """
         self.requests.check(options)
 
     @property
     def takes_tools(self) -> bool:
-        """Always: where a template takes none, they stand in the system prompt."""
+        """Always: without support in the template, tools are listed in the system prompt."""
         return True
 
     def open_chat(self) -> KvChatCache:
-        """What a new conversation keeps here from answer to answer."""
+        """Return the cache that a new conversation keeps between answers."""
         chat = KvChatCache(self)
         self._chats.add(chat)
         return chat
@@ -226,7 +226,7 @@ class Core:
     # -- what it is doing, and its life ----------------------------------------------------------
 
     def advise(self) -> Outlook:
-        # Brings the planner, a megabyte that a model in memory does without.
+        # Imports the planner, a megabyte that a model in memory does not need.
         from localrt.planning.preview import outlook
 
         found = outlook(self.parts)
@@ -235,7 +235,7 @@ class Core:
         return found
 
     def free_idle(self) -> None:
-        """Free the caches of sessions that nobody uses."""
+        """Free the caches of idle sessions."""
         self._pool.free()
 
     def leave_ram(self, nbytes: int) -> int:
@@ -248,17 +248,17 @@ class Core:
             try:
                 self.engine.take_ram(left)
                 break
-            except MemoryBudgetError:  # units that pass need some of it themselves
+            except MemoryBudgetError:  # units that are streamed need some of it themselves
                 left = left * 3 // 4
         if left > 0:
             return_free_memory()
         return left
 
     def unload(self) -> None:
-        """``close``, and free what conversations and the tokenizer take."""
+        """Close, and free what conversations and the tokenizer take."""
         for chat in list(self._chats):
             chat.cancel()
-            chat.close(_PATIENCE_S)  # an answer that nobody reads any more keeps its cache
+            chat.close(_PATIENCE_S)  # an answer that is no longer read keeps its cache
         self.close()
         gone = "the model is closed: load it again"
         self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
@@ -280,7 +280,7 @@ class Core:
 
 
 def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
-    """Where KV caches of this model's conversations wait."""
+    """Return where KV caches of this model's waiting conversations are saved, or None."""
     if settings.kv_disk.lower() in ("0", "off") or not parts.fingerprint:
         return None
     info = parts.engine.info
@@ -291,7 +291,7 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
 
 
 class CacheSaver:
-    """Saves KV caches of ``engine``'s conversations; none without ``prompts``. Thread-safe."""
+    """Saves KV caches of ``engine``; nothing is saved without ``prompts``. Thread-safe."""
 
     def __init__(self, engine: Engine, prompts: PromptCache | None) -> None:
         self._info = engine.info
@@ -304,8 +304,8 @@ class CacheSaver:
         )
 
     def save(self, session: EngineSession | None, to: Tier) -> int:
-        """Save the session's KV cache, or with None those kept in RAM; the bytes, 0 where nothing
-        could be saved.
+        """Save the session's KV cache, or those kept in RAM if it is None; return the bytes, 0 if
+        nothing could be saved.
 
         Raises:
             StorageError: the disk is full or fails.
@@ -317,45 +317,45 @@ class CacheSaver:
         return self._prompts.save(session) if to == "disk" else self._prompts.hold(session)
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
-        """Give ``session`` the saved cache of ``prompt``, if that is longer than its own."""
+        """Restore the saved cache of ``prompt``, if it is longer than the session's own."""
         if self._prompts is None:
             return
         began = time.perf_counter()
         try:
             got = self._prompts.restore(session, prompt)
         except MemoryBudgetError:
-            return  # computed anew, as far as there is room
+            return  # computed again, as far as there is room
         if got:
             self.keeper.restored(session.nbytes, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Forget the waiting conversations; what is on the disk stays."""
+        """Forget the waiting conversations; saved caches stay on the disk."""
         self.keeper.close()
         self._prompts = None
 
     def _price(self, nbytes: int) -> float:
-        """What holding so many bytes costs: where weights are streamed, a share of every pass."""
+        """Return what holding ``nbytes`` costs: a share of every pass if weights are streamed."""
         info = self._info
         return nbytes / (nbytes + info.weight_bytes) if info.streamed else 0.0
 
 
 class KvChatCache:
-    """A conversation's session, kept from answer to answer, maybe saved while it waits."""
+    """A conversation's session, kept between answers and saved while it waits, if worth it."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._session: EngineSession | None = None
-        self._lock = threading.Lock()  # held while it answers, and while it is moved
+        self._lock = threading.Lock()  # held during an answer and while the cache is moved
         self._cancel = threading.Event()
 
     @property
     def tokens(self) -> int:
-        """Tokens in the KV cache."""
+        """The number of tokens in the KV cache."""
         return len(self._session.tokens) if self._session is not None else 0
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes that the KV cache takes in memory."""
+        """The bytes that the KV cache takes in memory."""
         return self._session.nbytes if self._session is not None else 0
 
     def answer(
@@ -367,9 +367,9 @@ class KvChatCache:
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
-        """The next turn of ``messages``."""
+        """Answer the last turn of ``messages``."""
         core, saver = self._core, self._core.saver
-        tool = PERSON  # whom it will wait for
+        tool = PERSON  # what the conversation will wait for
         self._lock.acquire()
         self._cancel = cancel
         saver.keeper.returns(self)
@@ -403,8 +403,8 @@ class KvChatCache:
             self._lock.release()
 
     def close(self, timeout: float = -1) -> None:
-        """Free the KV cache once the answer on its way has ended, if that takes no longer than
-        ``timeout`` seconds; below zero: however long it takes.
+        """Free the KV cache once the running answer has ended, if it ends within ``timeout``
+        seconds; below zero: wait without a limit.
         """
         if self._lock.acquire(timeout=timeout):
             try:
@@ -413,7 +413,7 @@ class KvChatCache:
                 self._lock.release()
 
     def cancel(self) -> None:
-        """End the answer on its way."""
+        """End the running answer."""
         self._cancel.set()
 
     def _park(self, to: Tier) -> int:

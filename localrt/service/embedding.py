@@ -1,4 +1,4 @@
-"""Texts to vectors: the hidden states after the final norm, pooled over a text's tokens."""
+"""Turn texts into vectors: the hidden states after the final norm, pooled over tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def embed(
         raise OptionError("embed takes a list of texts: [text] for a single one")
     if not isinstance(texts, Iterable):
         raise OptionError(f"embed takes a list of texts, not {texts!r:.80}")
-    _ = core.engine.hidden_size  # an engine without hidden states raises, whatever else is wrong
+    _ = core.engine.hidden_size  # an engine without hidden states raises before any other check
     chosen = _pooling(pooling, core.parts.pooling)
 
     def check() -> None:
@@ -54,7 +54,7 @@ def embed(
 def pooled_states(
     engine: Engine, texts: Sequence[Sequence[int]], pooling: Pooling, *, check: Check | None = None
 ) -> Rows:
-    """The vectors (texts, D) of ``texts``, each its tokens, at least one.
+    """Return the vectors (texts, D) of ``texts``, each a list of at least one token.
 
     Raises:
         UnsupportedModelError: the engine gives no hidden states.
@@ -86,11 +86,11 @@ def _pooling(asked: str, made_for: str) -> Pooling:
 
 
 def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> list[int]:
-    """A text's ids; ``check`` may end the reading of a long one.
+    """Return a text's ids; ``check`` may stop the reading of a long one.
 
     Raises:
-        OptionError: there are none, or one that the model does not have.
-        ContextOverflowError: they are more than the context holds.
+        OptionError: there are none, or the model does not have one of them.
+        ContextOverflowError: there are more than the context holds.
     """
     which = f"text {index} (counting from 0)"
 

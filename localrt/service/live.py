@@ -1,7 +1,7 @@
-"""A running batch of a model's answers, for servers and apps with many askers: ``Model.live``.
+"""A running batch of a model's answers, for servers and apps with many clients: ``Model.live``.
 
 It turns prompts into requests as ``Model.stream`` does, and chunks into iterators for threads and
-for asyncio. Passes, memory and turns are the business of ``localrt.engine.batch.live``.
+for asyncio. ``localrt.engine.batch.live`` handles passes, memory and turns.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _READ = (
     "grammar",
     "suffix",
     "files",
-)  # options that are read with a prompt
-_LONG_PROMPT = 1 << 15  # characters, with theirs
+)  # options that are read together with a prompt
+_LONG_PROMPT = 1 << 15  # characters, tools included
 _SWITCH_S = 1e-4
 
 
 class LiveModel(Closing):
-    """Made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
+    """A batch made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, core: Core, limits: LiveLimits, *, reserve_ram: int = 0) -> None:
         self._core = core
         self._reserved = 0
-        # Where there is no room at all, a few megabytes more than the budget are taken.
+        # Without any room, it takes a few megabytes more than the budget.
         with suppress(LocalrtError):
             core.engine.take_ram(reserve_ram)
             self._reserved = reserve_ram
@@ -59,11 +59,11 @@ class LiveModel(Closing):
             room=partial(kv_room, core.engine),
             save=self._save,
         )
-        # Long prompts take turns, and keep no short one waiting.
+        # Long prompts take turns, and do not delay short ones.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")
 
     def __repr__(self) -> str:
-        """Whose it is, and what it does."""
+        """Name its model and its state."""
         stats = self._live.stats()
         state = f"{stats.running} running, {stats.waiting} waiting"
         return f"<localrt.LiveModel of {self._core.name!r}: {'closed' if self.closed else state}>"
@@ -76,10 +76,10 @@ class LiveModel(Closing):
         notify: Callable[[], None] | None = None,
         **options: Any,
     ) -> LiveAnswer:
-        """Queue what ``Model.stream`` takes, prompt and options; iterate over what comes back.
+        """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
-        Clients take turns: ``client`` says whose request it is. ``notify`` is called from another
-        thread when there is something to take, and must not block.
+        Clients take turns: ``client`` identifies who sends the request. Another thread calls
+        ``notify`` when there is something to take; it must not block.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
@@ -91,18 +91,18 @@ class LiveModel(Closing):
     def stream(
         self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> Iterator[Chunk]:
-        """Like ``Model.stream``, beside all others; closing the iterator cancels."""
+        """Like ``Model.stream``, in a shared batch; closing the iterator cancels."""
         return _until_closed(self.submit(prompt, **options))
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
-        """Like ``Model.generate``, beside all others."""
+        """Like ``Model.generate``, in a shared batch."""
         return joined(self.stream(prompt, **options))
 
     async def asubmit(
         self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> AsyncAnswer:
-        """Like ``submit``, for asyncio: the prompt is tokenized in a thread, waiting takes none."""
-        import asyncio  # six megabytes, for those who use it
+        """Like ``submit``, for asyncio: a thread tokenizes the prompt, waiting needs no thread."""
+        import asyncio  # imported late: it takes six megabytes
 
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         cancel = options.pop("cancel", None) or threading.Event()
@@ -141,20 +141,20 @@ class LiveModel(Closing):
         return joined([chunk async for chunk in self.astream(prompt, **options)])
 
     def stats(self) -> LiveStats:
-        """How many run and wait, and what has been done so far."""
+        """Return how many answers run and wait, and the counts so far."""
         return self._live.stats()
 
     def cancel_all(self) -> None:
-        """Every answer ends, with what it has said."""
+        """End every answer with its text so far."""
         self._live.cancel_all()
 
     def park(self) -> None:
-        """Move the caches that nobody uses now to the disk, from which they come back."""
+        """Save the unused caches to the disk, from which later prompts restore them."""
         self._live.park()
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be asked of it any more."""
+        """Whether the batch accepts no more requests."""
         return self._live.closed
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class LiveModel(Closing):
                 self._core.engine.take_ram(-reserved)
 
     def _save(self, session: EngineSession) -> None:
-        with suppress(LocalrtError):  # a full disk: what it holds is computed again
+        with suppress(LocalrtError):  # a full disk: the caches are computed again
             self._core.saver.save(session, "disk")
 
 
@@ -191,12 +191,12 @@ class AsyncAnswer(AsyncIterator[Chunk]):
 
     @property
     def over(self) -> bool:
-        """Whether all has been read."""
+        """Whether everything has been read."""
         return self._answer.over and not self._chunks
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The keywords of its schema that the answer is not bound by."""
+        """The schema keywords that are not enforced."""
         return self._answer.left_out
 
     def cancel(self) -> None:
@@ -205,10 +205,10 @@ class AsyncAnswer(AsyncIterator[Chunk]):
 
 
 def _giving_way(work: Callable[[], T]) -> T:
-    """The result of ``work``, which computes in Python for long.
+    """Return the result of ``work``, a long computation in Python.
 
-    A pass gives way to other threads at each of its steps, and after Python's 5 ms every time it
-    would take several times as long.
+    A pass waits for Python's lock at each of its steps; with 5 ms each time it would take several
+    times as long, so the switch interval is shorter meanwhile.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -219,7 +219,7 @@ def _giving_way(work: Callable[[], T]) -> T:
 
 
 def _characters(*values: object) -> int:
-    """Of texts, at whatever depth they are."""
+    """Count the characters of texts, at any depth."""
     count, left = 0, list(values)
     while left:
         value = left.pop()
