@@ -1,6 +1,6 @@
-"""The model that is planned for: found on this machine, or by its published config.
+"""Finds the model to plan for, on this machine or by its published config.
 
-No weight is read, and of a hub model that is not here nothing but its config is downloaded.
+No weight is read. For a hub model that is not on this machine only the config is downloaded.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def find_model(
     revision: str | None = None,
     offline: bool | None = None,
 ) -> Path:
-    """The model on this machine; of a hub model that is not here, its config alone.
+    """Return the path of the model on this machine, or else of its config.
 
-    Short names need no network: their configs are known.
+    Short names need no network: localrt has their configs.
 
     Raises:
-        ModelNotFoundError: neither is to be had.
+        ModelNotFoundError: neither is found.
     """
     offline = settings.offline if offline is None else offline
     try:
@@ -71,17 +71,17 @@ def find_model(
 
 
 def known_model_of(path: Path, settings: Settings) -> KnownModel | None:
-    """The model of the table of names whose config ``find_model`` made, for it is not here."""
+    """Return the known model whose config ``find_model`` wrote to ``path``; None for others."""
     if path.name != _CONFIG or path.parent.parent != settings.cache_dir / _CONFIGS:
         return None
     return next((each for each in KNOWN_MODELS if _folder_of(each) == path.parent.name), None)
 
 
 def shape_of(path: Path, format: str | None = None) -> ModelShape:
-    """The shape of the model at ``path``, or of its config without weights, packed in ``format``.
+    """Return the shape of the model or config at ``path``, packed in ``format`` if given.
 
     Raises:
-        OptionError: no such format.
+        OptionError: the format does not exist.
         UnsupportedModelError: the planner does not know the architecture.
         CheckpointError: a damaged file.
     """
@@ -93,7 +93,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
     try:
         checkpoint = open_checkpoint(path)
     except UnsupportedModelError:
-        # Its config may be known where its weights are not.
+        # The config may be supported even if the weights' format is not.
         if not config.is_file():
             raise
         return _shape_of_config(config, format)
@@ -106,7 +106,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
 
 
 def _known_config(settings: Settings, known: KnownModel) -> Path:
-    """A file with the config that comes with localrt."""
+    """Write the config that comes with localrt to a file in the cache; return its path."""
     path = settings.cache_dir / _CONFIGS / _folder_of(known) / _CONFIG
     write_text(path, json.dumps(dict(known.config())), sync=False, folder=True)
     return path
@@ -126,7 +126,7 @@ def _cached_config(settings: Settings, repo: str) -> Path | None:
 
 
 def _download_config(settings: Settings, repo: str, revision: str | None) -> Path | None:
-    """The config of a repository that has one: a few kilobytes, no weights."""
+    """Download a repository's config, a few kilobytes; None if it has none."""
     from localrt.hub.download import (
         download,
         list_repo,  # these two import huggingface_hub
@@ -140,14 +140,14 @@ def _download_config(settings: Settings, repo: str, revision: str | None) -> Pat
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a model that was found is more than its config."""
+    """Whether the found ``path`` has weights, not only a config."""
     if path.is_file():
         return path.name != _CONFIG
     return any(entry.suffix in _WEIGHTS for entry in path.iterdir())
 
 
 def _shape_of_config(config: Path, format: str | None) -> ModelShape:
-    """Named by the folder, or by the repository in the hub's cache."""
+    """Read the shape; its name is the folder's, or the repository's in the hub's cache."""
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
 """``localrt.plan``: where a model would live and how fast it would be, before anything is loaded.
 
-It reads a model's shape, not its weights. What decides is ``localrt.offload.planner``. A model that
-is not here is planned in the file that would be downloaded. Beside the plan it tells what other
-sizes of the weights would do: speeds are estimated, losses are those that ``localrt quantize
---bits`` measured.
+It reads a model's shape, not its weights; ``localrt.offload.planner`` makes the plan. A model that
+is not on this machine is planned for the file that would be downloaded. The plan also compares
+other sizes of the weights: speeds are estimated, losses are those that ``localrt quantize --bits``
+measured.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def plan(
 ) -> Plan:
     """Plan ``model`` for this machine, or for one that is described.
 
-    Nothing is loaded or downloaded, but for the config of a hub model that is not here. A machine
-    that was never measured is measured first, which takes seconds: call it from a thread.
+    Nothing is loaded; only the config of a hub model that is not on this machine is downloaded. A
+    machine that was never measured is measured first, which takes seconds: call it from a thread.
 
     Args:
         model: as ``load`` takes it, or a ``config.json`` (or its folder) without weights.
@@ -83,17 +83,17 @@ def plan(
         gpu: a GPU by name, or ``virtual:8GB@12GB/s,...``.
         link, ssd: rates such as ``"12GB/s"``.
         pc: a whole PC, ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"`` or a preset's name such as
-            ``"gaming-pc"``, instead of this machine; what it does not say is typical.
-        ram_speed: of the RAM, ``"DDR5-5600"`` or a rate such as ``"60GB/s"``.
-        cores: of the processor.
-        advise: plan variations too, to say what would help and what smaller weights would do; takes
-            about as long again.
+            ``"gaming-pc"``, instead of this machine; missing parts are assumed typical.
+        ram_speed: the RAM's speed, ``"DDR5-5600"`` or a rate such as ``"60GB/s"``.
+        cores: the number of processor cores.
+        advise: plan variations too, to say what would help and how smaller weights compare; takes
+            about twice as long in all.
         remeasure: measure this machine again.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
 
     Raises:
-        MemoryBudgetError: it cannot fit, not even streamed; says what would do.
+        MemoryBudgetError: it does not fit even when streamed; the message says what would fit.
         LocalrtError: no such model, or an option that cannot be used.
     """
     for name, value in (("ctx", 1 if ctx is None else ctx), ("batch", batch)):
@@ -121,12 +121,12 @@ def plan(
     if offer is not None:
         chosen = recommend_on(offer, machine, budgets, ctx=ctx)
         file = chosen.name
-        if len(offer.sizes) > 1:  # else it is as it was published
+        if len(offer.sizes) > 1:  # a single file is planned as published
             shape = replace(
                 sized(shape, file, offer.sizes[file]),
                 notes=(f"of its files {file} is planned: {chosen.reason}",),
             )
-            # A processor has rates of its own for the file's format.
+            # The processor's rates depend on the file's format.
             machine, budgets, note = planned_hardware(
                 wanted, settings, path=path, formats=_formats(shape)
             )
@@ -155,7 +155,7 @@ def plan(
         found = _advised(found, path, settings, offer, file, resized=format is not None)
     if not has_weights(path) and looks_like_path(name):
         return found  # there is nothing to run
-    # The options of ``load`` that it was planned with, as far as they are this machine's too.
+    # The ``load`` options of the plan; those that describe another PC are left out.
     given = {
         "ctx": ctx,
         "kv_format": None if kv_format == "bf16" else kv_format,
@@ -169,7 +169,7 @@ def plan(
 def _advised(
     plan: Plan, path: Path, settings: Settings, offer: Offer | None, file: str, *, resized: bool
 ) -> Plan:
-    """With what would help: ``file`` is that of the ``offer``, ``resized`` a format of its own."""
+    """Add what would help. ``file`` is the one chosen of ``offer``; ``resized``: a given format."""
     changes, sizes = helpful_changes(plan), tuple[PlannedSize, ...]()
     if offer is not None:
         changes += other_files(offer, file, plan.request, plan.tok_s)
@@ -180,12 +180,12 @@ def _advised(
 
 
 def _with_commands(plan: Plan, name: str, options: Mapping[str, object], *, weights: bool) -> Plan:
-    """With what to type to run ``name`` with these options, and for each change.
+    """Add the commands that run ``name`` with these options, and that make each change.
 
-    Without ``weights`` on this machine there are none to quantize.
+    Without ``weights`` on this machine, changes of format are dropped: nothing can be quantized.
     """
     changes = plan.changes
-    if plan.sizes or not weights:  # sizes in bits, or other files, say it better
+    if plan.sizes or not weights:  # sizes in bits, or other files, replace changes of format
         changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
     return replace(
         plan,
@@ -203,13 +203,13 @@ def _with_commands(plan: Plan, name: str, options: Mapping[str, object], *, weig
 
 
 def typed(command: str, model: str, options: Mapping[str, object]) -> str:
-    """``"localrt chat model.gguf --ctx 8192"``."""
+    """Return a command line such as ``"localrt chat model.gguf --ctx 8192"``."""
     words = ["localrt", command, shlex.quote(model)]
     return " ".join(words + [on_command_line(name, value) for name, value in options.items()])
 
 
 def _command_of(change: Change, model: str, options: Mapping[str, object]) -> str:
-    """What to type for it; empty for hardware."""
+    """Return the command for a change; empty for a change of hardware."""
     if change.option is None:
         return ""
     name, value = change.option
@@ -225,7 +225,7 @@ def _formats(shape: ModelShape) -> set[str]:
 
 
 def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> Offer | None:
-    """The files of a hub model of which only the config is here; None where there is no choice."""
+    """Return the files of a hub model without local weights; None if there is nothing to choose."""
     known = known_model_of(path, settings)
     if known is not None:
         return usual_offer(known)
@@ -244,10 +244,10 @@ def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> 
 
 
 def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
-    """Sizes of the model at ``path`` beside the one of ``plan``, which comes first.
+    """Return the planned size of the model at ``path``, then smaller ones that are faster.
 
-    Usual ones, and the largest that stay in memory and in GPU memory. None of a model that lies
-    best as it is, or that is a quantized copy already.
+    Smaller ones are the usual size, and the largest that stay in memory and in GPU memory. Empty
+    if the model's place is already the best, or it is a quantized copy.
     """
     best: PlannedPlace = "gpu" if plan.request.uses_gpu else "memory"
     here, now = _place(plan.expected), estimate(plan.request)
@@ -273,7 +273,7 @@ def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize
     for place in ("memory", "gpu") if here == "streamed" else ("gpu",):
         if place == "gpu" and best != "gpu":
             continue
-        low, high = int(10 * least + 0.99), int(10 * bits)  # high is more than reaches it
+        low, high = int(10 * least + 0.99), int(10 * bits)  # ``high`` bits do not fit there
         while low < high:
             middle = (low + high) // 2
             tried = size(middle)
@@ -299,7 +299,7 @@ def _size(plan: Plan, bits: float, table: LossTable | None, scale: float) -> Pla
 
 
 def _place(expected: Expected) -> PlannedPlace:
-    """Where all that a token needs is."""
+    """Return the place of the weights that a token needs."""
     if expected.read or expected.copied:
         return "streamed"
     return "gpu" if expected.whole_on_gpu else "memory"

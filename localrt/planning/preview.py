@@ -1,9 +1,9 @@
-"""What to expect of a model, unmeasured: before loading (``preview``) and after (``outlook``).
+"""Estimates a model's speed without measuring: before loading (``preview``), after (``outlook``).
 
-``localrt.plan`` answers the same at length, and measures the machine for it. Here rates are those
-that were measured before, else a typical desktop's, and a model that is not on this machine is
-judged by its size or its config. A loaded model that is streamed is judged by the plan that it runs
-by; one that is all in memory is compared with what was measured of the machine. No weight is read.
+``localrt.plan`` says more, and measures the machine first. Here rates are those that were measured
+before, else a typical desktop's. A model that is not on this machine is judged by its size or
+config; a loaded, streamed model by the plan it runs with; a resident model by the measured rates of
+the machine. No weight is read.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """``fits``: all weights stay where they are computed, ``place`` is ``"RAM"`` or ``"GPU"``.
+    """``fits``: all weights stay where they are computed; ``place`` is ``"RAM"`` or ``"GPU"``.
 
-    Else ``read_bytes`` come from the disk for each token, and ``copied_bytes`` over the link.
-    ``tok_s`` is None where nobody can tell. ``assumed``: rates are not this machine's. ``verdict``
-    is the first line of ``localrt plan``, empty where nobody can tell. ``problem`` says why it
-    cannot run.
+    Otherwise each token reads ``read_bytes`` from the disk and copies ``copied_bytes`` over the
+    link. ``tok_s`` is None if unknown. ``assumed``: rates are not this machine's. ``verdict`` is
+    the first line of ``localrt plan``, empty if unknown. ``problem`` says why it cannot run.
     """
 
     fits: bool
@@ -63,7 +62,7 @@ class Preview:
     problem: str = ""
 
     def __str__(self) -> str:
-        """``"streams 410 MB per token, about 6 tok/s"``."""
+        """Return one line such as ``"streams 410 MB per token, about 6 tok/s"``."""
         if self.problem:
             return self.problem
         text = in_words(
@@ -88,12 +87,12 @@ def preview(
     engine: str = "auto",
     settings: Settings | None = None,
 ) -> Preview:
-    """Of a model on this machine, or of a hub model whose config is; the network is not asked.
+    """Preview a model that is on this machine, or whose config is, without using the network.
 
     The options are those of ``load``. Takes up to a second: call it from a thread.
 
     Raises:
-        ModelNotFoundError: neither the model nor its config is here.
+        ModelNotFoundError: neither the model nor its config is on this machine.
         LocalrtError: it cannot be read, or an option cannot be used.
     """
     settings = settings or Settings.from_environment()
@@ -112,7 +111,7 @@ def preview(
         ctx or min(DEFAULT_CONTEXT, shape.context_length),
     )
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
-    if ctx is None:  # loading takes the context that fits
+    if ctx is None:  # loading chooses a context that fits
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
         asked = replace(asked, ctx=held)
     try:
@@ -125,7 +124,7 @@ def preview(
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
-    """Of a dense model of which nothing but its files' size, in bytes, is known.
+    """Preview a dense model of which only the files' size, in bytes, is known.
 
     Raises:
         OptionError: ``nbytes`` is not a number of bytes.
@@ -157,7 +156,7 @@ def _of_plan(plan: Plan) -> Preview:
 
 
 def _whole(nbytes: int, budget: int) -> Preview:
-    """Of a model that is in memory whole or not at all."""
+    """Preview a model that cannot be streamed: it fits in memory whole, or cannot run."""
     if nbytes + UNKNOWN_MODEL_NBYTES <= budget:
         return Preview(fits=True, weight_bytes=nbytes)
     return Preview(
@@ -175,8 +174,9 @@ def _size(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """``ceiling_tok_s`` is what this placement allows at most, a token a pass; ``token_bytes`` what
-    a token needs of the weights; ``changes`` pay, best first. None and empty where not known.
+    """``ceiling_tok_s`` is the highest speed with this placement at one token per pass;
+    ``token_bytes``, the weights that a token needs; ``changes``, what would help, best first. None
+    or empty if unknown.
     """
 
     ceiling_tok_s: float | None = None
@@ -185,14 +185,14 @@ class Outlook:
 
 
 def outlook(parts: LoadedModel, *, settings: Settings | None = None) -> Outlook:
-    """Of a loaded model, within the budgets that the user gave."""
+    """Return the outlook of a loaded model, within the budgets that the user gave."""
     plan = parts.engine.plan
     try:
         if plan is not None:
             nbytes = round(plan.request.shape.pass_nbytes)
             return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
         return _resident(parts, settings or Settings.from_environment())
-    except (LocalrtError, OSError):  # its files have gone, or the planner does not know it
+    except (LocalrtError, OSError):  # files deleted, or a model the planner does not know
         return Outlook()
 
 
@@ -207,7 +207,7 @@ def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
         here = gpu_here()
         if here is None:
             return Outlook(token_bytes=nbytes)
-        # Of the whole GPU: the model that is asked about has taken its part already.
+        # Take the whole GPU's memory: the free memory lacks what this model has taken.
         machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
         vram = parts.engine.gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
@@ -217,5 +217,5 @@ def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
     plan = make_plan(request)
     ceiling = rate / nbytes if nbytes else None
     if ceiling and plan.fits:
-        ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes its time too
+        ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes time too
     return Outlook(ceiling, nbytes, helpful_changes(plan))

@@ -1,8 +1,8 @@
-"""Which of a repository's GGUF files to take: the largest that is whole in GPU memory, else the
-best trade of what it loses against how fast it is.
+"""Recommends one of a repository's GGUF files: the largest that fits in GPU memory, else the best
+trade-off between quality and speed.
 
-Sizes are known before anything is downloaded; how fast each is, is estimated from the model's
-published config, or from the size alone. No weight is read and nothing is measured.
+Sizes are known before a download; speeds are estimated from the model's published config, or from
+the size alone. No weight is read and nothing is measured.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
 from localrt.offload.shapes import aligned
 
 FILE = "file"
-"""The option of a change that takes another of a repository's files."""
+"""The option name of a change to another of a repository's files."""
 
-# What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B
-# (docs/quality.md). Larger ones lose less, in about these proportions.
+# (bits per weight, relative rise of perplexity), measured on models of 0.1 to 1.5 B
+# (docs/quality.md). Larger models lose less, in about these proportions.
 _LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
-_WORTH = 4.0  # a loss of 1 % is worth as much as 4 % of what speed is good for
-_GOOD_BITS = 4  # files of fewer are for what is too slow in these
-_MOST_BITS, _LEAST_BITS = 8, 3  # more are not seen in the answers, fewer are
+_WORTH = 4.0  # a loss of 1 % weighs as much as 4 % of the speed's value
+_GOOD_BITS = 4  # smaller files are only for models that are too slow at 4 bits
+_MOST_BITS, _LEAST_BITS = 8, 3  # more bits improve no answer, fewer are noticed
 _BITS = re.compile(r"(?:I?Q|TQ|FP|BF|F)(\d+)")
 _NAMED_BITS = {"MXFP4": 4, "NVFP4": 4}
-_REPACKED = re.compile(r"_\d_\d_\d$")  # of one kind of processor
-_BESIDE = 0.9  # bits of scales, and of what a mix keeps in more
+_REPACKED = re.compile(r"_\d_\d_\d$")  # repacked for one kind of processor
+_BESIDE = 0.9  # bits per weight of scales, and of tensors kept in more bits
 _PLANNED, _PLANNED_BITS = "int4-g32", 4.5
 _FORMATS = {2: "q2_k", 3: "q3_k", 4: "int4-g32", 5: "int5-g32", 6: "int6-g32", 8: "int8-g32"}
-# Of a weight, in files of whole models: what repositories of GGUF files usually have.
+# Bits per weight of whole files, for the files that GGUF repositories usually have.
 _USUAL_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9}
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """``name`` is the file's, ``tok_s`` None where nobody can tell, ``reason`` one line.
+    """``name`` is the file's name, ``tok_s`` is None if unknown, ``reason`` is one line.
 
-    ``expected`` is there where the model's config is known and it fits.
+    ``expected`` is None if the model's config is unknown or the file does not fit.
     """
 
     name: str
@@ -71,7 +71,7 @@ def recommend(
     gpu_memory: str | int | None = None,
     device: str = "auto",
 ) -> Recommendation:
-    """The best of three to eight bits; where none reaches reading speed, one of four.
+    """Recommend the best file of 3 to 8 bits; if none reaches reading speed, one of 4 bits.
 
     ``ram``, ``gpu_memory`` and ``device`` are those of ``load``.
     """
@@ -83,7 +83,7 @@ def recommend(
 def recommend_on(
     offer: Offer, machine: MachineProfile, budgets: Budgets, *, ctx: int | None = None
 ) -> Recommendation:
-    """The same on a machine within budgets, for ``ctx`` tokens (None: 4,096)."""
+    """As ``recommend``, for a given machine and budgets, with ``ctx`` tokens (None: 4,096)."""
     names = _candidates(offer.sizes)
     shape = _outline_of(offer)
     where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
@@ -125,23 +125,23 @@ def recommend_on(
 
 
 def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | None:
-    """Of files, the largest first; None where none reaches reading speed."""
+    """Return the best of files sorted from the largest; None if none reaches reading speed."""
     good = [name for name in expected if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
     whole = (name for name in good if expected[name].whole_on_gpu and expected[name].is_quick)
     if (name := next(whole, None)) is not None:
         return name
     quick = [name for name in expected if expected[name].tok_s >= READING_TOK_S]
-    # Fewer bits than four are worth it only where they make a model quick.
+    # Fewer than four bits are worth it only if they make the model quick.
     worth = [
         name for name in expected if name in good or (name in quick and expected[name].is_quick)
     ]
 
     def value(name: str) -> float:
-        """What its speed is good for, less what its bits lose. Speed that is enough for reading
-        counts half of what is without end.
+        """Value the speed, reduced by the loss of its bits. A speed that is just enough for reading
+        counts half as much as infinite speed.
         """
         found, width = expected[name], bits[name]
-        if (named := _bits(name)) is not None:  # tables of words are often larger than the rest
+        if (named := _bits(name)) is not None:  # embeddings often have more bits than the rest
             width = min(width, named + _BESIDE)
         return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
 
@@ -149,7 +149,7 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
 
 
 def _outline_of(offer: Offer) -> ModelShape | None:
-    """The model in one format; None where its config is not known."""
+    """Return the model's shape in one format; None if its config is unknown or unsupported."""
     if offer.config is not None:
         format = None if _as_published(offer) else _PLANNED
         with suppress(UnsupportedModelError, CheckpointError):
@@ -158,17 +158,17 @@ def _outline_of(offer: Offer) -> ModelShape | None:
 
 
 def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> float:
-    """Tokens per second of a dense model of which nothing else is known, without end where it fits:
-    what does not fit is read for each token.
+    """Return the tokens per second of a dense model of which only the size is known. Infinite if it
+    fits; otherwise each token reads the rest from disk.
     """
     missing = nbytes + UNKNOWN_MODEL_NBYTES - budgets.ram
     return math.inf if missing <= 0 else machine.ssd_bytes_s / missing
 
 
 def usual_offer(model: KnownModel) -> Offer:
-    """The files that its repository may be taken to have, with estimated sizes.
+    """Return the files that a model's repository usually has, with estimated sizes.
 
-    A model that is published quantized has one, of the name of its format.
+    A model that is published quantized has one file, named after its format.
     """
     config, weights = model.config(), model.parameters * 1e9
     quantized = config.get("quantization_config")
@@ -182,7 +182,7 @@ def usual_offer(model: KnownModel) -> Offer:
 def other_files(
     offer: Offer, chosen: str, request: PlanRequest, tok_s: float
 ) -> tuple[Change, ...]:
-    """The next two smaller files that are faster than the ``chosen`` one, planned at ``tok_s``."""
+    """Return the next two smaller files that are faster than ``chosen``, which does ``tok_s``."""
     now = estimate(request)
     names = _candidates(offer.sizes)
     if now is None or chosen not in names:
@@ -200,8 +200,8 @@ def other_files(
 
 
 def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
-    """The model in a file called ``name`` (``"Q6_K"``) of ``nbytes``: its matrices take their part
-    of it, in the nearest format that is planned.
+    """Return the model's shape in a file ``name`` (``"Q6_K"``) of ``nbytes``. Units are scaled to
+    that size, and matrices take the nearest planned format.
     """
     bits = _bits(name) or 4
     format = _FORMATS[min(_FORMATS, key=lambda each: abs(each - bits))]
@@ -232,7 +232,7 @@ def _why(name: str, names: list[str], expected: Mapping[str, Expected], where: s
 
 
 def _candidates(sizes: Mapping[str, int]) -> list[str]:
-    """Largest first; files for other purposes, and what nobody would notice, are left out."""
+    """Return the files of 3 to 8 bits, the largest first, without repacked ones."""
     named = {name: bits for name in sizes if (bits := _bits(name)) is not None}
     usual = [name for name, bits in named.items() if _LEAST_BITS <= bits <= _MOST_BITS]
     usual = [name for name in usual if not _REPACKED.search(name.upper())]
@@ -240,7 +240,7 @@ def _candidates(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _bits(name: str) -> int | None:
-    """Of a weight, as the name of a quantization says."""
+    """Return the bits per weight that the name of a quantization states, if any."""
     upper = name.upper()
     for named, bits in _NAMED_BITS.items():
         if named in upper:
@@ -256,7 +256,7 @@ def _as_published(offer: Offer) -> bool:
 
 
 def _loss(bits: float) -> float:
-    """Of perplexity, between the points in proportion."""
+    """Return the relative rise of perplexity, interpolated between the points."""
     for (low, more), (high, less) in pairwise(_LOSSES):
         if bits <= high:
             part = max(0.0, (bits - low) / (high - low))

@@ -1,7 +1,7 @@
-"""What a PC runs well, of the models that have short names: ``localrt plan`` without a model.
+"""Lists which models with short names a PC runs well: ``localrt plan`` without a model.
 
-Estimates by configs that come with localrt, in seconds for all of them and without the network. Of
-each model the file that ``localrt chat`` would choose is taken, as usual repositories have it.
+Estimates use the configs that come with localrt: all models take seconds, without the network. For
+each model, the estimate is for the file that ``localrt chat`` would choose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slo
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """A model in one ``quantization``, and what to expect of it; both None where it cannot run."""
+    """A model in one ``quantization`` and its ``expected`` speed; both None if it cannot run."""
 
     model: KnownModel
     quantization: str | None
@@ -33,7 +33,7 @@ class Runnable:
 
     @property
     def level(self) -> Level:
-        """What does not fit is too slow."""
+        """How good the model is for chat; ``"slow"`` if it does not fit."""
         return "slow" if self.expected is None else self.expected.level
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Runnable:
 
 @dataclass(frozen=True, slots=True)
 class WhatRuns:
-    """On ``machine`` within ``budgets``: all models, the best of them first."""
+    """All known models on ``machine`` within ``budgets``, the best first."""
 
     machine: MachineProfile
     budgets: Budgets
@@ -62,7 +62,7 @@ class WhatRuns:
 
     @property
     def best(self) -> tuple[Runnable, ...]:
-        """Of each family the largest that is good for chat, else usable."""
+        """The best model of each family that is good or usable for chat."""
         found: dict[str, Runnable] = {}
         for each in self.models:
             if each.level != "slow":
@@ -80,7 +80,7 @@ class WhatRuns:
         }
 
     def report(self) -> str:
-        """The table, and what to type."""
+        """Return the table of models, and commands to type."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterable[str]:
@@ -118,13 +118,13 @@ class WhatRuns:
 
 
 def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
-    """Estimate all models of the table of names.
+    """Estimate all known models.
 
     Raises:
-        OptionError: a description of hardware that means nothing.
+        OptionError: a description of hardware that cannot be understood.
     """
     machine, budgets, note = planned_hardware(wanted, settings)
-    found: dict[tuple[object, ...], Recommendation] = {}  # some differ in their weights alone
+    found: dict[tuple[object, ...], Recommendation] = {}  # some models differ only in their weights
     models = []
     for model in KNOWN_MODELS:
         key = model.shape, model.parameters, repo_thinks(model.repo)
@@ -137,7 +137,7 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
 
 
 def _rank(each: Runnable) -> tuple[int, bool, float]:
-    """The better first, then what is in memory, then the larger."""
+    """Sort key: the better level first, then models in memory, then the larger ones."""
     streamed = each.expected is None or each.expected.read > 0
     return _ORDER[each.level], streamed, -each.model.parameters
 

@@ -1,9 +1,9 @@
-"""How long one unit takes on one resource of a machine: the only place where rates become seconds.
+"""Computes the seconds that a unit takes on one resource; only here do rates become seconds.
 
-Disk and link are bytes over bandwidth; the CPU follows its measured kernels, and so does a GPU that
-was measured; else it is a roofline. Nothing is faster than
-its bytes over the rate of their memory, whatever a kernel measured at another time. It knows units
-and rates, not how tasks overlap.
+Disk and link take bytes over bandwidth. The CPU takes the time of its measured kernels, and so does
+a measured GPU; another GPU takes a roofline estimate. No unit is faster than its bytes over the
+memory's bandwidth, even if its kernel was measured faster. This module does not know how tasks
+overlap.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import ModelShape
 from localrt.quant.ops.kv_formats import KvFormat
 
-# What the seconds of a unit depend on: format, macs, bytes, kind, layer of attention, rows, on_gpu.
+# The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a pass of ``rows`` rows on ``machine`` where ``held`` tokens are in the cache.
+    """Seconds of a pass of ``rows`` rows on ``machine`` with ``held`` tokens in the cache.
 
-    The rows belong to ``sequences``, each with a cache of its own. ``expert_hits`` is the share of
-    the experts asked for that are in memory, where that is known better than from their number.
+    The rows belong to ``sequences``, each with its own cache. ``expert_hits`` is the measured share
+    of used experts that are in memory; None estimates it from the placement.
     """
 
     shape: ModelShape
@@ -41,49 +41,49 @@ class Costs:
     _cached: dict[_Key, float] = field(default_factory=dict, repr=False)
 
     def copy(self, nbytes: float) -> float:
-        """Over the link."""
+        """Return the seconds of copying ``nbytes`` over the link."""
         assert self.machine.link_bytes_s is not None, "there is no link without a GPU"
         return nbytes / self.machine.link_bytes_s
 
     def crossing(self) -> float:
-        """Activations from one device to the other."""
+        """Return the seconds of moving the activations to the other device."""
         if self.machine.link_bytes_s is None:
             return 0.0
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
 
     def reading_load(self, nbytes: float) -> float:
-        """What reading takes from the CPU's arithmetic: its threads are shared."""
+        """Return the seconds that reading takes from the CPU's arithmetic: they share threads."""
         return nbytes * self.machine.ssd_cpu_s / self.machine.threads
 
     def cpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
-        """Computing a unit on the CPU; ``rows`` where an expert sees fewer than the pass has."""
+        """Return a unit's seconds on the CPU; ``rows`` if an expert has fewer than the pass."""
         return self._seconds(unit, self.rows if rows is None else rows, on_gpu=False)
 
     def gpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
-        """Computing a unit on the GPU."""
+        """Return a unit's seconds on the GPU."""
         return self._seconds(unit, self.rows if rows is None else rows, on_gpu=True)
 
     def compute(self, unit: PlacedUnit, *, on_gpu: bool, rows: int | None = None) -> float:
-        """On either."""
+        """Return a unit's seconds on the GPU or the CPU."""
         return self.gpu(unit, rows) if on_gpu else self.cpu(unit, rows)
 
     def per_pass(self) -> float:
-        """On the CPU beside all units: the embedding's row, sampling, the loop itself."""
+        """Return the CPU's seconds besides units: the embedding's row, sampling, the loop."""
         return 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
 
     def kv_held(self, layer: int) -> int:
-        """Bytes of keys and values that attention reads, and of a state, read and written."""
+        """Return the bytes that attention reads of its KV cache, or moves for a recurrent state."""
         kept = self.shape.kv[layer]
         return self.sequences * kept.held_nbytes(self.kv_format, self.held)
 
     def touched(self, use: float) -> tuple[float, int]:
-        """The share of passes that need an expert of this ``use``, and the rows it then sees."""
+        """Return the share of passes that use an expert of this ``use``, and its rows in them."""
         share = 1 - (1 - use) ** self.rows
         return share, max(1, round(self.rows * use / share)) if share else 1
 
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
         if unit.kind == "head" and rows > PACKED_ROWS:
-            rows = 1  # all rows pass the layers, but only one of a prompt's the head
+            rows = 1  # a prompt's rows all pass the layers, but only one passes the head
         # Units of one class take the same time; there may be thousands.
         layer = unit.layer if unit.kind == "attention" else None
         key = (unit.format, unit.macs, unit.nbytes, unit.kind, layer, rows, on_gpu)
@@ -117,7 +117,7 @@ class Costs:
         rate = gpu.kernel(unit.format)
         if rate is None:
             seconds = seconds_of(unit.nbytes, unit.macs, rows, unpacks=unit.kind != "expert")
-        elif unit.kind == "expert" and rows > PACKED_ROWS:  # unpacked on the way
+        elif unit.kind == "expert" and rows > PACKED_ROWS:  # its kernel unpacks on the fly
             seconds = unit.macs * rate.at(PACKED_ROWS) * rows / PACKED_ROWS
         else:
             seconds = unit.macs * rate.at(rows)
@@ -128,16 +128,16 @@ class Costs:
         return gpu.call_s + seconds
 
     def _attention_macs(self, layer: int, rows: int) -> float:
-        """Each row sees what its sequence holds, and the rows before it."""
+        """Count the macs: each row attends to its sequence's cache and the rows before it."""
         kept, new = self.shape.kv[layer], max(1, rows // self.sequences)
         return rows * kept.held_macs(self.held + (new + 1) / 2)
 
 
 def expert_costs(costs: Costs) -> ExpertCosts | None:
-    """Of the largest expert on ``costs``' machine; None without experts, or without a GPU.
+    """Return the costs of the largest expert; None without experts, or without a GPU.
 
-    What copying takes from the CPU's kernels, and they from it, is measured; else it is what both
-    read of the same memory, and copies lose nothing.
+    How much copies and CPU kernels slow each other down is taken from measurements. Without them,
+    the CPU loses the memory bandwidth that copies use, and copies lose nothing.
     """
     experts, machine = costs.shape.routed, costs.machine
     if not experts or machine.gpu is None or machine.link_bytes_s is None:
@@ -154,9 +154,9 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
 
 
 def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
-    """Seconds of an equal part of a layer's experts: with none of them on the GPU, and with all.
+    """Return the seconds per used expert of a layer: with none on the GPU, and with all on it.
 
-    The activations' ways to the CPU and back are in the former.
+    The former includes moving the activations to the CPU and back.
     """
     assert costs.shape.experts is not None, "they are of a mixture"
     share, rows = costs.touched(use)
@@ -172,13 +172,13 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
 def kernel_seconds(
     nbytes: float, macs: float, rows: int, *, bytes_s: float, flops: float, unpacks: bool = True
 ) -> float:
-    """Seconds of a unit's kernels on a GPU: ``rows`` rows with ``macs`` packed weights in
-    ``nbytes``, without starting them.
+    """Return the seconds of a unit's GPU kernels, without their launches, for ``rows`` rows and
+    ``macs`` packed weights in ``nbytes``.
 
-    The larger of bytes over bandwidth and operations over arithmetic; ``bytes_s`` and ``flops`` are
-    what kernels reach of the GPU. Kernels on packed weights take up to ``PACKED_ROWS`` rows at
-    once; for more a matrix is unpacked to bf16 first (where it ``unpacks``), which is another pass
-    over it, and multiplied by the vendor's library. An expert's long passes unpack on the way.
+    This is the larger of bytes over bandwidth and operations over arithmetic; ``bytes_s`` and
+    ``flops`` are the rates that kernels reach. Kernels on packed weights take up to ``PACKED_ROWS``
+    rows at once. For more rows a matrix that ``unpacks`` is first unpacked to bf16, another pass
+    over it, and multiplied by the vendor's library. Expert kernels unpack on the fly instead.
     """
     computing = 2 * macs * rows / flops
     if rows <= PACKED_ROWS or not unpacks:

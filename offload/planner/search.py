@@ -1,11 +1,10 @@
-"""Placements for one model, one machine and its budgets: prepared, tried, and the best of them.
+"""Searches for the best placement of one model on one machine within its budgets.
 
-The fixed parts are accounted; the rest is placed. Ring sizes and slots are searched, counts are
-solved, schedules are replayed. A small ring leaves more room for weights that stay; a large one
-hides more of the gaps between reads. Which is better only the replay tells. Small units first: they
-may let a small ring do. For passes of many rows, units of the CPU cross the link from so many rows
-on that it pays: a processor that is quick enough for a token is slow for a prompt, and the link the
-other way round.
+The fixed parts are subtracted; the rest is placed. Ring sizes and slots are searched, counts are
+solved, schedules are replayed. A small ring leaves more room for resident weights; a large one
+hides more of the gaps between reads. Only the replay tells which is better. Streaming only small
+units may allow a small ring. In passes of many rows the GPU computes the CPU's units if that pays:
+a CPU fast enough for a token is slow for a prompt, where the link's cost is shared by all rows.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ _ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1
 
 
 def with_long_passes(costs: Costs, placement: Placement) -> Placement:
-    """``placement`` with a second one for the passes that are worth it, if any.
+    """Add the rows from which long passes run the CPU's MLPs or experts on the GPU, if it pays.
 
-    MLPs of the CPU that the GPU's ring can hold cross, and a mixture's experts. Attention stays
-    where its keys and values are; of a prompt's rows one passes the head.
+    These are the MLPs that the GPU's ring can hold, and a mixture's experts. Attention stays where
+    its keys and values are; only one row of a prompt passes the head.
     """
     shape, where = costs.shape, placement.where
     if costs.machine.gpu is None or not placement.uses_gpu:
         return placement
     if shape.experts is not None:
         routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
-        if not all(place.on_gpu for place in routers):  # the CPU's layers are the CPU's
+        if not all(place.on_gpu for place in routers):  # the CPU keeps layers whose router it has
             return placement
         crossing = frozenset[str]()
     else:
@@ -74,15 +73,15 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
 
 
 def costs_of_rows(costs: Costs, rows: int) -> Costs:
-    """Those of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
+    """Return the costs of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
     return Costs(shape=costs.shape, machine=costs.machine, rows=rows, kv_format=costs.kv_format)
 
 
 def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
-    """The fewest rows with which copying hides behind computing, or ends sooner than the CPU.
+    """Return the fewest rows for which copying weights to the GPU is no slower than the CPU.
 
-    0 where none do. Copies and the GPU's work go on at the same time; the CPU's and the GPU's
-    follow each other. A faster link never gives more rows.
+    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work follow each
+    other. A faster link never gives more rows.
     """
     alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
     first: dict[tuple[object, ...], PlacedUnit] = {}
@@ -116,15 +115,15 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
 
 _PAGE = 4096
 _MOST_SLOTS = 6
-# Tokens of prompts that come with each token of an answer: 2,048 before 256.
+# Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rooms:
-    """Bytes for weights, keys, values and rings: what the fixed parts leave of each budget.
+    """Bytes for weights, KV caches and rings: each budget without its fixed parts.
 
-    ``kv`` are each layer's bytes at the full context, ``kv_ssd`` the layers whose cache is on SSD.
+    ``kv``: bytes of each layer's cache at the full context. ``kv_ssd``: layers with it on the SSD.
     """
 
     ram: int
@@ -135,7 +134,7 @@ class Rooms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A placement, and seconds of a pass and of a prompt's token (0 without a GPU)."""
+    """A placement, with seconds per pass and per prompt token (0 without a GPU)."""
 
     placement: Placement
     pass_s: float
@@ -143,13 +142,13 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a pass, and of the part of a prompt that comes with it."""
+        """Seconds of a pass and of its share of prompt tokens: what the search minimizes."""
         return self.pass_s + _PROMPT_TOKENS * self.prompt_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Bytes of a ring, and the largest unit that may pass through it."""
+    """Bytes of a ring, and of the largest unit that may pass through it."""
 
     nbytes: int
     slot: int
@@ -158,11 +157,11 @@ class _Ring:
 def quick_solutions(
     costs: Costs, rooms: Rooms, expert_times: int = 1
 ) -> Iterator[tuple[Problem, Counts]]:
-    """Counts by rules for usual rings; ``expert_times`` as many experts are there as are listed."""
+    """Yield rule-based counts for usual rings. Each listed expert stands for ``expert_times``."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return
     search = _Search(costs, rooms, prefill_rows=1, expert_times=expert_times)
-    # None at all, for what fits; else the smallest that any unit may pass.
+    # Try no ring first; then the smallest ring that the largest unit may pass through.
     none, *others = search.ram_rings
     for ram in (none, *sorted(others, key=lambda ring: (-ring.slot, ring.nbytes))):
         found = [each for vram in search.vram_rings for each in search.solutions(ram, vram)]
@@ -172,7 +171,7 @@ def quick_solutions(
 
 
 class _Search:
-    """Rings of RAM first, with a middling one of VRAM; then rings of VRAM with the best of RAM."""
+    """Tries RAM rings with a medium VRAM ring first, then VRAM rings with the best RAM ring."""
 
     def __init__(
         self, costs: Costs, rooms: Rooms, prefill_rows: int, expert_times: int = 0
@@ -193,7 +192,7 @@ class _Search:
         self.tried: dict[tuple[_Ring, _Ring], Candidate] = {}
 
     def best(self) -> Candidate | None:
-        """The fastest placement found, or None where nothing fits."""
+        """Return the fastest placement found, or None if nothing fits."""
         middle = self.vram_rings[len(self.vram_rings) // 2]
         for ram in self.ram_rings:
             found = self._try(ram, middle)
@@ -208,10 +207,10 @@ class _Search:
         return min(self.tried.values(), key=lambda found: found.seconds, default=None)
 
     def solutions(self, ram: _Ring, vram: _Ring) -> Iterator[tuple[Problem, Counts]]:
-        """The programmes that these rings leave, with counts that fit.
+        """Yield the placement problems for these rings, with counts that fit.
 
-        Attention, keys and values of all layers go to the GPU where there is room for them;
-        else as many as there is room for, or whatever is best for a token.
+        Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
+        or the number that is best for a token.
         """
         problem = self._problem(ram, vram)
         ways: list[AttentionPlace] = ["anywhere"]
@@ -249,14 +248,14 @@ class _Search:
             fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
             shared = any(group.shared for group in problem.classes)
             if not shared and bound(problem, counts) >= fastest:
-                continue  # no replay beats its bound
+                continue  # a replay is never faster than the bound
             found = self._replay(problem, counts, ram, vram)
             if (ram, vram) not in self.tried or found.seconds < fastest:
                 self.tried[ram, vram] = found
         return self.tried.get((ram, vram))
 
     def _replay(self, problem: Problem, counts: Counts, ram: _Ring, vram: _Ring) -> Candidate:
-        """``counts`` in the order of a pass, with these rings."""
+        """Arrange ``counts`` in the order of a pass, and replay it with these rings."""
         costs, rooms = self._costs, self._rooms
         where = arrange(costs.shape.units, problem.classes, counts)
         moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
@@ -271,7 +270,7 @@ class _Search:
                 prefill_rows=self._prefill_rows,
             ),
         )
-        if not (copied or placement.crossing):  # a ring that nothing passes is not made
+        if not (copied or placement.crossing):  # leave out an unused ring
             placement = replace(placement, vram_ring=0)
         passes = 2 if costs.shape.experts else 3
         return Candidate(
@@ -281,7 +280,7 @@ class _Search:
         )
 
     def _prompt_s(self, placement: Placement) -> float:
-        """Seconds of a prompt's token, where the placement decides about them."""
+        """Return the seconds per prompt token; 0 without a GPU."""
         if not self._gpu:
             return 0.0
         rows = placement.prefill_rows
@@ -292,7 +291,7 @@ class _Search:
 
 
 def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
-    """None at all first, then ascending."""
+    """Yield no ring first, then rings in ascending size."""
     yield _Ring(0, 0)
     if not slots:
         return
@@ -306,7 +305,7 @@ def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_R
 
 
 def _slots(classes: Sequence[UnitClass]) -> list[int]:
-    """Sizes of units that may be read in a pass, ascending; not all where there are many."""
+    """Return the sizes of units that may be read in a pass, ascending; at most six."""
     sizes = sorted({group.nbytes for group in classes if group.use > 0})
     while len(sizes) > _MOST_SLOTS:
         # Two sizes that are nearly the same need nearly the same ring: keep the larger.
@@ -316,10 +315,10 @@ def _slots(classes: Sequence[UnitClass]) -> list[int]:
 
 
 def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
-    """First none at all, for models that fit."""
+    """Yield no ring first, for models that fit; then rings for each slot size."""
     yield _Ring(0, 0)
     for slot in slots[-2:] if few else slots:
-        # The reader fills what is free chunk by chunk: a little more than a unit is a ring.
+        # The reader fills free space chunk by chunk, so a ring may be little more than a unit.
         extra = () if few else (2 << 20, 4 << 20, 6 << 20, 10 << 20)
         times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
         sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
@@ -330,7 +329,7 @@ def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ri
 
 
 def _with_small_units(costs: Costs, where: Mapping[str, Where]) -> dict[str, Where]:
-    """Every unit in order: norms go with the head that follows them."""
+    """Add the small units (norms), placed with the head; return all units in order."""
     head = next((unit for unit in costs.shape.units if unit.kind == "head"), None)
     on_gpu = head is not None and where[head.name].on_gpu
     small = Where.VRAM if on_gpu else Where.RAM
@@ -349,7 +348,7 @@ def _kv_places(costs: Costs, where: Mapping[str, Where], rooms: Rooms) -> tuple[
 
 
 def fits(request: PlanRequest) -> bool:
-    """Whether there is a plan; sooner known than found."""
+    """Whether a plan exists; faster than finding the best one."""
     if request.uses_gpu and fits(request.without_gpu()):
         return True
     request, rooms, _ = prepare(request)
@@ -366,7 +365,7 @@ def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
 
 
 def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None, tuple[str, ...]]:
-    """The fastest placement found, the request without a GPU that it may not use, and notes."""
+    """Return the request (without an unused GPU), the fastest placement found, and notes."""
     request, rooms, prefill_rows = prepare(request, _best_rows(request))
     notes = list[str]()
     best = _search(request, rooms, prefill_rows, notes)
@@ -374,10 +373,10 @@ def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None,
 
 
 def _best_rows(request: PlanRequest) -> int:
-    """The most rows of a prompt's pass beside a GPU.
+    """Choose the most rows of a prompt's pass with a GPU.
 
-    More make prompts faster, and take memory from weights: the fewest with which prompts are nearly
-    as fast as they can be without making all of it much slower.
+    More rows make prompts faster, but take memory from weights. The result is the fewest rows with
+    nearly the fastest prompts, among those that keep the total time nearly the least.
     """
     if not request.uses_gpu:
         return PREFILL_ROWS
@@ -394,7 +393,7 @@ def _best_rows(request: PlanRequest) -> int:
 def _search(
     request: PlanRequest, rooms: Rooms, prefill_rows: int, notes: list[str]
 ) -> Candidate | None:
-    """With as few layers' keys and values on the SSD as it takes."""
+    """Find the best placement with as few layers' KV caches on the SSD as possible."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return None
     best = _Search(request.costs(), rooms, prefill_rows).best()
@@ -411,8 +410,8 @@ def _search(
 
 
 def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
-    """Keys and values of the first layers on the SSD, as far as no other layer reads them; what
-    they take of RAM nevertheless.
+    """Move the KV caches of the first ``layers`` to the SSD, except those that layers share, and
+    subtract the RAM that they still need.
     """
     shape, kv_format = request.shape, request.kv_format
     kept = {layer.reads for layer in shape.kv} | {
@@ -425,8 +424,8 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
 
 
 def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
-    """The request without a GPU that it may not use, what the fixed parts leave, and the rows of a
-    pass, at most ``longest`` of a prompt.
+    """Return the request without an unused GPU, the bytes that the fixed parts leave, and the rows
+    of a prompt's pass (at most ``longest``).
     """
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())
@@ -443,7 +442,7 @@ def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequ
     if request.uses_gpu:
         scratch = gpu_scratch_nbytes(shape.pass_sizes, rows)
         vram = budgets.vram - budgets.context_bytes() - scratch - small
-    # Keys and values of all sequences at the full context.
+    # KV caches of all sequences at the full context.
     sizes = shape.kv_nbytes(request.kv_format, request.ctx)
     kv = tuple(request.sequences * size for size in sizes)
     return request, Rooms(ram=ram, vram=vram, kv=kv), prefill_rows

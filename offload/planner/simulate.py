@@ -25,35 +25,35 @@ from localrt.offload.ring import Chunk, chunks, place
 
 @dataclass(slots=True)
 class Slot:
-    """A unit's place; ``release`` is when it is given back, known once the unit is used."""
+    """A unit's slot in a ring; ``release`` is when it is freed, known once the unit is used."""
 
     offset: int
     nbytes: int
     release: float = float("inf")
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it takes any byte of ``start`` to ``stop``."""
+        """Whether the slot has any byte from ``start`` to ``stop``."""
         return self.offset < stop and start < self.offset + self.nbytes
 
 
 class RingModel:
-    """``nbytes`` for units, loaded in pieces of ``chunk`` bytes, each as soon as it has room."""
+    """A ring of ``nbytes``; units load in chunks of ``chunk`` bytes, each as soon as it fits."""
 
     def __init__(self, nbytes: int, chunk: int) -> None:
         self.nbytes = nbytes
         self._chunk = chunk
         self._live: deque[Slot] = deque()
-        self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by bytes, and which come first
+        self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by (unit bytes, first bytes)
         self._next = 0
 
     def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float]:
-        """Load a unit through a resource that is free from ``free`` on: its slot, and the end."""
+        """Load a unit over a resource that is free from ``free`` on; return slot and end time."""
         while self._live and self._live[0].release <= free:
             self._live.popleft()
         slot, pieces = self._place(nbytes)
         clock = free
         if self._live and (ready := self._ready(slot, pieces[0])) > free:
-            # Whoever waits until the ring is empty begins at its beginning.
+            # A load that waits until the ring is empty starts at offset 0.
             if ready >= self._live[-1].release:
                 self._live.clear()
                 slot, pieces = self._place(nbytes)
@@ -69,7 +69,7 @@ class RingModel:
         return slot, clock
 
     def release(self, slot: Slot, time: float) -> None:
-        """Give back a slot at ``time``; slots come back in the order in which they were taken."""
+        """Free a slot at ``time``, but not before older slots: they are freed in order."""
         slot.release = time
         for older in self._live:
             if older is slot:
@@ -90,14 +90,14 @@ class RingModel:
         return slot, self._cut[nbytes, first]
 
     def _newest(self, start: int, stop: int) -> int:
-        """How many slots are as old as the newest that takes bytes of ``start`` to ``stop``."""
+        """Count the slots up to the newest one that overlaps ``start`` to ``stop``."""
         for count in range(len(self._live), 0, -1):
             if self._live[count - 1].overlaps(start, stop):
                 return count
         return 0
 
     def _ready(self, slot: Slot, chunk: Chunk) -> float:
-        """When the bytes of a piece are free."""
+        """Return when the bytes of a chunk are free."""
         start = slot.offset + chunk.start
         stop = start + chunk.nbytes
         ready = 0.0
@@ -111,16 +111,15 @@ Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 READ_CHUNK = 2 << 20
 COPY_CHUNK = 8 << 20
-_WAKE_S = 1.5e-4  # until a pass that waits goes on
+_WAKE_S = 1.5e-4  # to wake a waiting pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a steady pass takes: seconds, and bytes of each way.
+    """A steady pass: its seconds, and the bytes moved over each path.
 
-    ``busy`` is each resource's work per pass, ``chain`` the computing and crossing that can only
-    follow one another. ``waits`` is the time per pass that computing stood still, by what it waited
-    for.
+    ``busy``: seconds of each resource's work per pass. ``chain``: seconds of computing and
+    crossing, which cannot overlap. ``waits``: seconds per pass that computing waited, by cause.
     """
 
     seconds: float
@@ -132,12 +131,12 @@ class Simulation:
 
     @property
     def bound(self) -> float:
-        """Seconds that no schedule of this placement can beat."""
+        """The least seconds that any schedule of this placement can take."""
         return max(self.busy["ssd"], self.busy["link"], self.chain)
 
     @property
     def efficiency(self) -> float:
-        """The busiest resource's share of the time."""
+        """The share of the pass for which the busiest resource works."""
         return max(self.busy.values()) / self.seconds if self.seconds else 1.0
 
 
@@ -160,9 +159,9 @@ def simulate(
     passes: int | None = None,
     warm_up: int = 3,
 ) -> Simulation:
-    """Replay ``warm_up`` + ``passes`` passes; figures are means over the latter.
+    """Replay ``warm_up`` + ``passes`` passes; results are means over the latter.
 
-    Experts are chosen at random, the same in each replay, all equally often.
+    Experts are chosen at random with equal probability; every replay has the same choices.
     """
     if passes is None:
         passes = 8 if costs.shape.experts else 4
@@ -174,7 +173,7 @@ def simulate(
     sums = replay.sums
     busy = {name: value / passes for name, value in sums.busy.items()}
     chain = sums.chain / passes
-    # Over a few passes a ring that was full at first looks like speed: no schedule beats the bound.
+    # A ring that was full at the start makes a few passes look too fast: apply the lower bound.
     seconds = max((replay.clock - before) / passes, chain, *busy.values())
     return Simulation(
         seconds=seconds,
@@ -187,17 +186,17 @@ def simulate(
 
 
 def _reached(room: int) -> float:
-    """The share of a disk's rate with ``room`` bytes in the ring beside the largest unit.
+    """Return the share of a disk's rate reached with ``room`` ring bytes beside the largest unit.
 
-    Two requests are on their way at a time; where only one finds room, the disk rests in between.
-    Measured: 9 % with room for one.
+    Two requests are in flight at a time. If only one has room, the disk idles in between: a
+    measured loss of 9 %.
     """
     wanted = 3 * READ_CHUNK
     return 1.0 - 0.13 * max(0.0, 1.0 - room / wanted)
 
 
 class _Replay:
-    """Passes under one placement. All times are seconds from the first token's beginning."""
+    """Replays passes under one placement. Times are seconds from the first token's beginning."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs = costs
@@ -206,14 +205,14 @@ class _Replay:
         self.kv = placement.kv
         self.random = random.Random(0)
         self.bytes_s = costs.machine.ssd_bytes_s
-        # What streams from the SSD, and how fast with the room that the ring leaves beside it.
+        # The units read from the SSD, and the disk's rate with the ring's room beside the largest.
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
         self.link_bytes_s = costs.machine.link_bytes_s or 1.0
         self.expert_costs = expert_costs(costs)
         self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
-        self.touched: dict[str, tuple[int, int]] = {}  # experts of a layer, and rows of each
+        self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
         places = [placement.where[unit.name] for unit in costs.shape.routed]
         kept, off = places.count(Where.VRAM), sum(place.read for place in places)
         self.in_vram = kept / len(places) if places else 0.0
@@ -223,12 +222,12 @@ class _Replay:
         self.disk_free = self.link_free = 0.0
         self.clock = 0.0  # the end of the latest computing
         self.on_gpu = False
-        self.router = 0.0  # the end of the latest unit that is no expert
+        self.router = 0.0  # the end of the latest unit other than an expert
         self.asked = 0.0  # when copies for the next layer of experts could begin
         self.sums = _Sums()
 
     def one_pass(self) -> None:
-        """Go through all units."""
+        """Replay one pass through all units."""
         if self.on_gpu:
             self._cross(to_gpu=False)
         extra = self.costs.per_pass()
@@ -246,9 +245,9 @@ class _Replay:
                 self.router = self.clock
 
     def _chosen(self, experts: Sequence[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
-        """The experts that a pass touches, with the rows that each sees and where each is.
+        """Choose the experts that a pass uses; return each with its rows and place.
 
-        Those in memory come first: they are computed while others are read.
+        Experts in memory come first: they are computed while others are read.
         """
         chosen, each = self._touched(experts)
         hits = self.costs.expert_hits
@@ -260,7 +259,7 @@ class _Replay:
         return sorted(found, key=lambda item: item[2].read)
 
     def _touched(self, experts: Sequence[PlacedUnit]) -> tuple[list[PlacedUnit], int]:
-        """The experts of a layer that a pass touches, and the rows that each sees."""
+        """Choose the experts of a layer that a pass uses; return them and the rows of each."""
         name = experts[0].name
         if name not in self.touched:
             count = len(experts)
@@ -270,11 +269,11 @@ class _Replay:
         return self.random.sample(experts, wanted), each
 
     def _shared(self, experts: Sequence[PlacedUnit]) -> None:
-        """A layer's experts on the GPU and the CPU at once, as the scheduler divides them.
+        """Compute a layer's experts on GPU and CPU at once, as the scheduler divides them.
 
-        What is on the GPU and in RAM is the caches' business: any expert, as often as there is
-        room for it. What is in neither is read before the CPU computes it. All see as many rows:
-        only how many there are of each kind matters.
+        Caches decide which experts are on the GPU and in RAM, so each is there with a probability
+        that follows from the room. Others are read before the CPU computes them. All have equal
+        rows: only the number of experts of each kind matters.
         """
         cost, sums, draw = self.expert_costs, self.sums, self.random.random
         assert cost is not None, "there is a GPU, and there are experts"
@@ -286,14 +285,14 @@ class _Replay:
         way = self.costs.crossing()
         ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
         nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
-        # First of those that the CPU was to compute, then of those that were to be copied.
+        # For each missing expert, whether it is on the SSD; the last ones are those to be copied.
         off = [draw() < self.on_ssd for _ in range(missing)]
         absent = sum(off)
         if self.crossing:
             plan = self._batch(held, missing, rows)
         else:
             plan = self._assign(held, missing, rows, ready)
-        if absent:  # only what is in RAM can be copied: the CPU computes what is read
+        if absent:  # only experts in RAM can be copied: the CPU computes those it reads
             fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
             held = len(plan.gpu) - len(plan.fetch)
             plan = self._assign(held, len(chosen) - absent - held, rows, ready, fetched)
@@ -323,7 +322,7 @@ class _Replay:
         sums.nbytes["link"] += len(plan.fetch) * nbytes
 
     def _batch(self, held: int, missing: int, rows: int) -> Assignment:
-        """All others are copied, as early as the layer before, and then computed at once."""
+        """Copy all missing experts, from the layer before on; then compute them together."""
         cost, begin = self.expert_costs, self.clock
         assert cost is not None, "see _shared"
         copied = max(self.link_free, self.asked) + missing * cost.fetch
@@ -337,8 +336,8 @@ class _Replay:
     def _assign(
         self, held: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
     ) -> Assignment:
-        """What the scheduler makes of ``held`` experts on the GPU and ``missing`` others, each of
-        ``rows``; with ``fetched``, that many are copied.
+        """Schedule ``held`` experts on the GPU and ``missing`` others, each with ``rows``. If
+        ``fetched`` is given, that many are copied.
         """
         key = (held, missing, rows, ready.link, fetched)
         if key not in self.assigned:
@@ -348,9 +347,9 @@ class _Replay:
         return self.assigned[key]
 
     def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:
-        """Read, copy and compute; ``rows`` where an expert sees fewer than the pass has."""
+        """Read, copy and compute a unit; ``rows`` if an expert has fewer than the pass."""
         sums, ready = self.sums, 0.0
-        slot: tuple[RingModel, Slot] | None = None  # the latest that holds it
+        slot: tuple[RingModel, Slot] | None = None  # the latest slot of the unit
         asked = self.router if unit.kind == "expert" else 0.0
         if where.read:
             slot, ready = self._read(unit, where, asked)
@@ -380,7 +379,7 @@ class _Replay:
     def _read(
         self, unit: PlacedUnit, where: Where, asked: float
     ) -> tuple[tuple[RingModel, Slot] | None, float]:
-        """Read a unit: its place in the ring, and when it is there."""
+        """Read a unit; return its ring slot, if any, and when it is in memory."""
         slot, start = None, max(self.disk_free, asked)
         end = start + unit.nbytes / self.read_bytes_s
         if unit.kind != "expert" or where.copied:  # experts have slots of their own
@@ -390,8 +389,8 @@ class _Replay:
         return slot, end
 
     def _read_kv(self, nbytes: int, ready: float) -> float:
-        """Read a layer's keys and values, through two small buffers of their own: their reading
-        begins with their turn.
+        """Read a layer's KV cache through its own two small buffers, not ahead of the layer's
+        computing. Return when it is in memory.
         """
         if not nbytes:
             return ready
@@ -407,7 +406,7 @@ class _Replay:
     def _copy(
         self, unit: PlacedUnit, ready: float, read: tuple[RingModel, Slot] | None
     ) -> tuple[tuple[RingModel, Slot], float]:
-        """Copy a unit to the GPU: as ``_read``. Its slot in RAM is free afterwards."""
+        """Copy a unit to the GPU, and free its slot in RAM; returns as ``_read``."""
         free = max(self.link_free, ready)
         slot, end = self.vram.load(unit.nbytes, free, self.link_bytes_s)
         self.link_free = end
@@ -418,7 +417,7 @@ class _Replay:
         return (self.vram, slot), end
 
     def _cross(self, *, to_gpu: bool) -> None:
-        """Activations go to the other device."""
+        """Move the activations to the other device."""
         seconds = self.costs.crossing()
         self.clock += seconds
         self.on_gpu = to_gpu

@@ -20,16 +20,16 @@ from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
-"""Per class, how many of its units go to each place."""
+"""For each class, the number of its units at each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitClass:
-    """Equal units, in the order of a pass: seconds of one on CPU and GPU.
+    """Equal units, in the order of a pass, with the seconds that one takes on CPU and GPU.
 
-    ``kv`` are the bytes of a layer's keys and values, which lie where its attention is computed.
-    Those of ``shared`` units are computed by both at once: seconds are an equal part of what a
-    layer takes with none of them on the GPU, or all.
+    ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed.
+    ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s`` and ``gpu_s`` are an
+    equal part of the layer's seconds with none of them on the GPU, and with all.
     """
 
     names: tuple[str, ...]
@@ -38,24 +38,24 @@ class UnitClass:
     use: float
     cpu_s: float
     gpu_s: float = 0.0
-    reading_s: float = 0.0  # what reading it takes from the CPU
+    reading_s: float = 0.0  # CPU time that reading the unit takes
     kv: int = 0
     shared: bool = False
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of units."""
         return len(self.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Room for weights, keys and values in bytes, rates in bytes per second.
+    """The placement problem: room for weights and KV caches in bytes, rates in bytes per second.
 
-    ``ram_slot`` and ``vram_slot`` bound the units that may be read and copied: rings must hold
-    them. Without a GPU ``link_bytes_s`` is 0. ``attention``, and a mixture's routers, may have to
-    be on the GPU, or are put there first: prompts need them there, and keys and values cannot
-    change sides. It may have to be the CPU's, all of it: layers that share keys and values.
+    ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
+    hold them. Without a GPU ``link_bytes_s`` is 0. ``attention`` may force attention (and a
+    mixture's routers) onto the GPU, or place it there first: prompts need it there, and KV caches
+    cannot move. It may force all attention onto the CPU if layers share KV caches.
     """
 
     classes: tuple[UnitClass, ...]
@@ -70,17 +70,17 @@ class Problem:
     attention: AttentionPlace = "anywhere"
 
     def attends(self, group: UnitClass) -> bool:
-        """Whether a class is attention, or routers."""
+        """Whether a class is attention, or a mixture's routers."""
         mixture = any(other.kind == "expert" for other in self.classes)
         return group.kind == "attention" or (mixture and group.kind == "mlp")
 
     def places(self, group: UnitClass) -> tuple[Where, ...]:
-        """Where a class may go, the fastest first."""
+        """Return the places where a class may go, the fastest first."""
         readable = group.nbytes <= self.ram_slot or group.use == 0
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
         places = [Where.VRAM, Where.RAM]
-        if group.shared:  # what is copied of them, and when, is the scheduler's choice
+        if group.shared:  # the scheduler decides which experts are copied, and when
             return (*places, Where.SSD) if readable else tuple(places)
         if group.nbytes <= self.vram_slot:
             places.append(Where.LINK)
@@ -96,9 +96,9 @@ class Problem:
 
 
 def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
-    """The classes of a model's units; ``kv`` are bytes per layer at the full context.
+    """Group a model's units into classes; ``kv`` are bytes per layer at the full context.
 
-    Units without arithmetic that are not read by row (norms) are left out: they are kilobytes.
+    Leaves out norms (no arithmetic, and not read by row): they are kilobytes.
     """
     groups: dict[tuple[object, ...], list[PlacedUnit]] = {}
     for unit in costs.shape.units:
@@ -137,7 +137,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
 
 
 def bound(problem: Problem, counts: Counts) -> float:
-    """Seconds of a pass: the longest of reading, copying, and computing one unit after another."""
+    """Return a lower bound of a pass's seconds: the longest of its reads, copies and computing."""
     read = copied = 0.0
     chain = problem.fixed_s
     for group, places in zip(problem.classes, counts, strict=True):
@@ -153,7 +153,7 @@ def bound(problem: Problem, counts: Counts) -> float:
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
-    """A unit's computing at a place, with the crossings that a unit on the CPU costs."""
+    """Return the seconds of computing a unit at a place; on the CPU with the crossings it costs."""
     if where.on_gpu:
         return group.gpu_s
     crossing = problem.crossing_s if problem.link_bytes_s and not group.shared else 0.0
@@ -161,14 +161,14 @@ def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
 
 
 def held_bytes(group: UnitClass, where: Where) -> tuple[int, int]:
-    """Bytes of (RAM, VRAM) that one unit keeps at a place."""
+    """Return the bytes of (RAM, VRAM) that one unit occupies at a place."""
     ram = group.nbytes if where in (Where.RAM, Where.LINK) else 0
     vram = group.nbytes if where is Where.VRAM else 0
     return (ram, vram + group.kv) if where.on_gpu else (ram + group.kv, vram)
 
 
 def is_feasible(problem: Problem, counts: Counts) -> bool:
-    """Whether every unit has a place that it may have, and all fit."""
+    """Whether every unit is at an allowed place, and all fit."""
     ram = vram = 0
     for group, places in zip(problem.classes, counts, strict=True):
         if sum(places.values()) != group.count or min(places.values(), default=0) < 0:
@@ -182,14 +182,15 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
     return ram <= problem.ram and vram <= problem.vram
 
 
-# A subset's sum is exact to one step a unit: small beside the smallest, and not too many in all.
+# Subset sums are exact to one step per unit. A step is small beside the smallest unit, unless that
+# would take too many steps.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
 _PAGE = 4096
 
 
 def solve_greedily(problem: Problem) -> Counts | None:
-    """Counts that fit, or None where nothing does."""
+    """Return counts that fit, or None if nothing does."""
     kept = _fill_vram(problem)
     rest = [group.count - count for group, count in zip(problem.classes, kept, strict=True)]
     read = _choose_reads(problem, rest)
@@ -198,7 +199,7 @@ def solve_greedily(problem: Problem) -> Counts | None:
     copied = _balance(problem, kept, rest, read)
     counts: list[dict[Where, int]] = []
     for vram, left, ssd, link in zip(kept, rest, read, copied, strict=True):
-        # What is copied comes from RAM first.
+        # Copy units in RAM first, then those on the SSD.
         from_ram = min(link, left - ssd)
         places = {
             Where.VRAM: vram,
@@ -212,13 +213,13 @@ def solve_greedily(problem: Problem) -> Counts | None:
 
 
 def _fill_vram(problem: Problem) -> list[int]:
-    """How many of each class stay on the GPU."""
+    """Return how many units of each class stay on the GPU."""
     kept, room = [0] * len(problem.classes), problem.vram
     if not problem.link_bytes_s:
         return kept
 
     def gain(number: int) -> float:
-        """Seconds saved per byte, at the least of what the other places cost."""
+        """Seconds saved per byte, compared with the cheapest other place."""
         group = problem.classes[number]
         seconds = min(group.cpu_s, group.nbytes / problem.link_bytes_s) - group.gpu_s
         return group.use * seconds / (group.nbytes + group.kv)
@@ -235,7 +236,7 @@ def _fill_vram(problem: Problem) -> list[int]:
 
 
 def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
-    """How many of each class live on the SSD, of those that are not in VRAM."""
+    """Return how many units of each class, of those not in VRAM, stay on the SSD."""
     read = [0] * len(rest)
     deficit = -problem.ram + sum(
         left * (group.nbytes + group.kv) for left, group in zip(rest, problem.classes, strict=True)
@@ -259,10 +260,10 @@ def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
 
 
 def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int] | None:
-    """Counts of each size, within ``limits``, whose sum is the least that reaches ``target``.
+    """Return counts per size, within ``limits``, with the smallest sum of at least ``target``.
 
-    Sums are taken in steps, rounded so that the answer never falls short. None where all together
-    do not reach it.
+    Sums are counted in steps, with sizes rounded down, so the result is never too small. None if
+    all units together do not reach the target.
     """
     if sum(size * limit for size, limit in zip(sizes, limits, strict=True)) < target:
         return None
@@ -270,7 +271,7 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     step = max(_PAGE, fine // _PAGE * _PAGE, target // _MOST_STEPS)
     goal = -(-target // step)
     floors = [size // step for size in sizes]
-    # Halves, quarters, ... of every class: as many items as the counts have digits.
+    # Split each count into powers of two, so that a class has only a few items.
     items = [
         (number, count)
         for number, limit in enumerate(limits)
@@ -282,9 +283,9 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     for number, count in items:
         reached.append((reached[-1] | reached[-1] << (floors[number] * count)) & mask)
     beyond = reached[-1] >> goal
-    if beyond == 0:  # only rounding keeps it from reaching the target
+    if beyond == 0:  # the target is reached only without rounding
         return list(limits)
-    # The least sum that reaches it: rounding took at most a step of each unit.
+    # The lowest set bit is the least sum. Rounding lost at most one step per unit.
     total = goal + (beyond & -beyond).bit_length() - 1
     return _without_surplus(sizes, _decoded(reached, items, floors, total), target)
 
@@ -292,7 +293,7 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
 def _decoded(
     reached: Sequence[int], items: Sequence[tuple[int, int]], floors: Sequence[int], total: int
 ) -> list[int]:
-    """The counts behind a sum of ``total`` steps."""
+    """Return counts whose sum is ``total`` steps."""
     chosen = [0] * len(floors)
     for index in range(len(items) - 1, -1, -1):
         if reached[index] >> total & 1:
@@ -304,7 +305,7 @@ def _decoded(
 
 
 def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> list[int]:
-    """Give back what rounding took too much."""
+    """Remove units that were chosen only because sizes were rounded down."""
     surplus = sum(size * count for size, count in zip(sizes, chosen, strict=True)) - target
     for number in sorted(range(len(sizes)), key=lambda n: sizes[n], reverse=True):
         if sizes[number]:
@@ -315,7 +316,7 @@ def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> li
 
 
 def _halves(count: int) -> list[int]:
-    """Numbers whose subsets sum to every number up to ``count``."""
+    """Return numbers whose subset sums are all numbers up to ``count``."""
     parts, size = [], 1
     while count > 0:
         parts.append(min(size, count))
@@ -327,7 +328,7 @@ def _halves(count: int) -> list[int]:
 def _balance(
     problem: Problem, kept: Sequence[int], rest: Sequence[int], read: Sequence[int]
 ) -> list[int]:
-    """How many of each class, of those not in VRAM, are copied rather than computed by the CPU."""
+    """Return how many units of each class outside VRAM are copied to the GPU to be computed."""
     none = [0] * len(rest)
     if not problem.link_bytes_s:
         return none
@@ -363,7 +364,7 @@ def _balance(
 def _copy_within(
     problem: Problem, order: Sequence[int], rest: Sequence[int], chain: float, seconds: float
 ) -> tuple[list[int], float]:
-    """Copy what the link can carry in ``seconds``, and as much as brings the chain below them."""
+    """Copy units until the chain takes at most ``seconds``, as far as the link can carry them."""
     copied, room = [0] * len(rest), seconds * problem.link_bytes_s
     for number in order:
         group: UnitClass = problem.classes[number]
@@ -388,12 +389,12 @@ _SPECIAL = (
 def arrange(
     units: Sequence[PlacedUnit], classes: Sequence[UnitClass], counts: Counts
 ) -> dict[str, Where]:
-    """Every unit of a class at a place, in the order of the pass.
+    """Assign a place to every unit of the classes, in the order of the pass.
 
-    What is on the GPU, what is read and what is copied is spread over the pass, by bytes, as evenly
-    as it goes.
+    Units on the GPU, units that are read and units that are copied are each spread over the pass as
+    evenly as possible, by bytes.
     """
-    quotas: dict[str, tuple[Mapping[Where, int], dict[Where, int]]] = {}  # whole, and what is left
+    quotas: dict[str, tuple[Mapping[Where, int], dict[Where, int]]] = {}  # all counts, counts left
     for group, places in zip(classes, counts, strict=True):
         quotas |= dict.fromkeys(group.names, (places, dict(places)))
     lags, found = [0.0] * len(_SPECIAL), dict[str, Where]()
