@@ -128,14 +128,14 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 __all__ = ["__version__", *sorted(_HOME)]
 
-# In a checkout the rooms models/, quant/, ... lie beside this folder; installed, they lie in it.
+# In a checkout the packages models/, quant/, ... are beside this folder; installed, inside it.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "models" / "__init__.py").is_file():
     __path__.append(str(_root))
 
 
 class _Name:
-    """A public name, in the module's class: ``help(localrt)`` would print each one in full."""
+    """The type of a public name; without it, ``help(localrt)`` would print each one in full."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""Loading a model while the program goes on: how far it is, its end, and a way to stop it.
+"""Loading a model in the background: its progress, its result, and a way to cancel it.
 
-It knows ``localrt.load`` alone, which it imports in the loading thread: a window appears before.
+It only knows ``localrt.load``, and imports it in the loading thread, so a window opens first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Callback = Callable[["Loading"], None]
 def load_in_background(model: str | Path = "smollm2", **options: Any) -> Loading:
     """``load`` in a thread of its own, with the same options but ``progress`` and ``cancel``.
 
-    Returns at once; what is wrong with the model or an option comes out of ``result``.
+    Returns at once; ``result`` raises errors of the model or the options.
     """
     for name in ("progress", "cancel"):
         if name in options:
@@ -32,7 +32,7 @@ def load_in_background(model: str | Path = "smollm2", **options: Any) -> Loading
 
 
 class Loading:
-    """A model on its way. Thread-safe."""
+    """A model that is being loaded. Thread-safe."""
 
     def __init__(self, model: str | Path, options: dict[str, Any]) -> None:
         self.name = str(model)
@@ -46,7 +46,7 @@ class Loading:
         ).start()
 
     def __repr__(self) -> str:
-        """What is loaded, and how far that is."""
+        """Name the model and the state of its loading."""
         step = self._progress
         state = "ended" if self.done else "loading" if step is None else step.stage
         return f"<localrt.Loading {self.name!r}: {state}>"
@@ -67,7 +67,7 @@ class Loading:
         return self._cancel.is_set()
 
     def result(self, timeout: float | None = None) -> Model:
-        """The model, as soon as it is there.
+        """Return the model, once it is loaded.
 
         Raises:
             TimeoutError: it takes longer than ``timeout`` seconds.
@@ -77,13 +77,13 @@ class Loading:
         return self._future.result(timeout)
 
     async def aresult(self) -> Model:
-        """Like ``result``, for asyncio. Cancelling the task leaves the loading as it is."""
-        import asyncio  # six megabytes, for those who use it
+        """Like ``result``, for asyncio. Cancelling the task does not stop the loading."""
+        import asyncio  # imported late: it takes six megabytes
 
         return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def cancel(self) -> None:
-        """Stop loading; a model that is there already is closed."""
+        """Stop loading; close the model if it is already loaded."""
         with self._lock:
             self._cancel.set()
             loaded = self._future.done() and self._future.exception() is None
@@ -91,10 +91,10 @@ class Loading:
             self._future.result().close()
 
     def add_callback(self, callback: Callback) -> None:
-        """Have ``callback(self)`` called for every step, and once more at the end.
+        """Call ``callback(self)`` for every step, and once more at the end.
 
-        It is called from the loading thread (at once from this one, where loading has ended): a
-        window passes it on to its own, by a signal or a queue. What it raises is ignored.
+        The loading thread calls it (or this thread, at once, if loading has ended): a window passes
+        it on to its own thread, by a signal or a queue. Exceptions that it raises are ignored.
         """
         with self._lock:
             ended = self._future.done()

@@ -1,6 +1,6 @@
-"""A conversation: messages and options, answered by a model here or behind a server.
+"""A conversation: messages and options, answered by a local model or one behind a server.
 
-What it needs of that model is ``ChatHost``; what both kinds of models have, ``ChatModel``.
+``ChatHost`` is what it needs of a model; ``ChatModel`` is what both kinds have.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _ASKING = ("user", "tool")
 
 
 class ChatCache(Protocol):
-    """One conversation at its model: it answers, and keeps what saves work in the next turn."""
+    """A model's side of one conversation: it answers, and keeps a cache for the next turn."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation that need not be computed again."""
+        """The number of tokens that need not be computed again."""
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes that they take in memory here."""
+        """The bytes that those tokens take in this process."""
 
     def answer(
         self,
@@ -51,39 +51,39 @@ class ChatCache(Protocol):
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
-        """Generate the next turn of ``messages``; ``options`` are those that somebody chose."""
+        """Generate the next turn of ``messages``; ``options`` are those explicitly set."""
 
     def park(self, to: Tier) -> int:
-        """Save the KV cache and free it; the bytes saved, 0 where it stays."""
+        """Save the KV cache and free it; return the bytes saved, 0 if it stays."""
 
     def close(self) -> None:
-        """Free the KV cache, once an answer on its way has ended."""
+        """Free the KV cache once a running answer has ended."""
 
 
 class ChatHost(Protocol):
-    """What a conversation needs of a model, here or behind a server."""
+    """What a conversation needs of a model, local or behind a server."""
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The model's name."""
 
     @property
     def ctx(self) -> int:
-        """Tokens that its context holds; 0: not known."""
+        """The tokens that its context holds; 0: unknown."""
 
     @property
     def takes_tools(self) -> bool:
-        """Whether it can be given tools, as far as is known."""
+        """Whether it accepts tools, as far as is known."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise ``OptionError`` where a conversation cannot have these options."""
+        """Raise ``OptionError`` if a conversation cannot have these options."""
 
     def open_chat(self) -> ChatCache:
-        """A new conversation."""
+        """Start a new conversation."""
 
 
 class ChatModel(Protocol):
-    """A model to chat with: what ``Model`` and a model behind a server have in common.
+    """A model to chat with: the common part of ``Model`` and a model behind a server.
 
     What a server does not tell is None, or 0 in ``info``.
     """
@@ -94,7 +94,7 @@ class ChatModel(Protocol):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names that the option ``adapter`` may have; none where a server does not tell."""
+        """The names for the option ``adapter``; none if a server does not list them."""
 
     def chat(
         self,
@@ -103,25 +103,25 @@ class ChatModel(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ChatSession:
-        """A conversation that keeps its history."""
+        """Start a conversation that keeps its history."""
 
     def load_chat(self, path: str | Path) -> ChatSession:
-        """A conversation saved with ``ChatSession.save``."""
+        """Load a conversation saved with ``ChatSession.save``."""
 
     def count(self, prompt: str | Sequence[Message]) -> int:
-        """Tokens of a text or of a conversation, or an estimate."""
+        """Count the tokens of a text or a conversation, or estimate them."""
 
     def status(self, *, lanes: bool | None = None) -> Status | None:
-        """What it is doing just now."""
+        """Return what the model is doing now."""
 
     def advise(self) -> Outlook | None:
-        """What bounds it, and what would help."""
+        """Return what limits its speed, and what would help."""
 
     def unload(self) -> None:
-        """``close``, and give all memory back to the system."""
+        """Close, and give all memory back to the system."""
 
     def close(self) -> None:
-        """End its answers, and free what it holds."""
+        """End its answers, and free its memory."""
 
 
 class ChatSession:
@@ -150,7 +150,7 @@ class ChatSession:
         self.system = system
 
     def __repr__(self) -> str:
-        """Whom it is with, and how long it is."""
+        """Name the model, and the conversation's length."""
         return f"<localrt.ChatSession with {self._host.name!r}: {len(self.messages)} messages>"
 
     __reduce__ = Closing.__reduce__
@@ -173,17 +173,17 @@ class ChatSession:
 
     @property
     def tokens_used(self) -> int:
-        """Tokens in the KV cache."""
+        """The number of tokens in the KV cache."""
         return self._cache.tokens
 
     @property
     def capacity(self) -> int:
-        """Tokens that the context holds."""
+        """The number of tokens that the context holds."""
         return self._host.ctx
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the model can be given tools; of a server, whether it has not refused them."""
+        """Whether the model accepts tools; for a server, whether it has not refused them."""
         return self._host.takes_tools
 
     def set(self, **options: Any) -> None:
@@ -205,13 +205,13 @@ class ChatSession:
     # -- generation ------------------------------------------------------------------------------
 
     def add_tool_result(self, call: ToolCall | str, result: Any) -> None:
-        """Say what a call gave: text, or any value that JSON knows.
+        """Add the result of a call: text, or any value that JSON can represent.
 
         ``call`` is one of the answer's ``tool_calls``, or its id. Once all have their results,
         ``stream()`` without a text goes on.
 
         Raises:
-            OptionError: no call of that id waits for its result.
+            OptionError: no call with that id waits for a result.
         """
         call_id = call.id if isinstance(call, ToolCall) else call
         if call_id not in self._waiting_calls():
@@ -220,7 +220,7 @@ class ChatSession:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _waiting_calls(self) -> frozenset[str]:
-        """Ids of the calls whose results are missing at the end of the conversation."""
+        """Return the ids of calls without results at the end of the conversation."""
         answered: list[str] = []
         for message in reversed(self.messages):
             if message["role"] == "tool":
@@ -238,7 +238,7 @@ class ChatSession:
         on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Send a user turn and stream the answer; without a text, answer what is there.
+        """Send a user turn and stream the answer; without a text, answer the messages so far.
 
         ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
         answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
@@ -299,7 +299,7 @@ class ChatSession:
             self._busy.release()
 
     def send(self, text: str | None = None, **options: Any) -> Chunk:
-        """Like ``stream``, as one chunk that holds the whole answer."""
+        """Like ``stream``, but return one chunk with the whole answer."""
         return joined(self.stream(text, **options))
 
     def astream(self, text: str | None = None, **options: Any) -> AsyncIterator[Chunk]:
@@ -316,11 +316,11 @@ class ChatSession:
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes that the KV cache takes in memory."""
+        """The bytes that the KV cache takes in memory."""
         return self._cache.kv_nbytes
 
     def park(self, to: Tier = "disk") -> int:
-        """Save the KV cache and free it: the next turn goes on from there.
+        """Save the KV cache and free it; the next turn restores it.
 
         ``to`` is ``"disk"``, or ``"ram"``, which frees GPU memory only. Returns the bytes
         saved. 0: the cache stays where it is, since it is too small to be worth it, or the engine
@@ -338,7 +338,7 @@ class ChatSession:
             self._busy.release()
 
     def close(self) -> None:
-        """Free the KV cache; the messages stay, and a next turn computes them again."""
+        """Free the KV cache; the messages stay, and the next turn computes them again."""
         self.cancel()
         with self._busy:
             self._cache.close()
@@ -346,10 +346,10 @@ class ChatSession:
     # -- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write messages and options as JSON, for nobody else to read.
+        """Write messages and options as JSON, readable only by this user.
 
         Raises:
-            StorageError: the file cannot be written; what was there stays.
+            StorageError: the file cannot be written; the old file stays.
         """
         check_path("path", path)
         record = {
@@ -363,7 +363,7 @@ class ChatSession:
 
     @classmethod
     def load(cls, host: ChatHost, path: str | Path) -> ChatSession:
-        """A conversation written by ``save``, to go on with this model.
+        """Load a conversation written by ``save``, to continue it with this model.
 
         Raises:
             StorageError: the file cannot be read, or is not a saved chat.

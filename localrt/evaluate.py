@@ -1,4 +1,4 @@
-"""How well a model predicts a text: perplexity, and how far it is from another model.
+"""How well a model predicts a text: its perplexity, and its distance from another model.
 
 Windows are llama.cpp's: ``ctx`` tokens each, the first one replaced by BOS where the model wants
 it, and only the second half scored, so that every scored token has half a window before it. It
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Tally:
-    """Sums over scored positions. With a reference, every position needs its log-probabilities."""
+    """Sums over scored positions. A comparison needs the reference at every position."""
 
     def __init__(self) -> None:
         self._nll: list[float] = []
@@ -42,7 +42,7 @@ class Tally:
     def add(
         self, log_p: Floats, targets: npt.NDArray[np.integer], reference: Floats | None = None
     ) -> None:
-        """Count (n, vocab) log-probabilities and the n tokens that came, maybe beside a reference.
+        """Count (n, vocab) log-probabilities and the n actual tokens, optionally with a reference.
 
         ``reference`` has the same shape; it may be half precision.
         """
@@ -59,7 +59,7 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """Positions counted."""
+        """The number of positions counted."""
         return len(self._nll)
 
     @property
@@ -68,12 +68,12 @@ class Tally:
         return float(np.mean(self._nll))
 
     def perplexity(self) -> tuple[float, float]:
-        """The exponential of ``nats``, infinite where that is no number, and its standard error."""
+        """The exponential of ``nats``, or infinity if it overflows, and its standard error."""
         perplexity = _exp(self.nats)
         return perplexity, perplexity * _standard_error(self._nll)
 
     def comparison(self) -> dict[str, Any]:
-        """The numbers of a ``Comparison``; the change's error is of the paired differences."""
+        """Return the figures of a ``Comparison``; paired differences give the change's error."""
         differences = np.subtract(self._nll, self._reference_nll)
         change = math.expm1(min(float(np.mean(differences)), 700.0))
         return {
@@ -87,7 +87,7 @@ class Tally:
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """In place: (n, vocab) logits become natural-log probabilities."""
+    """Turn (n, vocab) logits into natural-log probabilities, in place."""
     logits -= logits.max(axis=1, keepdims=True)
     total = np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)
     logits -= np.log(total).astype(np.float32)
@@ -108,7 +108,7 @@ _SMALLEST_CTX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A model beside a reference, over the same scored tokens.
+    """A model compared with a reference, over the same scored tokens.
 
     ``perplexity`` is the reference's, ``perplexity_change`` the model's over it, minus one.
     ``kl_divergence`` is the mean of KL(reference || model) in nats, ``top1_agreement`` the share of
@@ -128,7 +128,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What was measured. ``perplexity_error`` is one standard error, ``tok_s`` of the model alone.
+    """The measurements. ``perplexity_error`` is one standard error, ``tok_s`` of the model alone.
 
     ``tokens`` were read, of which ``scored_tokens``, standing for ``scored_bytes``, were predicted.
     """
@@ -161,7 +161,7 @@ class Windows:
     first: int
 
     def targets(self) -> list[int]:
-        """Every scored token, in order."""
+        """All scored tokens, in order."""
         return [token for window in self.windows for token in window[self.first + 1 :]]
 
 
@@ -235,7 +235,7 @@ def evaluate(
 
 
 def text_windows(model: Model, text: str, *, ctx: int, limit_tokens: int | None = None) -> Windows:
-    """The windows that ``evaluate`` would score of ``text``. Raises as it does."""
+    """Return the windows of ``text`` that ``evaluate`` scores, and raise the same errors."""
     ctx, stride = _window_sizes(model, None, ctx, None)
     tokens, bos = _tokens(model, text)
     return _cut(tokens[:limit_tokens], ctx, stride, bos)
@@ -263,7 +263,7 @@ def _window_sizes(
 
 
 def _tokens(model: Model, text: str) -> tuple[list[int], int | None]:
-    """The text's tokens, and BOS where the model begins every text with it."""
+    """Return the text's tokens, after BOS if the model begins every text with it."""
     tokenizer = model.tokenizer
     bos = tokenizer.bos_id
     if bos is not None and tokenizer.encode("a")[0] != bos:

@@ -1,4 +1,4 @@
-"""The models on this machine and on the hub: listed, found, downloaded, deleted. None is opened.
+"""List, find, download and delete models, on this machine and on the hub. It opens none.
 
 The functions read the environment once (``Settings``); ``localrt.hub`` does the work.
 """
@@ -20,7 +20,7 @@ from localrt.service.arguments import check_call, check_text
 
 
 def list_models() -> list[LocalModel]:
-    """Every model that ``load`` finds without the network, by name."""
+    """Return every model that ``load`` finds without the network, by name."""
     return hub.list_models(Settings.from_environment())
 
 
@@ -32,13 +32,13 @@ def pull(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> ResolvedModel:
-    """Download a model, or its newest revision; what was downloaded before is gone on with.
+    """Download a model, or its newest revision; an interrupted download continues.
 
-    Of several GGUF files the largest that runs at reading speed here is taken; a ``Progress`` of
+    Of several GGUF files it takes the largest that runs at reading speed here; a ``Progress`` of
     the stage ``"note"`` says which, and why.
 
-    Without ``refresh`` a model that is here stays as it is, and nobody is asked. ``progress`` is
-    called with ``Progress`` in bytes, from the thread that called; ``cancel`` may be set by any.
+    Without ``refresh`` a downloaded model stays as it is, without any request. ``progress`` is
+    called with ``Progress`` in bytes, from the calling thread; any thread may set ``cancel``.
 
     Raises:
         ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be had.
@@ -60,12 +60,12 @@ def pull(
 
 
 def uses() -> dict[str, float]:
-    """When each model was last loaded, in seconds since the epoch, by name."""
+    """Return when each model was last loaded, by name, in seconds since the epoch."""
     return last_used(Settings.from_environment())
 
 
 def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
-    """Models of the hub whose names have these words, the most downloaded first: one request.
+    """Find hub models whose names have these words, the most downloaded first, in one request.
 
     Raises:
         OfflineError, HubError: the hub cannot be asked.
@@ -81,9 +81,9 @@ def list_variants(
     gpu_memory: str | int | None = None,
     device: str = "auto",
 ) -> list[Variant]:
-    """What ``pull`` can bring of a hub repository, with sizes, the smallest first.
+    """Return what ``pull`` can download of a hub repository, with sizes, the smallest first.
 
-    Of several GGUF files, the one to take with these options of ``load`` says why.
+    Of several GGUF files, the one recommended for these options of ``load`` says why.
 
     Raises:
         ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be seen.
@@ -94,7 +94,7 @@ def list_variants(
     offer = offer_of(repo, settings)
     if len(offer.sizes) < 2:
         return found
-    from localrt.planning.recommending import recommend  # the planner, which other calls do without
+    from localrt.planning.recommending import recommend  # loads the planner: only needed here
 
     best = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)
     name = str(HubRef(repo, variant=best.name))
@@ -102,12 +102,12 @@ def list_variants(
 
 
 def remove_model(name: str, *, packed_only: bool = False) -> int:
-    """Delete a model's files, by the name that ``list_models`` gives; returns the bytes freed.
+    """Delete the files of a model named as in ``list_models``; return the bytes freed.
 
-    Packed copies that localrt made of it go too; ``packed_only`` deletes nothing else.
+    Its packed copies, made by localrt, are deleted too; ``packed_only`` deletes nothing else.
 
     Raises:
-        ModelNotFoundError: there is none of this name, or no packed copy of it.
+        ModelNotFoundError: no model, or no packed copy, has this name.
         OptionError: they are the user's own files, another program's, or an installed package's.
         StorageError: a file cannot be deleted.
     """

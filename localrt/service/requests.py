@@ -1,6 +1,6 @@
-"""From what a caller gives to a ``Request``: the chat template, options, tools, constraints.
+"""Turn what a caller passes into a ``Request``: chat template, options, tools, constraints.
 
-The same for one prompt, a batch and a server. It knows the model's parts, and no sessions.
+One prompt, a batch and a server all use it. It knows the model's parts, and no sessions.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from localrt.service.thinking import ThinkingControl
 
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
-# Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
+# Reading stops this many tokens beyond the context: up to there the message has the exact length.
 _TOLD = 8192
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
-    """The model's own system prompt comes first where a conversation begins with none."""
+    """Put the model's own system prompt first, if a conversation does not begin with one."""
     if system is None or rules_first(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def whole_ids(ids: Sequence[int], what: str) -> list[int]:
-    """Token ids as plain integers; numpy's are as good.
+    """Return token ids as plain integers; numpy integers are allowed.
 
     Raises:
-        OptionError: they are no list of integers.
+        OptionError: they are not a list of integers.
     """
     try:
         found = [index(token) for token in ids]
@@ -69,9 +69,9 @@ def whole_ids(ids: Sequence[int], what: str) -> list[int]:
 
 
 class RequestBuilder:
-    """Of the model with ``parts``, for which ``drafts`` draft. Thread-safe.
+    """Builds requests for the model with ``parts``, drafting by ``drafts``. Thread-safe.
 
-    ``defaults`` are the options of requests that say nothing else.
+    ``defaults`` are the options of requests that do not set them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RequestBuilder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's.
+        """The model's tokenizer.
 
         Raises:
             TokenizerError: it has none.
@@ -102,7 +102,7 @@ class RequestBuilder:
         return self._tokenizer
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Whether a conversation can have these options.
+        """Raise an error unless a conversation can have these options.
 
         Raises:
             OptionError: an unknown name, an impossible value, a malformed grammar, or thinking of a
@@ -117,10 +117,10 @@ class RequestBuilder:
                 gbnf_to_lark(chosen.grammar, self._tokenizer.token_id)
 
     def check_messages(self, messages: Any) -> None:
-        """Whether this can be a conversation with the model.
+        """Raise an error unless this can be a conversation with the model.
 
         Raises:
-            OptionError: no list of messages, or a role that the chat template does not know.
+            OptionError: not a list of messages, or a role unknown to the chat template.
         """
         check_messages(messages, self._template.tool_source)
 
@@ -137,7 +137,7 @@ class RequestBuilder:
         on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> Request:
-        """What ``Model.stream`` takes, checked and in tokens.
+        """Return the request for the arguments of ``Model.stream``.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used.
@@ -161,7 +161,7 @@ class RequestBuilder:
         chat = not raw and token_ids is None
         if chat:
             ends = self._chat_ends
-        # A plain chat format ends an answer by what begins the next turn.
+        # In a plain chat format, the text that begins the next turn ends an answer.
         stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
         if (stops or chosen.lines is not None) and self._tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
@@ -195,14 +195,13 @@ class RequestBuilder:
         watch: Watch = ignore_count,
         options: Options | None = None,
     ) -> list[int]:
-        """The conversation's ids, as the chat template writes it before an answer.
+        """Return the conversation's ids, as the chat template renders it before an answer.
 
-        Of the ``options``, those of thinking matter. A last message of the assistant with
-        ``"prefix": True`` is the beginning of the answer, which goes on from there without a
-        thought.
+        Of the ``options``, only those for thinking matter. A last assistant message with
+        ``"prefix": True`` is the beginning of the answer, which continues it without thinking.
 
         Raises:
-            OptionError: the beginning of an answer that is bound, or no text.
+            OptionError: the given beginning is not text, or the answer is bound.
         """
         options = options or Options()
         messages, begun = _beginning(_with_system(messages, self._parts.system))
@@ -228,7 +227,7 @@ class RequestBuilder:
 
     @cached_property
     def _syntax(self) -> TemplateSyntax:
-        """What the chat template shows of answers; found when it is first needed."""
+        """The syntax of answers that the chat template shows; found on first use."""
         return TemplateSyntax.of(self._template, self._tokenizer)
 
     @cached_property
@@ -245,7 +244,9 @@ class RequestBuilder:
         return self._offers.of(tools)
 
     def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
-        """What ends the reading of a prompt that is cancelled, or, if ``bounded``, too long."""
+        """Return a check that stops the reading of a prompt that is cancelled or, if ``bounded``,
+        too long.
+        """
 
         def watch(count: int) -> None:
             if cancel.is_set():
@@ -265,7 +266,7 @@ class RequestBuilder:
             )
 
     def _least_tokens(self, message: object) -> int:
-        """What a message becomes at least: templates trim texts, and leave out earlier thoughts."""
+        """Return the fewest tokens of a message: templates trim texts and drop earlier thoughts."""
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else [content]
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
@@ -277,7 +278,7 @@ class RequestBuilder:
 
     @cached_property
     def _chat_ends(self) -> frozenset[int]:
-        """The ids that end a turn; those that hand over to a tool are not always declared."""
+        """The ids that end a turn; those that end it for a tool call are not always declared."""
         tokenizer = self._tokenizer
         if tokenizer is None or not self._template.tool_source:
             return self._parts.eos_ids
@@ -296,7 +297,7 @@ class RequestBuilder:
         options: Options,
         cancel: threading.Event,
     ) -> list[int]:
-        """The prompt for what is between two texts, cut where the options ask for it."""
+        """Return the prompt for the gap between two texts, cut if the options ask for it."""
         if not isinstance(behind, str):
             raise OptionError(f"{option('suffix')} must be a string, is {behind!r:.80}")
         check_list("files", files, "pairs of a name and a text")
@@ -312,8 +313,8 @@ class RequestBuilder:
     def _constraint(
         self, options: Options, offer: Offer
     ) -> tuple[MakeConstraint | None, tuple[str, ...]]:
-        """What binds an answer: a schema, an expression, or a tool that must be called. And the
-        keywords of a schema that it is not bound by.
+        """Return the answer's constraint (a schema, an expression, or a required tool call), and
+        the schema keywords that it does not enforce.
         """
         if not options.is_bound:
             return None, ()
@@ -382,12 +383,12 @@ class RequestBuilder:
         watch: Watch,
         options: Options,
     ) -> list[int]:
-        """``render``, unless the messages' lengths alone are too much for the context."""
+        """Call ``render``, unless the messages are certainly too long for the context."""
         self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
         return self.render(messages, tools, watch, options)
 
     def _room(self, options: Options) -> int:
-        """The tokens that a prompt may have where the oldest are dropped."""
+        """Return the most tokens of a prompt, if the oldest turns may be dropped."""
         ctx = min(self._parts.ctx, options.context_tokens or self._parts.ctx)
         return ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
 
@@ -398,7 +399,7 @@ class RequestBuilder:
         options: Options,
         watch: Watch,
     ) -> list[int]:
-        """The conversation's ids; oldest turns dropped where the options ask for it."""
+        """Return the conversation's ids, without the oldest turns if the options ask for it."""
         if options.overflow == "error":
             return self._short_enough(messages, tools, watch, options)
         ctx, room = self._parts.ctx, self._room(options)
@@ -419,7 +420,7 @@ class RequestBuilder:
             )
             if start >= len(messages):
                 if ids is not None and len(ids) <= ctx - ctx // _ANSWER_SHARE:
-                    return ids  # it is only longer than was asked for
+                    return ids  # it only leaves less room than planned
                 raise ContextOverflowError(
                     f"the last message alone has {count} with the system prompt and the context "
                     f"holds {ctx}: shorten it or raise {option('ctx')}",
@@ -430,7 +431,7 @@ class RequestBuilder:
 
 
 def _answer_tokens(options: Options, prompt: int) -> int | None:
-    """The most tokens of an answer to a prompt of so many."""
+    """Return the most tokens of an answer to a prompt of ``prompt`` tokens."""
     if options.context_tokens is None or prompt >= options.context_tokens:
         return options.max_tokens
     left = options.context_tokens - prompt
@@ -438,10 +439,10 @@ def _answer_tokens(options: Options, prompt: int) -> int | None:
 
 
 def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """``messages`` without the answer's beginning that is given, and that; empty if there is none.
+    """Return ``messages`` without the given beginning of the answer, and that text or "".
 
     Raises:
-        OptionError: it is no text, or all that there is.
+        OptionError: it is not text, or there is no other message.
     """
     last = messages[-1] if messages else None
     if not (isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix")):

@@ -63,13 +63,14 @@ class MemoryUse:
 
     @property
     def share(self) -> float | None:
-        """Of the budget."""
+        """The used share of the budget."""
         return min(1.0, self.used / self.budget) if self.budget else None
 
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """When ``resource`` (``"ssd"``, ``"link"``, ``"cpu"``, ``"gpu"``) was busy in a pass.
+    """The times at which ``resource`` (``"ssd"``, ``"link"``, ``"cpu"``, ``"gpu"``) was busy in a
+    pass.
 
     ``spans`` are (start, end) in seconds from the pass's beginning, apart and in order.
     """
@@ -79,7 +80,7 @@ class LaneUse:
 
     @property
     def busy_s(self) -> float:
-        """Seconds."""
+        """The sum of the spans, in seconds."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -145,18 +146,18 @@ class Status:
 
     @property
     def per_pass(self) -> float:
-        """Tokens that a pass gives: more than one where draft tokens are accepted."""
+        """Tokens per pass: more than one if draft tokens are accepted."""
         metrics = self.metrics
         return (metrics and metrics.accepted_per_pass) or 1.0
 
     def share_of_ceiling(self, tok_s: float | None) -> float | None:
-        """What ``tok_s`` is of the ceiling; accepted draft tokens raise both."""
+        """``tok_s`` as a share of the ceiling; accepted draft tokens raise both."""
         if tok_s is None or not self.ceiling_tok_s:
             return None
         return tok_s / self.per_pass / self.ceiling_tok_s
 
     def since(self, before: Status) -> Flow:
-        """What has happened between ``before`` and this snapshot of the same model."""
+        """Return the rates between ``before`` and this snapshot of the same model."""
         seconds = max(self.clock_s - before.clock_s, 0.0)
 
         def rate(now: int | None, then: int | None) -> float | None:
@@ -212,15 +213,15 @@ class Status:
 
 
 _Session = TypeVar("_Session", bound=EngineSession)
-_BUDGET_S = 2.0  # for which a budget that the system sets is good
+_BUDGET_S = 2.0  # how long a budget from the system is valid
 _TASKS = 4096  # more than a pass has
-_FIRST = "layers.0.attention"  # what a pass begins with
+_FIRST = "layers.0.attention"  # the name of a pass's first task
 _COMPUTE = ("cpu", "gpu")
-_FINEST = 400  # spans closer than this part of a pass are drawn as one anyway
+_FINEST = 400  # closer spans, as a share of a pass, are joined
 
 
 class Watch:
-    """Of one model."""
+    """Watches one model."""
 
     def __init__(self, engine: Engine, *, ctx: int) -> None:
         self._engine = engine
@@ -237,13 +238,13 @@ class Watch:
         self._budget: tuple[float, int] | None = None
 
     def holds(self, session: _Session) -> _Session:
-        """Count the cache of ``session`` as long as there is one; the same session."""
+        """Count the cache of ``session`` while it exists; return the session."""
         with self._lock:
             self._sessions.add(session)
         return session
 
     def over(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """The same chunks, counted."""
+        """Yield the same chunks and count them."""
         with self._lock:
             self._running += 1
         try:
@@ -302,7 +303,7 @@ class Watch:
     # -- memory ----------------------------------------------------------------------------------
 
     def _ram_budget(self) -> int:
-        """What the whole process may take; the system is asked now and then only."""
+        """Return the budget of the process; the system is asked only now and then."""
         now = time.monotonic()
         if self._budget is None or now - self._budget[0] > _BUDGET_S:
             self._budget = now, ram_budget(self._engine.ram)
@@ -313,7 +314,7 @@ class Watch:
         for session in sessions:
             try:
                 used += session.nbytes
-            except (AttributeError, LocalrtError):  # it is just being closed
+            except (AttributeError, LocalrtError):  # it is being closed
                 continue
         try:
             return MemoryUse(used, self._engine.kv_nbytes(self._ctx))
@@ -343,9 +344,9 @@ class Watch:
 
 
 def last_pass(tasks: Sequence[Task]) -> PassTrace | None:
-    """The last finished pass among ``tasks``, which are in the order of their ends."""
+    """Return the last finished pass among ``tasks``, which are sorted by their ends."""
     computed: list[Task] = []
-    later = False  # whether another pass has begun behind what is looked at
+    later = False  # whether a later pass has begun
     for index in range(len(tasks) - 1, -1, -1):
         task = tasks[index]
         if task.resource not in _COMPUTE:
@@ -359,10 +360,10 @@ def last_pass(tasks: Sequence[Task]) -> PassTrace | None:
 
 
 def _pass(tasks: Sequence[Task], computed: Sequence[Task], first: int) -> PassTrace:
-    """``computed`` are its computations, the last one first, ``first`` where the first one is."""
+    """Trace a pass: ``computed`` has its tasks, last first; ``first`` indexes its first task."""
     start, end = computed[-1].start, max(task.end for task in computed)
     spans: dict[str, list[tuple[float, float]]] = {}
-    # Reads that began before the pass ended before its first computation, or in it.
+    # Reads that began before the pass ended before its first computation, or during it.
     for task in tasks[max(0, first - 64) :]:
         low, high = max(task.start, start), min(task.end, end)
         if low < high:
@@ -379,7 +380,7 @@ def _pass(tasks: Sequence[Task], computed: Sequence[Task], first: int) -> PassTr
 
 
 def _merged(spans: Iterable[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:
-    """In order; those that overlap, or are no further apart than ``gap``, as one."""
+    """Sort spans, and join those that overlap or are at most ``gap`` apart."""
     merged: list[tuple[float, float]] = []
     for low, high in sorted(spans):
         if merged and low <= merged[-1][1] + gap:

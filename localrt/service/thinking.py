@@ -1,8 +1,7 @@
-"""A model's thinking in one request: what its template is told, what the prompt ends with, where
-the thinking ends.
+"""Thinking in one request: the template's variables, the end of the prompt, the end of thinking.
 
-It joins what the template shows of it (``localrt.chat_format.template_syntax``) and the options, in
-tokens. It knows no sessions.
+It combines the template's thinking syntax (``localrt.chat_format.template_syntax``) with the
+options, in tokens. It knows no sessions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _TAIL = 32  # tokens at the end of a prompt that may open the thinking
 
 
 class ThinkingControl:
-    """Of the model with ``template``. ``tools`` says whether a request gives some."""
+    """Controls thinking for the model with ``template``. ``tools``: the request has tools."""
 
     def __init__(
         self, template: MessageTemplate, answers: TemplateSyntax, tokenizer: Tokenizer
@@ -37,22 +36,22 @@ class ThinkingControl:
         self._frame = self._syntax.framed(answers.frame)
 
     def shaped(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """``messages`` with thoughts where the template looks for them."""
+        """Return ``messages`` with thoughts in the fields that the template reads."""
         if not self._syntax.reads_thoughts:
             messages = thoughts_apart(messages)
         return with_thoughts_joined(messages) if is_harmony(self._source) else messages
 
     def variables(self, options: Options) -> dict[str, Any]:
-        """What the template is told.
+        """Return the template's variables for thinking.
 
         Raises:
-            OptionError: the model is to think, and cannot.
+            OptionError: the options ask for thinking, and the model cannot think.
         """
         return self._syntax.variables(options.thinks, options.thinking_tokens)
 
     def begun(self, ids: Sequence[int], options: Options, *, tools: bool) -> list[int]:
-        """What follows a prompt of these ``ids`` where its template could not be told: the opening
-        of the thinking, or its end.
+        """Return tokens to append to a prompt of ``ids`` if its template has no variable for it:
+        the opening of the thinking, or its end.
         """
         tags = self._syntax.tags
         tools = tools and options.may_call
@@ -60,7 +59,7 @@ class ThinkingControl:
         if tags is None:
             return self._ids(answer)
         opened = self._opened(ids)
-        # Marks that a template drops are no sign that the model writes them by itself.
+        # Tags that a template removes do not show that the model writes them by itself.
         always = not self._syntax.off and (tags.close or not options.is_bound)
         text = ""
         if options.thinks is False and opened:
@@ -69,12 +68,12 @@ class ThinkingControl:
             text = tags.empty(tools=tools)
         elif options.thinks and options.is_bound and not opened:
             text = tags.opening + tags.lead
-        if tools:  # instead of the answer, whose mark this may end with
+        if tools:  # the text may end with the answer's mark, which a call does not have
             text = text.removesuffix(self._frame.answer)
         return self._ids(text if options.thinks else text + answer)
 
     def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
-        """What ends a thinking that is too long, or leads from it to a bound answer."""
+        """Return the limit of thinking, with the tokens that end it or lead to a bound answer."""
         tags = self._syntax.tags
         if tags is None or (options.thinking_tokens is None and not options.is_bound):
             return None
@@ -86,7 +85,7 @@ class ThinkingControl:
         return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
 
     def parser(self, ids: Sequence[int], offer: Offer, options: Options) -> MakeParser | None:
-        """What finds thinking, and calls of what was offered, in an answer to ``ids``."""
+        """Return the parser of thinking, and of calls of offered tools, in an answer to ``ids``."""
         frame, opened = self._frame, self._opened(ids)
         tools, names = offer.functions, offer.own
         if is_harmony(self._source):
@@ -99,12 +98,12 @@ class ThinkingControl:
         return lambda: TextParser(calls, tools, names=names, thinking=opened, frame=frame)
 
     def _opened(self, ids: Sequence[int]) -> str:
-        """The mark with which the prompt of these ``ids`` has opened the thinking, or nothing."""
+        """Return the mark with which the prompt of these ``ids`` has opened thinking, or ""."""
         if not self._source:
             return ""
         end = self._tokenizer.decode(ids[-_TAIL:], skip_special=False).rstrip()
         return next((mark for mark, _ in self._frame.thinking if end.endswith(mark)), "")
 
     def _ids(self, text: str) -> list[int]:
-        """The ids of what a template could have written."""
+        """Return the ids of a text that a template could have written."""
         return self._tokenizer.encode(text, add_special=False, parse_special=True) if text else []
