@@ -1,6 +1,6 @@
-"""What this machine is: processor, memory, GPUs, and how fast memory and disk read.
+"""Describes this machine: processor, memory, GPUs, and read speeds of memory and disk.
 
-Finding out is split by cost. `probe` reads what the system already knows, in milliseconds; the
+Functions are split by cost. `probe` reads what the system already knows, in milliseconds; the
 `measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
 knows no model, and imports neither torch nor, outside the memory measurement, numpy.
 """
@@ -41,7 +41,7 @@ _MEMORY_SAMPLE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor. ``usable_cores`` are the logical ones that this process may run on."""
+    """The processor. ``usable_cores`` counts logical cores that this process may run on."""
 
     name: str
     architecture: str
@@ -64,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """Sequential disk reads in bytes per second; ``method``: how the page cache was avoided."""
+    """Sequential disk reads in bytes per second; ``method`` is how the page cache was avoided."""
 
     read_bytes_s: float
     method: str
@@ -88,7 +88,7 @@ class Machine:
 
 
 def probe(root: Path = Path("/")) -> Machine:
-    """What the system tells at once: no driver is called and nothing is measured.
+    """Read what the system knows at once: no driver is called and nothing is measured.
 
     ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
     """
@@ -102,7 +102,7 @@ def probe(root: Path = Path("/")) -> Machine:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs as their driver tells, within a second or so; none without a driver."""
+    """Ask the driver for the NVIDIA GPUs, within about a second; none without a driver."""
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -113,7 +113,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def identity() -> list[str]:
-    """What rates depend on, beside the kernels: another processor or version measures again."""
+    """The hardware and versions that measured rates depend on, besides the kernels."""
     cpu = probe().cpu
     return [cpu.name, *cpu.features, str(cpu.usable_cores), __version__]
 
@@ -123,7 +123,7 @@ def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float
 
     It is the floor of decoding: a token cannot take less time than its weights take to be read.
     """
-    import numpy as np  # for those who measure
+    import numpy as np  # imported here: only measuring needs it
 
     data = np.ones(size // 4, np.float32)
     parts = np.array_split(data, threads)
@@ -160,7 +160,7 @@ def _cpu(root: Path) -> Cpu:
 
 
 def _physical_cores(root: Path) -> int | None:
-    """Cores, however many threads each of them runs; from Linux without a package's help."""
+    """The number of physical cores; on Linux without extra packages."""
     cores = set()
     for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Where each unit of a model lives and is computed: the planner's answer, the pipeline's orders.
+"""Where each unit of a model is kept and computed: the planner's result, the pipeline's input.
 
-Only names and bytes: how a placement is found is the planner's, how it is carried out the
-pipeline's. A machine without a GPU uses ``RAM`` and ``SSD`` alone.
+It has only names and bytes: the planner finds a placement, the pipeline carries it out. A machine
+without a GPU uses ``RAM`` and ``SSD`` alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KvPlace = Literal["vram", "ram", "ssd"]
 
 
 class Where(StrEnum):
-    """The place of a unit's weights between passes, and the way that they take in one.
+    """The place of a unit's weights between passes, and their path in a pass.
 
-    Every pass reads it from the SSD where it is ``read``, copies it over the link where it is
-    ``copied``; the GPU computes it where it is ``on_gpu``.
+    In every pass a ``read`` unit is read from the SSD, a ``copied`` one is copied over the link,
+    and one ``on_gpu`` is computed by the GPU.
     """
 
     VRAM = "vram"  # resident in GPU memory, computed there
@@ -38,14 +38,14 @@ class Where(StrEnum):
     on_gpu: bool
 
     def __init__(self, value: str) -> None:
-        # Attributes, not properties: a replay asks a million times.
+        # Attributes, not properties: a replay reads them a million times.
         self.read = value in ("ssd", "ssd-to-gpu")
         self.copied = value in ("ram-to-gpu", "ssd-to-gpu")
         self.on_gpu = value in ("vram", "ram-to-gpu", "ssd-to-gpu")
 
     @property
     def crossed(self) -> Where:
-        """The same, but that what the CPU computes is copied and computed by the GPU."""
+        """The same, except that the GPU computes units of the CPU, copied over the link."""
         return _CROSSED.get(self, self)
 
 
@@ -54,11 +54,11 @@ _CROSSED = {Where.RAM: Where.LINK, Where.SSD: Where.SSD_LINK}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedUnit:
-    """What a planner needs to know of a unit.
+    """The facts about a unit that a planner needs.
 
-    ``nbytes`` are packed bytes, ``macs`` multiply-accumulates per row of a pass, ``format`` that of
-    most of its bytes. ``use`` is the share of one-row passes that touch it: an expert's top-k over
-    experts, 0 for an embedding, whose rows are read one by one.
+    ``nbytes`` are packed bytes, ``macs`` multiply-accumulates per row of a pass, ``format`` is the
+    format of most bytes. ``use`` is the share of one-row passes that touch it: an expert's top-k
+    over experts, 0 for an embedding, whose rows are read one by one.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Placement:
 
     In passes of ``gpu_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
     computes otherwise, are copied over the link and computed by the GPU, and so are the experts of
-    a mixture that it does not hold. Attention never is: its keys and values are where they are.
+    a mixture that it does not hold. Attention never crosses: its keys and values do not move.
     """
 
     where: Mapping[str, Where]
@@ -102,11 +102,11 @@ class Placement:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a GPU computes any unit, of short passes too."""
+        """Whether a GPU computes any unit in every pass, short ones included."""
         return any(where.on_gpu for where in self.where.values())
 
     def crosses(self, rows: int) -> bool:
-        """Whether a pass of ``rows`` rows has the GPU compute what the CPU does otherwise."""
+        """Whether in a pass of ``rows`` rows the GPU computes units of the CPU."""
         return 0 < self.gpu_rows <= rows
 
     def on(self, rows: int) -> Mapping[str, Where]:

@@ -1,9 +1,9 @@
 """A fixed, page-aligned buffer through which units pass in order.
 
-A unit lies contiguously. It is read in chunks, each as soon as the bytes that it goes to are free:
-so a ring only a little larger than its largest unit still keeps the disk busy while that unit is
-computed. Nothing is allocated after construction, and nothing can fragment. Not thread-safe; it
-knows sizes and offsets, neither files nor weights.
+A unit lies contiguously. It is read in chunks, each as soon as its target bytes are free, so a ring
+only a little larger than its largest unit keeps the disk busy while that unit is computed. Nothing
+is allocated after construction, and nothing can fragment. Not thread-safe; it knows sizes and
+offsets, not files or weights.
 
 A release may carry a GPU's event; the next writer to those bytes waits for it.
 """
@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Lease:
-    """A unit's place in the ring: ``nbytes`` at ``offset``. ``waiting`` are the chunks to come."""
+    """A unit's place in the ring: ``nbytes`` at ``offset``. ``waiting`` are the chunks left."""
 
     offset: int
     nbytes: int
@@ -40,15 +40,15 @@ class Lease:
     released: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it takes any byte of ``start`` to ``stop``."""
+        """Whether it covers any byte from ``start`` to ``stop``."""
         return self.offset < stop and start < self.offset + self.nbytes
 
 
 class Ring:
-    """``nbytes`` for units of at most ``nbytes`` each; chunks have at most ``chunk`` bytes.
+    """A buffer of ``nbytes`` for units of at most that size, in chunks of at most ``chunk`` bytes.
 
-    ``memory`` stands in for RAM of the ring's own: anything that can be sliced by bytes. ``free``
-    is called with it where another ring takes this one's place.
+    ``memory``, anything that can be sliced by bytes, is used instead of newly allocated RAM.
+    ``free`` is called with it when the ring is replaced.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class Ring:
         self._free = free
         self._next = 0  # where the next unit goes if it fits
         self._live: deque[Lease] = deque()  # oldest first
-        # Of bytes given back, the oldest first; ranges do not overlap, so they are few.
+        # Events of released ranges, oldest first; ranges do not overlap, so they are few.
         self._events: list[tuple[int, int, Event]] = []
 
     def replaced(self) -> None:
-        """Nobody has a place in it any more."""
+        """Free the memory: the ring was replaced and no unit is in it."""
         memory, self.memory = self.memory, None
         self._free(memory)
 
     def lease(self, nbytes: int) -> Lease | None:
-        """A place for a unit behind those that are there; None while nothing of it could be read.
+        """A place for a unit after the present ones; None while none of its bytes are free.
 
         Raises:
-            ValueError: it is larger than the ring, or not whole pages.
+            ValueError: the unit is larger than the ring, or not whole pages.
         """
         if not 0 < nbytes <= self.nbytes or nbytes % PAGE:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
@@ -89,15 +89,15 @@ class Ring:
         lease = Lease(offset, nbytes, deque(chunks(nbytes, self._chunk, first=first)))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
-        # Behind a unit that ends with the ring nothing is free: the next goes to its beginning.
+        # After a unit that ends at the ring's end, the next goes to the ring's beginning.
         self._next = offset + nbytes if offset + nbytes < self.nbytes else 0
         self._live.append(lease)
         return lease
 
     def next_chunk(self, lease: Lease) -> tuple[Chunk, Event | None] | None:
-        """The lease's next chunk if the bytes that it goes to are free; it is handed out once.
+        """Hand out the lease's next chunk, once, if its target bytes are free.
 
-        With the event after which nobody uses them any more: of one stream, the last says it.
+        With it comes the event after which nobody uses those bytes: the last one of the stream.
         """
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
@@ -112,10 +112,10 @@ class Ring:
         return self.memory[lease.offset : lease.offset + lease.nbytes]
 
     def release(self, lease: Lease, event: Event | None = None) -> None:
-        """Give a lease's bytes back, once ``event`` has happened. No chunk of it may be on its way.
+        """Release a lease's bytes, once ``event`` has happened. No chunk of it may be in flight.
 
         Raises:
-            ValueError: it was given back before.
+            ValueError: the lease was released before.
         """
         if lease.released:
             raise ValueError("the lease was given back before")
@@ -126,7 +126,7 @@ class Ring:
             self._live.popleft()
 
     def _note(self, start: int, stop: int, event: Event) -> None:
-        """These bytes are free after ``event``, which comes after all events that they had."""
+        """Note that these bytes are free after ``event``, which follows their earlier events."""
         events: list[tuple[int, int, Event]] = []
         for low, high, before in self._events:
             if low < start:
@@ -136,7 +136,7 @@ class Ring:
         self._events = [*events, (start, stop, event)]
 
     def _newest(self, start: int, stop: int) -> int:
-        """How many leases are as old as the newest that takes bytes of ``start`` to ``stop``."""
+        """The rank by age of the newest lease that covers bytes from ``start`` to ``stop``."""
         return max(
             (
                 count
@@ -158,16 +158,16 @@ class Ring:
 
 
 def place(nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int]) -> tuple[int, int]:
-    """Where a unit goes in a ring of ``ring`` bytes whose free bytes begin ``at``.
+    """Choose a unit's place in a ring of ``ring`` bytes whose free bytes begin ``at``.
 
-    Returns its offset, and which of its bytes to read first. ``newest`` (start, stop) ranks, from
-    old to new, the newest unit that takes any of these bytes.
+    Returns its offset, and which of its bytes to read first. ``newest`` (start, stop) is the rank,
+    oldest first, of the newest unit that covers these bytes.
     """
     end = ring - nbytes
     if at <= end:
         return at, 0
-    # It does not fit there. The place that is free sooner: the beginning, whose units are older,
-    # or the end, where what is free already is filled at once.
+    # It does not fit there. Choose what is free sooner: the beginning, if its units are older,
+    # or the end, where the bytes that are free already are filled at once.
     if newest(0, nbytes) < newest(end, ring):
         return 0, 0
     return end, at - end

@@ -1,7 +1,8 @@
-"""A model as the planner sees it: its units in the order of a pass, and what a token's keys take.
+"""A model as the planner sees it: its units in the order of a pass, and the size of its KV cache.
 
 Everything is counted from shapes and formats; no weight is read. Exact bytes come from an opened
-checkpoint, estimates from a ``config.json`` alone (``planner/shapes.py``). It knows no machine.
+checkpoint, estimates from a ``config.json`` alone (``planner/shapes.py``). No machine is known
+here.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from localrt.quant.ops.states import StateLayout
 class KvShape:
     """Keys and values of one layer: ``groups`` heads of ``width``, seen by ``heads`` query heads.
 
-    ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
-    ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
-    ``macs`` are the multiply-accumulates of one query row with one token held. A layer that
-    ``reads`` another one's keys and values has none of its own, and neither has one that only has
-    ``states``, which take what they take, however many tokens there are. With an ``index``,
-    attention sees no more tokens than that chooses, and its keys are in the cache too.
+    ``latent`` is DeepSeek's: one vector of ``width`` per token instead of keys and values, and
+    ``row_nbytes`` per row of a pass for its wide queries and results; ``macs`` are the
+    multiply-accumulates of one query row with one token held. A layer that ``reads`` another one's
+    keys and values has none of its own, and neither has a layer with only ``states``, whose size
+    does not depend on the number of tokens. With an ``index``, attention sees only the tokens it
+    chooses, and its keys are cached too.
     """
 
     groups: int = 0
@@ -49,23 +50,23 @@ class KvShape:
     index: IndexSpec | None = None
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
-        """Bytes of one token in the layer's cache: none if it attends to another layer's."""
+        """Bytes of one token in the layer's cache: 0 if it reads another layer's."""
         own = 0 if self.reads is not None else self.seen_nbytes(kv_format)
         return own + self._index_nbytes(kv_format)
 
     def held_nbytes(self, kv_format: KvFormat, held: int) -> int:
-        """Bytes that a row reads of a sequence of ``held`` tokens, and that states take."""
+        """Bytes that a row reads of a sequence of ``held`` tokens, including states."""
         seen = held
         if self.index is not None:
             seen = min(held, self.index.most_tokens)
-        # Of an index, a value for each block.
+        # An index also reads a value for each block.
         blocks = 0 if self.index is None else held // self.index.block
         states = sum(2 * 4 * state.state_size for state in self.states)
         read = seen * self.seen_nbytes(kv_format) + blocks * self._index_nbytes(kv_format) // 2
         return read + states
 
     def held_macs(self, held: float) -> float:
-        """Multiply-accumulates of a row that sees ``held`` tokens, beside its projections."""
+        """Multiply-accumulates of a row that sees ``held`` tokens, without projections."""
         states = sum(state.macs for state in self.states)
         if self.index is None:
             return held * self.macs + states
@@ -78,7 +79,7 @@ class KvShape:
         return block_nbytes(1, self.index.head_dim, kv_format) // BLOCK_TOKENS
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
-        """Bytes of one token that attention reads."""
+        """Bytes that attention reads of one token."""
         if not self.width:
             return 0
         if not self.latent:
@@ -90,13 +91,13 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSizes:
-    """The numbers that the memory of a pass depends on.
+    """The sizes that determine the memory of a pass.
 
-    ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
-    for a row (0 without), ``mixed_nbytes`` what a recurrent layer's numbers do, ``experts_used``
-    and ``expert_inner`` are a mixture's. ``split_nbytes`` are the most that attention of few rows
-    keeps on a GPU until its runs of keys are joined. ``beside`` are a row's numbers beside the
-    residual stream: layers' own inputs, and streams.
+    ``inner`` is the widest MLP, ``query_nbytes`` the bytes per row of latent attention's queries
+    and results (0 without), ``mixed_nbytes`` those of a recurrent layer's values; ``experts_used``
+    and ``expert_inner`` are a mixture's. ``split_nbytes`` is the most that split attention of few
+    rows keeps on a GPU until it is joined. ``beside`` counts a row's numbers outside the residual
+    stream: layers' own inputs, and streams.
     """
 
     hidden: int
@@ -111,7 +112,7 @@ class PassSizes:
 
     @classmethod
     def of_config(cls, config: DecoderConfig) -> PassSizes:
-        """Those of a model whose config was read."""
+        """The sizes of a model with this config."""
         mixtures = [mixture for mixture in config.mixtures if mixture is not None]
         widest = max(mixtures, key=lambda each: each.router.used * each.inner, default=None)
         latents = (spec.row_nbytes for spec in config.memory if isinstance(spec, LatentSpec))
@@ -131,8 +132,8 @@ class PassSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts of every layer that has them: ``used`` of ``count`` see a token; ``inner`` is the
-    width of the widest.
+    """Experts of the sparse layers: ``used`` of ``count`` see a token; ``inner`` is the largest
+    width.
     """
 
     count: int
@@ -144,10 +145,10 @@ class Experts:
 class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
-    ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``beside`` is that of ``PassSizes``. ``off_gpu`` says what our kernels for GPUs lack
-    for this model, if anything. ``routed`` are the experts; ``steps`` are what a pass computes one
-    after another: a unit, or a layer's experts.
+    ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` state
+    assumptions. ``beside`` is as in ``PassSizes``. ``off_gpu`` says what our GPU kernels lack for
+    this model, if anything. ``routed`` describes the experts; ``steps`` are what a pass computes
+    one after another: a unit, or a layer's experts.
     """
 
     name: str
@@ -190,12 +191,12 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one row meets: its embedding row counts nothing."""
+        """Weights that one row uses, without its embedding row."""
         return round(sum(unit.macs * unit.use for unit in self.units))
 
     @property
     def pass_sizes(self) -> PassSizes:
-        """What the memory of a pass depends on."""
+        """The sizes that determine the memory of a pass."""
         return PassSizes(
             hidden=self.hidden,
             inner=self.inner,
@@ -212,7 +213,7 @@ class ModelShape:
 
     @property
     def shares_caches(self) -> bool:
-        """Whether layers attend to others' keys and values: all attention is on one processor."""
+        """Whether layers read others' keys and values: all attention is then on one processor."""
         return any(layer.reads is not None for layer in self.kv)
 
     @property
@@ -222,8 +223,8 @@ class ModelShape:
 
     @property
     def on_ssd(self) -> tuple[int, ...]:
-        """The layers whose keys and values may live on the SSD: states beside them do not, nor what
-        is scored for each token.
+        """The layers whose keys and values may be on the SSD: those without states and without an
+        index.
         """
         return tuple(
             layer
@@ -238,7 +239,7 @@ class ModelShape:
     def kv_nbytes(self, kv_format: KvFormat, ctx: int) -> tuple[int, ...]:
         """Bytes of each layer's cache once it holds ``ctx`` tokens; caches grow in steps.
 
-        States take their sets: those that are kept to come back to are counted.
+        States count every set, including those kept for trimming.
         """
         layout = StateLayout([state for layer in self.kv for state in layer.states])
         states = layout.layer_nbytes(ctx)
@@ -316,7 +317,7 @@ def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:
 
 
 def format_of_most_bytes(sizes: Mapping[str, int]) -> str:
-    """The format that most bytes are in."""
+    """The format of most bytes."""
     return max(sizes, key=lambda name: sizes[name]) if sizes else "f32"
 
 

@@ -1,4 +1,4 @@
-"""A CUDA GPU: torch's memory and streams, our kernels.
+"""A CUDA GPU with torch's memory and streams and our kernels.
 
 Copies go through one stream of their own from pinned RAM, kernels through another; each waits for
 the events that it needs, and nothing waits for the whole device.
@@ -18,7 +18,7 @@ from localrt.quant.ops.protocol import Ops
 
 
 class CudaGpu(Gpu):
-    """``capacity`` bounds what is allocated here, below the GPU's own memory."""
+    """``capacity`` limits allocations to less than the GPU's own memory."""
 
     def __init__(self, clock: Clock, ops: Ops, copies: CudaCopies, *, capacity: int) -> None:
         super().__init__(clock, ops, name=copies.name, capacity=capacity)
@@ -35,11 +35,11 @@ class CudaGpu(Gpu):
 
     @property
     def unpinned(self) -> int:
-        """Bytes that it did not allow."""
+        """Bytes that the system did not allow to pin."""
         return self._copies.unpinned
 
     def free_host(self, memory: Bytes) -> int:
-        """Unpin it; returns its bytes."""
+        """Unpin the RAM; returns its bytes."""
         self._copies.free_host(memory)
         return memory.nbytes
 
@@ -53,15 +53,15 @@ class CudaGpu(Gpu):
         return event
 
     def to_gpu(self, x: Array) -> Array:
-        """Float32 rows as a residual stream."""
+        """Copy float32 rows to the GPU as a residual stream."""
         return self._copies.to_gpu(x)
 
     def to_host(self, x: Array) -> Array:
-        """Waits for the stream."""
+        """Copy the rows to the host; waits for the stream."""
         return self._copies.to_host(x)
 
     def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
-        """Through a stream of its own, to pinned RAM."""
+        """Copy to pinned RAM through a separate stream."""
         return self._copies.send(x, routing)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """A GPU as the pipeline sees it: memory of a fixed size, copies, kernels, and events between them.
 
 An event is a point in a GPU's work that copies, kernels or the host can wait for. ``cuda.py``
-implements a GPU with torch. Also here: slabs, each one allocation for several units, which is
-given back as a whole, and the clock, which sums what SSD, link, CPU and GPU have done.
+implements a GPU with torch. Also here: slabs, each one allocation for several units, which is freed
+as a whole, and the clock, which sums the busy times of SSD, link, CPU and GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from localrt.quant.ops.arrays import Array, aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
-_MOST_TASKS = 200_000  # a long run has millions
+_MOST_TASKS = 200_000  # a long run has millions of tasks
 
 
 class Clock:
     """Times tasks. Thread-safe.
 
-    The latest ``keep`` tasks are remembered, in seconds; none until asked for.
+    After ``keep(n)`` the latest n tasks are remembered, in seconds; before, none.
     """
 
     def __init__(self, keep: int = 0) -> None:
@@ -38,7 +38,7 @@ class Clock:
         self._active: dict[str, tuple[int, float]] = {}  # tasks at work, and since when any
 
     def begin(self, resource: Resource) -> float:
-        """A task begins; give what is returned to ``end``."""
+        """Begin a task; pass the returned value to ``end``."""
         with self._lock:
             now = time.perf_counter()
             count, since = self._active.get(resource, (0, now))
@@ -46,7 +46,7 @@ class Clock:
             return now
 
     def end(self, resource: Resource, name: str, started: float) -> None:
-        """The task ends."""
+        """End the task."""
         with self._lock:
             now = time.perf_counter()
             count, since = self._active[resource]
@@ -58,7 +58,7 @@ class Clock:
 
     @contextmanager
     def task(self, resource: Resource, name: str) -> Iterator[None]:
-        """Around a task."""
+        """A context that times a task."""
         started = self.begin(resource)
         try:
             yield
@@ -67,7 +67,7 @@ class Clock:
 
     @contextmanager
     def pause(self, resource: Resource, name: str) -> Iterator[None]:
-        """While the only task of a resource waits for another: it counts as two tasks."""
+        """A context in which a resource's only task waits, not busy; it counts as two tasks."""
         self.end(resource, name, 0.0)
         try:
             yield
@@ -89,7 +89,7 @@ class Clock:
             self._tasks = deque(self._tasks, maxlen=min(count, _MOST_TASKS))
 
     def tasks(self) -> list[Task]:
-        """What is remembered, oldest first."""
+        """The remembered tasks, oldest first."""
         with self._lock:
             return list(self._tasks)
 
@@ -114,9 +114,9 @@ class Gpu:
     """One GPU; ``ops`` computes on its memory. ``copy_in`` may be called by several threads, the
     rest by one at a time.
 
-    ``capacity`` is the bytes that may be taken in all, ``used`` those that are allocated here;
-    ``held`` are those that others take: keys, values, and what kernels need for themselves. Most
-    of both together was ``peak``. ``link_bytes`` were copied to it so far.
+    ``capacity`` is the bytes that may be taken in all, ``used`` those allocated here, ``held``
+    those that others take: keys, values, kernels' scratch. ``peak`` is the largest sum of both so
+    far. ``link_bytes`` counts bytes copied to it.
     """
 
     def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
@@ -150,7 +150,7 @@ class Gpu:
         return memory
 
     def hold(self, nbytes: int) -> None:
-        """Others take ``nbytes`` from now on."""
+        """Note that others take ``nbytes`` from now on."""
         with self._lock:
             self.held = nbytes
             self.peak = max(self.peak, self.used + nbytes)
@@ -164,16 +164,16 @@ class Gpu:
         raise NotImplementedError
 
     def host_buffer(self, nbytes: int) -> Bytes:
-        """RAM that copies are fast from: pinned, page-aligned."""
+        """RAM for fast copies: pinned, page-aligned."""
         return aligned_buffer(nbytes)
 
     @property
     def unpinned(self) -> int:
-        """Bytes of such RAM that the system would not pin: copies from it are slower."""
+        """Bytes of such RAM that could not be pinned: copies from it are slower."""
         return 0
 
     def free_host(self, memory: Bytes) -> int:
-        """Such RAM is no longer needed; returns its bytes."""
+        """Free such RAM; returns its bytes."""
         return memory.nbytes
 
     def copy_in(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
@@ -200,29 +200,29 @@ class Gpu:
         raise NotImplementedError
 
     def wait(self, event: Event | None) -> None:
-        """Kernels started from now on wait for ``event``."""
+        """Have kernels started from now on wait for ``event``."""
 
     def record(self, *read: Any, last: bool = False) -> Event | None:
-        """An event behind all kernels started so far, which have ``read`` these parts of memory.
+        """An event after all kernels started so far, which ``read`` these parts of memory.
 
-        Copies that wait for it may overwrite them. With ``last`` nobody reads them again before
-        that.
+        Copies that wait for it may overwrite them. With ``last``, nothing reads them again before
+        they are overwritten.
         """
         return None
 
     def to_gpu(self, x: Array) -> Array:
-        """Activations of the CPU's ``Ops`` as the GPU's."""
+        """Copy activations of the CPU's ``Ops`` to the GPU's."""
         raise NotImplementedError
 
     def to_host(self, x: Array) -> Array:
-        """The GPU's activations as the CPU's."""
+        """Copy the GPU's activations to the CPU's."""
         raise NotImplementedError
 
     def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
-        """Begin to bring a layer's rows to the host, and the experts that were chosen for them.
+        """Begin to copy a layer's rows and their chosen experts to the host.
 
-        What is returned waits for both, and gives the rows as the CPU's activations. Kernels that
-        are started later do not hold them up.
+        The returned function waits for both and gives the rows as the CPU's activations. Kernels
+        that are started later do not delay them.
         """
         return lambda: self.to_host(x)
 
@@ -231,7 +231,7 @@ class Gpu:
 
 
 class Slab:
-    """``nbytes`` of ``gpu`` for ``parts`` that are taken one behind the other.
+    """One allocation of ``nbytes`` on ``gpu``, taken in ``parts`` parts one after another.
 
     Raises:
         MemoryBudgetError: the GPU has no room for it.
@@ -250,12 +250,12 @@ class Slab:
         return self._memory[self._next - nbytes : self._next]
 
     def release(self) -> int:
-        """One part is no longer used; returns the bytes freed: all of them with the last."""
+        """Release one part; returns the bytes freed: all of them with the last part, else 0."""
         self._left -= 1
         return self.free() if self._left == 0 else 0
 
     def free(self) -> int:
-        """Whoever uses it; the bytes, 0 if it was free already."""
+        """Free it even if in use; returns the bytes, 0 if it was free already."""
         memory, self._memory = self._memory, None
         if memory is None:
             return 0
@@ -264,11 +264,11 @@ class Slab:
 
 
 def share_slabs(sizes: Mapping[str, int], most: int = SLABS) -> list[list[str]]:
-    """Which units lie together, of ``sizes`` in the order of a pass: at most ``most`` groups of
-    about the same bytes.
+    """Group units, whose ``sizes`` are in the order of a pass, into at most ``most`` slabs of about
+    equal bytes.
 
-    Those of a group are spread over the pass: given back together, they are copied beside computing
-    that lies between them.
+    A group's units are spread over the pass: once evicted together, they are copied while the units
+    between them are computed.
     """
     target = -(-sum(sizes.values()) // most)
     alone = [[name] for name, size in sizes.items() if size >= target]

@@ -1,10 +1,10 @@
 """One sequence's keys and values in a folder: the tokens, and the blocks that they make.
 
-``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` says which tokens they
-are of and each block's CRC-32. Going on with a sequence rewrites only the blocks that changed. The
-description is replaced last, as a whole: a crash in between leaves blocks that do not fit their
-sums, and reading ends before the first of them. What recurrent layers know lies in a file for each
-number of tokens that it is of, ``state-N.bin``. It knows bytes, not what made them.
+``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their tokens and each
+block's CRC-32. Continuing a sequence rewrites only blocks that changed. The description is replaced
+last, as a whole: a crash before that leaves blocks with wrong sums, and reading ends before the
+first of them. States of recurrent layers are in one file for each number of tokens,
+``state-N.bin``. This module knows bytes, not their meaning.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from localrt.quant.ops.states import SavedState, reachable
 
 _VERSION = 2
 _PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
-_READERS = 2  # states at once: fresh memory costs more than reading
+_READERS = 2  # states per read: fresh memory costs more than reading
 _DATA, _ABOUT, _STATE = "blocks.bin", "tokens.json", "state-{}.bin"
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _StateFile:
-    """What is known of a state's file: ``SavedState``'s numbers, its bytes and their CRC-32."""
+    """Description of a state's file: ``SavedState``'s numbers, its bytes and their CRC-32."""
 
     position: int
     length: int
@@ -50,7 +50,7 @@ class _StateFile:
 
 
 class BlockFile:
-    """One folder; it need not exist yet. ``tokens`` are those that it holds. Not thread-safe."""
+    """The files in one folder, which need not exist. ``tokens`` are those held. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,8 +72,8 @@ class BlockFile:
         return len(self._sums) * self._block_bytes + states
 
     def reach(self, length: int) -> int:
-        """How many of the first ``length`` tokens can be held again: fewer where states are needed
-        and none was saved there.
+        """How many of the first ``length`` tokens can be restored: fewer if a needed state was not
+        saved.
         """
         return reachable(self._states, length)
 
@@ -85,7 +85,7 @@ class BlockFile:
             return 0.0
 
     def touch(self) -> None:
-        """It was used now."""
+        """Record that it is used now."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / _ABOUT)
 
@@ -97,12 +97,12 @@ class BlockFile:
         take: Callable[[int, int], Bytes],
         states: Sequence[SavedState] = (),
     ) -> None:
-        """Make it hold ``tokens``; ``take(first, count)`` gives blocks, (count, block_bytes).
+        """Save ``tokens``; ``take(first, count)`` gives blocks, (count, block_bytes).
 
-        Blocks and states of tokens that it holds already stay as they are.
+        Blocks and states of tokens that it already holds stay as they are.
 
         Raises:
-            StorageError: the disk is full or fails; the folder is gone then.
+            StorageError: the disk is full or fails; the folder is then removed.
         """
         tokens = np.array(tokens, np.int64)
         count = -(-len(tokens) // BLOCK_TOKENS)
@@ -147,11 +147,11 @@ class BlockFile:
 
                 fill(0, count, read)
         except (OSError, ValueError):
-            pass  # as far as it went
+            pass  # as far as reading went
         return min(length, len(self.tokens), good * BLOCK_TOKENS)
 
     def states(self, length: int) -> list[SavedState]:
-        """Those that were saved of the first ``length`` tokens, as far as they are whole."""
+        """The undamaged saved states within the first ``length`` tokens."""
         with ThreadPoolExecutor(_READERS) as readers:
             found = readers.map(
                 self._read_state, [each for each in self._states if each.position <= length]
@@ -159,12 +159,12 @@ class BlockFile:
             return [state for state in found if state is not None]
 
     def delete(self) -> None:
-        """Remove it; nothing happens where it is gone."""
+        """Remove the folder, if it exists."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.tokens, self._sums, self._block_bytes, self._states = _NO_TOKENS, [], 0, []
 
     def _read_state(self, state: _StateFile) -> SavedState | None:
-        """None where it is damaged or gone."""
+        """Read a state; None if it is damaged or gone."""
         data = aligned_buffer(state.nbytes)
         try:
             with (self.folder / _STATE.format(state.length)).open("rb", buffering=0) as file:
@@ -178,7 +178,7 @@ class BlockFile:
         )
 
     def _write_states(self, states: Sequence[SavedState], same: int) -> list[_StateFile]:
-        """Files of those that are not there yet; ``same`` tokens are those that were held."""
+        """Write missing files of states; the first ``same`` tokens are unchanged."""
         there = {(old.position, old.length): old for old in self._states if old.length <= same}
         written = []
         for state in states:
@@ -195,10 +195,10 @@ class BlockFile:
         return written
 
     def _read_whole(self, file: Any, first: int, room: Bytes) -> int:
-        """Fill ``room``; how many blocks are what was written, up to the first that is not."""
+        """Fill ``room``; returns the number of blocks before the first damaged one."""
         starts = range(0, self._block_bytes, _CHECKED)
         pieces = [block[start : start + _CHECKED].data for block in room for start in starts]
-        with ThreadPoolExecutor(1) as ahead:  # reads on while what has come is checked
+        with ThreadPoolExecutor(1) as ahead:  # reading continues while arrived blocks are checked
             read = ahead.map(partial(_read_into, file), pieces)
             for index in range(len(room)):
                 checksum = 0
@@ -230,7 +230,7 @@ class BlockFile:
 
 
 def _read_about(path: Path) -> dict[str, Any] | None:
-    """The description, or None where there is none that can be used."""
+    """The description, or None if there is no usable one."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         whole = (

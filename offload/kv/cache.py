@@ -1,10 +1,10 @@
-"""A KV cache of which some layers live on an SSD: loaded before their attention, saved after it.
+"""A KV cache with some layers on an SSD: loaded before their attention, saved after it.
 
-Whole blocks of 256 tokens are in the file, the last, partial one is in RAM: a token costs no write.
+Full blocks of 256 tokens are in the file, the partial last block in RAM: no write for each token.
 While a layer computes, the next one's blocks are loaded into one of a few fixed buffers that all
-caches share; the buffer that is needed last is filled first, since layers come round in a circle.
-Attention sees the same bytes in the same places as with a cache in RAM. What a pass has written
-counts from ``advance`` on, like everywhere; a pass that fails leaves the tokens held as they were.
+caches share; the buffer that is needed last is filled first, since layers are used cyclically.
+Attention sees the same bytes in the same places as with a cache in RAM. Rows that a pass has
+written count from ``advance`` on; a failed pass leaves the held tokens as they were.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Slot:
     def __init__(self, data: Bytes) -> None:
         self.data = data
         self.address: int = data.ctypes.data
-        self.task: IoTask | None = None  # the last that reads or writes it, whoever's
+        self.task: IoTask | None = None  # the last task that reads or writes the buffer
         self.free()
 
     def free(self) -> None:
@@ -44,7 +44,7 @@ class Slot:
         self.layer = -1
         self.first = self.stop = 0
         self.load: IoTask | None = None
-        self.busy = False  # a pass computes on it
+        self.busy = False  # whether a pass computes on it
 
 
 class SlotPool:
@@ -55,11 +55,11 @@ class SlotPool:
         memory = map_zeros(count * size)
         self.nbytes = count * size
         self._slots = [Slot(memory[i * size : (i + 1) * size]) for i in range(count)]
-        self._active: deque[object] = deque(maxlen=count)  # owners that passes began with
-        self._lock = threading.RLock()  # a finalizer may come in the middle
+        self._active: deque[object] = deque(maxlen=count)  # owners in the present pass
+        self._lock = threading.RLock()  # reentrant: a finalizer may call ``forget`` at any time
 
     def begin(self, owner: object) -> None:
-        """A pass begins that ``owner`` takes part in: nothing is in use before its layers are."""
+        """Begin a pass with ``owner``: none of its buffers is in use until its layers compute."""
         with self._lock:
             self._active.append(owner)
             for slot in self._slots:
@@ -76,13 +76,13 @@ class SlotPool:
     def take(
         self, owner: object, layer: int, distance: Callable[[int], int], *, ahead: bool
     ) -> Slot | None:
-        """An empty buffer for ``layer``. ``distance`` says in how many layers' time one is needed.
+        """An empty buffer for ``layer``. ``distance`` says how many layers later one is needed.
 
-        ``ahead``: not now, so that nothing goes that is needed sooner, or by another cache of the
-        same pass; None where there is no such buffer.
+        With ``ahead``, no buffer is taken that is needed sooner or by another cache of the same
+        pass; None if there is no other.
 
         Raises:
-            MemoryBudgetError: every buffer is computed on.
+            MemoryBudgetError: a pass is computing on every buffer.
         """
         with self._lock:
             best, best_rank = None, -1
@@ -102,14 +102,14 @@ class SlotPool:
             return best
 
     def forget(self, owner: object) -> None:
-        """``owner`` is gone."""
+        """Free the buffers of ``owner``, which is gone."""
         with self._lock:
             for slot in self._slots:
                 if slot.owner is owner:
                     slot.free()
 
     def _rank(self, slot: Slot, owner: object, distance: Callable[[int], int]) -> int:
-        """How late it is needed."""
+        """How late the buffer's content is needed: larger is later."""
         if slot.owner is None:
             return 1 << 30
         if slot.owner is owner:
@@ -127,22 +127,22 @@ def block_stride(spec: AttentionSpec, kv_format: CacheFormat) -> int:
 class _Stored:
     """One layer on the SSD."""
 
-    offset: int  # of its blocks in the file
+    offset: int  # offset of its blocks in the file
     stride: int
     window: int | None
     shape: tuple[int, int]  # kv heads, head size
-    tail: Bytes  # the block of the first token that is not in the file
-    next_tail: Bytes  # what it will be once the pass counts
+    tail: Bytes  # the block with the first token that is not in the file
+    next_tail: Bytes  # the tail after ``advance``
     saved: int = 0  # tokens in the file
     next_saved: int | None = None
     saves: list[IoTask] = field(default_factory=list)
 
 
 class SsdKVCache(NativeKVCache):
-    """See ``NativeKVCache``. ``places`` says of every layer whether it is on the SSD.
+    """See ``NativeKVCache``. ``places`` says for each layer whether it is on the SSD.
 
     Raises:
-        StorageError: in ``reserve``, in a pass or on making it: the disk fails or is full.
+        StorageError: the disk fails or is full; raised on creation, in ``reserve`` or in a pass.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class SsdKVCache(NativeKVCache):
         super().__init__(
             [(specs[n].cached_heads, specs[n].head_dim) for n in in_ram], capacity, kv_format
         )
-        # Behind it are layers that read an earlier one's, which is in RAM.
+        # After it come only layers that read an earlier one's cache, in RAM.
         self._last_layer = max(n for n, spec in enumerate(specs) if spec.reads is None)
         self._ram_index = {layer: index for index, layer in enumerate(in_ram)}
         self._order = ssd
@@ -188,7 +188,7 @@ class SsdKVCache(NativeKVCache):
 
     @property
     def kv_layout(self) -> str:
-        """Empty: a part is on the SSD, and is not taken out."""
+        """Empty: blocks on the SSD are not saved elsewhere."""
         return ""
 
     @property
@@ -197,7 +197,7 @@ class SsdKVCache(NativeKVCache):
         return self._file.read_bytes
 
     def reserve(self, length: int) -> None:
-        """Make room, on the disk as well, and start the first load. A pass begins with it."""
+        """Begin a pass: make room, on the disk too, and start the first load."""
         self._abandon()
         self._slots.begin(self._key)
         before = self.allocated
@@ -234,7 +234,7 @@ class SsdKVCache(NativeKVCache):
         """Save the blocks that are full now and keep the rest; the last layer waits for all saves.
 
         Raises:
-            StorageError: a save failed. The pass must not count.
+            StorageError: a save failed; ``advance`` must not be called.
         """
         stored = self._stored.get(layer)
         if stored is not None:
@@ -276,7 +276,7 @@ class SsdKVCache(NativeKVCache):
                 slot.stop = min(slot.stop, first // BLOCK_TOKENS)
 
     def _move_stored(self, stored: _Stored, first: int, rows: Sequence[int]) -> None:
-        """Put token ``first + rows[i]`` where token ``first + i`` is; what lies behind is lost.
+        """Put token ``first + rows[i]`` where token ``first + i`` is; tokens after them are lost.
 
         The few blocks concerned are gathered in RAM, changed there, and the full ones written.
 
@@ -305,7 +305,7 @@ class SsdKVCache(NativeKVCache):
     # -- parts -----------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
-        """Drop what a pass that did not end has left: its saves end, and do not count."""
+        """Drop the leftovers of an abandoned pass: its saves end and do not count."""
         for stored in self._stored.values():
             wait(stored.saves)
             stored.saves.clear()
@@ -340,7 +340,7 @@ class SsdKVCache(NativeKVCache):
             slot.load = slot.task = self._io.start(lambda: self._read(slot, stored, first, stop))
 
     def _complete(self, slot: Slot, stored: _Stored) -> None:
-        """Everything held of a layer is in its buffer."""
+        """Complete a layer's buffer: all held tokens are in it afterwards."""
         first, stop = self._wanted(stored)
         if slot.task is not None:
             wait([slot.task])
@@ -361,11 +361,9 @@ class SsdKVCache(NativeKVCache):
         self._file.read_into(stored.offset + first * stored.stride, part)
 
     def _save(self, slot: Slot, stored: _Stored, end: int) -> None:
-        """Rows up to ``end`` are in the buffer."""
+        """Save the full blocks of a layer whose buffer has rows up to ``end``."""
         first, full, stride = stored.saved // BLOCK_TOKENS, end // BLOCK_TOKENS, stored.stride
-        if (
-            stored.saved % BLOCK_TOKENS
-        ):  # trimmed into the file: what is held of the block goes to RAM
+        if stored.saved % BLOCK_TOKENS:  # trimmed into the file: the block's held tokens go to RAM
             stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
             stored.saved = first * BLOCK_TOKENS
         slot.stop = max(slot.stop, -(-end // BLOCK_TOKENS))
@@ -382,7 +380,7 @@ class SsdKVCache(NativeKVCache):
 
 
 def _release(io: IoThread, slots: SlotPool, file: KvFile, key: object) -> None:
-    """Behind the tasks that still use them."""
+    """Release the buffers after the tasks that still use them."""
 
     def release() -> None:
         slots.forget(key)

@@ -3,7 +3,7 @@
 The file has no name in its folder while it is used, so it goes away however the process ends.
 Direct I/O where the file system takes it; elsewhere pages are dropped once read or written, so that
 a memory budget means what it says. The thread runs tasks in the order given: a buffer's save ends
-before its next load begins. Whoever needs a task waits for it alone.
+before its next load begins. A caller waits only for the task it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IoTask: TypeAlias = "Future[None]"
 
 
 class IoThread:
-    """Starts with the first task. ``start`` may be called from anywhere, finalizers included.
+    """A thread that starts with its first task. Even finalizers may call ``start``.
 
     An executor's ``submit`` takes a lock, in which a finalizer that submits as well would hang.
     """
@@ -47,7 +47,7 @@ class IoThread:
         if not self._started:
             self._started = True
             self._thread.start()
-        if self._closed.is_set():  # meanwhile, by another thread
+        if self._closed.is_set():  # started meanwhile by another thread
             self._queue.put(None)
             if not self._thread.is_alive():
                 self._refuse_rest()
@@ -62,7 +62,7 @@ class IoThread:
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Nobody waits for ever for what came too late."""
+        """Fail tasks that came too late, so that nobody waits for them forever."""
         while True:
             try:
                 job = self._queue.get_nowait()
@@ -80,20 +80,20 @@ class IoThread:
                 task.set_exception(error)
             else:
                 task.set_result(None)
-            del job, task, do  # they hold buffers
+            del job, task, do  # the tasks hold buffers
 
 
 def _refuse(task: IoTask) -> None:
     task.set_exception(StorageError("the model is closed: load it again"))
 
 
-PAGE = 4096  # offsets, sizes and addresses are multiples, as direct I/O wants
+PAGE = 4096  # direct I/O needs multiples of it for offsets, sizes and addresses
 _REQUEST = 8 << 20
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class KvFile:
-    """Made in ``folder``, which must exist. Used by several threads at once.
+    """A file made in ``folder``, which must exist. Several threads may use it at once.
 
     Raises:
         StorageError: no file can be made there.
@@ -105,7 +105,7 @@ class KvFile:
         self._descriptor = self._direct = -1
         self.read_bytes = 0
         try:
-            flags = getattr(os, "O_TEMPORARY", 0)  # Windows: gone when it is closed
+            flags = getattr(os, "O_TEMPORARY", 0)  # Windows deletes it when it is closed
             self._descriptor, name = tempfile.mkstemp(prefix=".localrt-kv-", dir=folder)
             try:
                 if flags:
@@ -123,7 +123,7 @@ class KvFile:
             ) from error
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take room on the disk now, where that is possible, rather than fail in a pass.
+        """Reserve room on the disk now, where possible, rather than fail in a pass.
 
         Raises:
             StorageError: the disk is full.
@@ -140,7 +140,7 @@ class KvFile:
         """Fill ``out`` from byte ``offset``.
 
         Raises:
-            StorageError: the disk fails, or that was never written.
+            StorageError: the disk fails, or those bytes were never written.
         """
         for start in range(0, len(out), _REQUEST):
             self._all("read", offset + start, out[start : start + _REQUEST])
@@ -156,7 +156,7 @@ class KvFile:
             self._all("written", offset + start, data[start : start + _REQUEST])
 
     def close(self) -> None:
-        """Give up the file and its room."""
+        """Close the file and free its room."""
         for descriptor in (self._descriptor, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)

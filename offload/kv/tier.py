@@ -1,8 +1,8 @@
 """Makes the KV caches of a placement: which layers' keys and values are in RAM, which on the SSD.
 
-Set as ``NativeOps.kv_maker``, it replaces caches that are in RAM throughout. Its buffers are made
-once and never grow: two, for a layer that computes and the next one that is loaded, and two more
-for each further sequence of a batch. With one for each sequence, layers wait for their loads.
+Set as ``NativeOps.kv_maker``, it replaces caches that are wholly in RAM. Its buffers are made once
+and never grow: two, for the computing layer and the next one's load, and two more for each further
+sequence of a batch. With one per sequence, layers would wait for their loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS, CacheFormat
 
 
 class KvTier:
-    """Caches of at most ``capacity`` tokens, whose layers on the SSD are in files in ``folder``.
+    """Makes caches of at most ``capacity`` tokens, with layers on the SSD in files in ``folder``.
 
     Raises:
         OptionError: a layer would be on a GPU, or there is no buffer.
@@ -66,7 +66,7 @@ class KvTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that all caches share: the buffers."""
+        """Bytes of the buffers in RAM, which all caches share."""
         return self._slots.nbytes
 
     @property
@@ -108,5 +108,5 @@ class KvTier:
         return token_nbytes(in_ram, kv_format) * grown_capacity(length) + tails
 
     def close(self) -> None:
-        """End the thread once its tasks are done. Caches cannot be used afterwards."""
+        """End the thread after its tasks. Caches cannot be used afterwards."""
         self._io.close()

@@ -1,8 +1,8 @@
-"""A model's packed form, made once and kept: what streaming reads in the place of a GGUF file.
+"""Makes and keeps a model's packed form, which streaming reads instead of a GGUF file.
 
-Stores lie in one folder, each named after its model and a fingerprint of it, so that another file
-of the same name gets another store. Two processes that want the same one make it once. A damaged
-unit is made again from the model; it is right when its SHA-256 is the manifest's.
+Stores are in one folder, each named after its model and the model's fingerprint, so that another
+file of the same name gets another store. Two processes that need the same store make it once. A
+damaged unit is made again from the model and must have the manifest's SHA-256.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POLL_S = 0.1
 
 
 def store_folder(source: Checkpoint, stores: Path) -> Path:
-    """Where the packed form of ``source`` lies, made or not."""
+    """The folder for the packed form of ``source``, whether it exists or not."""
     stem = source.path.stem if source.path.is_file() else source.path.name
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:80] or "model"
     return stores / f"{slug}-{fingerprint(source)[:12]}"
@@ -55,12 +55,12 @@ def cached_store(
     progress: ProgressFunction | None = None,
     cancel: threading.Event | None = None,
 ) -> StoreCheckpoint:
-    """``source`` itself if it is a store, else its packed form in ``stores``, made if need be.
+    """``source`` itself if it is a store, else its packed form in ``stores``, made if necessary.
 
     Raises:
-        StorageError: ``stores`` cannot be written, or its disk is full.
-        CheckpointError, UnsupportedModelError: ``source`` cannot be packed.
-        CancelledError: ``cancel`` was set; the next call goes on where this one stopped.
+        StorageError: ``stores`` cannot be written, or its disk is full. CheckpointError,
+        UnsupportedModelError: ``source`` cannot be packed. CancelledError: ``cancel`` was set; the
+        next call continues where this one stopped.
     """
     if isinstance(source, StoreCheckpoint):
         return source
@@ -75,14 +75,14 @@ def cached_store(
         if store is None:
             shutil.rmtree(folder, ignore_errors=True)
             pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
-            store = StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
+            store = StoreCheckpoint(folder, verify=False)  # the sums were just made
             gc.collect()  # what packing made
-    return_free_memory()  # what that or reading the manifest took is wanted for the weights
+    return_free_memory()  # free the memory that packing or the manifest took, for the weights
     return store
 
 
 def _opened(folder: Path) -> StoreCheckpoint | None:
-    """What lies there; None where that was discarded, is damaged or of another version."""
+    """Open the store there; None if it was discarded, is damaged or of another version."""
     if not (folder / MANIFEST_NAME).is_file():
         return None
     try:
@@ -92,13 +92,13 @@ def _opened(folder: Path) -> StoreCheckpoint | None:
 
 
 def discard_store(folder: Path) -> None:
-    """Make the packed form in ``folder`` again when it is next asked for."""
+    """Have the packed form in ``folder`` made again when it is next needed."""
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 @contextmanager
 def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
-    """Hold a lock among processes, where the system has one; another's packing may take minutes."""
+    """Hold a lock between processes, if the system has one; another may pack for minutes."""
     try:
         import fcntl
     except ImportError:
@@ -126,8 +126,8 @@ def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
     """Fill ``data`` (bytes of the unit,) from the model at ``model``, and write it to ``store``.
 
     Raises:
-        CheckpointError: the model is another by now, or damaged, or the store cannot be written;
-            if it can be removed, it is packed anew when it is next asked for.
+        CheckpointError: the model has changed or is damaged, or the store cannot be written;
+            if it can be removed, it is packed again when next needed.
     """
     damaged = f"{store}: unit {unit.name} in {unit.file} is damaged"
     try:
@@ -151,13 +151,13 @@ def _write(path: Path, offset: int, data: Bytes) -> None:
         stream.seek(offset)
         stream.write(data.data)
         stream.flush()
-        # Nothing has changed for those who go by the time: the bytes are what they were.
+        # Keep the modification time: the bytes are what they were.
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         os.fsync(stream.fileno())
 
 
 def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> None:
-    data[:] = 0  # between tensors, and behind the last
+    data[:] = 0  # padding between tensors and after the last
     tiler = fast_tiler()
     for tensor in unit.tensors:
         out = data[tensor.offset : tensor.offset + tensor.nbytes]

@@ -1,8 +1,8 @@
-"""Packs a model into a store as it was published: every tensor keeps its width and its values.
+"""Packs a published model into a store: every tensor keeps its bit width and its values.
 
-Tile by tile, so that a model larger than memory can be packed. Tokenizer and chat template are kept
-as published: a folder's files are copied, a GGUF file's key-value pairs become a GGUF file without
-tensors. Quantizing on the way is ``localrt/quantize/quantize.py``'s work.
+It works tile by tile, so that a model larger than memory can be packed. Tokenizer and chat template
+are kept as published: a folder's files are copied, a GGUF file's key-value pairs become a GGUF file
+without tensors. ``localrt/quantize/quantize.py`` quantizes while packing.
 """
 
 from __future__ import annotations
@@ -73,17 +73,15 @@ def pack_store(
     progress: ProgressFunction | None = None,
     cancel: threading.Event | None = None,
 ) -> Path:
-    """Write ``source`` to the folder ``out`` in the formats that it has; returns ``out``.
+    """Write ``source`` to the folder ``out`` in its present formats; returns ``out``.
 
-    A call that was interrupted is gone on with by the next one. ``tiler`` defaults to the fastest
-    here, and ``progress`` gets bytes done, all bytes, and the file at hand.
+    The next call continues an interrupted one. ``tiler`` defaults to the fastest here, and
+    ``progress`` gets bytes done, all bytes, and the current file.
 
     Raises:
-        OptionError: ``out`` exists already.
-        CheckpointError: ``source`` is damaged.
-        UnsupportedModelError: an architecture or weights that localrt does not know.
-        StorageError: the disk is full or fails.
-        CancelledError: ``cancel`` was set.
+        OptionError: ``out`` exists already. CheckpointError: ``source`` is damaged.
+        UnsupportedModelError: localrt does not know the architecture or the weights. StorageError:
+        the disk is full or fails. CancelledError: ``cancel`` was set.
     """
     require_readable(source)
     config = read_config(source)
@@ -113,7 +111,7 @@ def describe_source(
     exactness: Exactness,
     quantization: Quantization | None = None,
 ) -> Manifest:
-    """The manifest of a store of ``source``, still without units."""
+    """The manifest of a store of ``source``, without units yet."""
     return Manifest(
         kind="gguf" if source.kind == "gguf" else "safetensors",
         architecture=source.architecture,
@@ -139,7 +137,7 @@ def stored_infos(
 
 
 def main_format(units: Iterable[Unit], infos: Mapping[str, TensorInfo]) -> str:
-    """The format that most bytes of the layers' matrices have."""
+    """The format of most bytes of the layers' matrices."""
     bytes_of: Counter[str] = Counter()
     for unit in units:
         for name in unit.tensors if unit.layer is not None else ():
@@ -149,7 +147,7 @@ def main_format(units: Iterable[Unit], infos: Mapping[str, TensorInfo]) -> str:
 
 
 def fingerprint(source: Checkpoint) -> str:
-    """Tells models apart for the price of a row of each tensor; of experts, each layer's first."""
+    """A hash of a row of each tensor, for experts only each layer's first, to tell models apart."""
     digest = hashlib.sha256()
     if isinstance(source, StoreCheckpoint):
         digest.update("".join(unit.sha256 for unit in source.manifest.units).encode())

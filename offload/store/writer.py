@@ -1,4 +1,4 @@
-"""Writes a store file by file: where each byte lies is known first, and a broken run goes on.
+"""Writes a store file by file: the layout is planned first, so an interrupted run can continue.
 
 One safetensors file for the embedding, each layer, and the head with the final norm. The format
 forbids holes: units are aligned by spaces at the end of the header and by explicit ``_pad``
@@ -47,12 +47,12 @@ from localrt.models.units import Unit
 from localrt.quant.formats import F32
 from localrt.quant.formats.tiled import TiledTensor
 
-_TENSOR_ALIGNMENT = 64  # within a unit: a cache line, and the widest vector
+_TENSOR_ALIGNMENT = 64  # alignment within a unit: a cache line, the widest vector
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """A unit's place in its file, in bytes, and its tensors (with neither scales nor rotations)."""
+    """A unit's place in its file, in bytes, and its tensors (without scales and rotations)."""
 
     name: str
     offset: int
@@ -78,7 +78,7 @@ class FilePlan:
 def plan_files(units: Sequence[Unit], tensors: Mapping[str, TensorInfo]) -> tuple[FilePlan, ...]:
     """The files of a store, layers first; ``tensors`` are as they will be stored.
 
-    Layers come first because they take the time: what is left can be told from the first of them.
+    Layers come first because they take longest: the first of them shows how long the rest takes.
     """
     files: dict[str, list[Unit]] = {}
     for unit in sorted(units, key=lambda unit: unit.layer is None):
@@ -95,7 +95,7 @@ def _file_name(unit: Unit) -> str:
 
 def _plan_file(name: str, units: Sequence[Unit], tensors: Mapping[str, TensorInfo]) -> FilePlan:
     planned: list[UnitPlan] = []
-    extents: dict[str, tuple[str, int, int]] = {}  # safetensors type, begin and end
+    extents: dict[str, tuple[str, int, int]] = {}  # safetensors type, first and end byte
     position = 0
     for unit in units:
         begin = position
@@ -104,7 +104,7 @@ def _plan_file(name: str, units: Sequence[Unit], tensors: Mapping[str, TensorInf
             position = _pad(extents, position, _TENSOR_ALIGNMENT)
             placed = _place(tensors[tensor], unit, position - begin)
             inside.append(placed)
-            # The slices of a head join into one tensor of the file.
+            # The slices of a head are one tensor of the file.
             first = extents.get(tensor, ("", position, position))[1]
             kind = "F32" if len(placed.shape) == 1 else "U8"
             extents[tensor] = (kind, first, position + placed.nbytes)
@@ -154,15 +154,15 @@ _HASH_BLOCK = 8 << 20
 
 
 def partial_folder(out: Path) -> Path:
-    """Where the store ``out`` lies until it is finished."""
+    """The folder of the store ``out`` until it is finished."""
     return out.with_name(out.name + ".partial")
 
 
 class StoreWriter(Closing):
-    """One store in the making: ``write`` all of ``pending``, then ``finish``. Use it with ``with``.
+    """Writes one store: ``write`` all of ``pending``, then ``finish``. Use it with ``with``.
 
-    ``manifest`` is without units; ``files`` are the whole store's. A partial store that describes
-    the same packing is gone on with, any other is begun again.
+    ``manifest`` has no units; ``files`` are all files of the store. A partial store of the same
+    packing is continued; any other is begun again.
 
     Raises:
         OptionError: ``out`` exists already.
@@ -200,7 +200,7 @@ class StoreWriter(Closing):
             raise
 
     def close(self) -> None:
-        """Let others write the folder. What is finished stays."""
+        """Unlock the folder. Finished files stay."""
         self._stack.close()
 
     @property
@@ -215,7 +215,7 @@ class StoreWriter(Closing):
         return [file for file in self._files if file.name not in finished]
 
     def report(self, detail: str) -> None:
-        """Say what is being worked on, and stop if that was asked for.
+        """Report progress, and stop if cancelled.
 
         Raises:
             CancelledError: ``cancel`` is set.
@@ -231,12 +231,11 @@ class StoreWriter(Closing):
             stream.write(data)
 
     def write(self, file: FilePlan, pieces: Pieces) -> None:
-        """Write one file; ``pieces`` is asked for each of its tensors once, in the order they lie.
+        """Write one file; ``pieces`` is called once for each of its tensors, in file order.
 
         Raises:
-            StorageError: the disk is full, or fails.
-            CancelledError: ``cancel`` is set.
-            ValueError: pieces are not what the plan says.
+            StorageError: the disk is full, or fails. CancelledError: ``cancel`` is set. ValueError:
+            the pieces do not match the plan.
         """
         begun = self._done
         try:
@@ -254,14 +253,14 @@ class StoreWriter(Closing):
         self.report(file.name)
 
     def reader(self, file: FilePlan | None = None) -> StoreCheckpoint:
-        """The tensors of a finished file, or of all that are finished."""
+        """A reader of the tensors of one finished file, or of all finished files."""
         units = tuple(u for u in self._manifest.units if file is None or u.file == file.name)
         return StoreCheckpoint(
             self.folder, manifest=replace(self._manifest, units=units), verify=False
         )
 
     def finish(self, loss: float | None = None) -> Path:
-        """Give the store its name; ``loss`` is what its quantization is known to cost.
+        """Give the store its final name; ``loss`` is the measured loss of its quantization.
 
         Raises:
             StorageError: the disk fails.
@@ -327,7 +326,7 @@ class StoreWriter(Closing):
             if not earlier.describes_same(manifest):
                 continue
             kept = [unit for file in self._files for unit in self._kept(file, earlier)]
-            # Were it named like a finished one, the folder could be taken for a model.
+            # With the final name, the folder could be mistaken for a model.
             self._save(replace(manifest, units=tuple(kept)))
             (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
             return self._manifest
@@ -336,7 +335,7 @@ class StoreWriter(Closing):
         return manifest
 
     def _kept(self, file: FilePlan, earlier: Manifest) -> list[StoredUnit]:
-        """A file's units if they are as planned and their bytes are those that were written."""
+        """A file's units, if they match the plan and their bytes the recorded sums."""
         units = [unit for unit in earlier.units if unit.file == file.name]
         planned = [(unit.name, unit.offset, unit.nbytes) for unit in file.units]
         path = self.folder / file.name
@@ -378,17 +377,17 @@ class StoreWriter(Closing):
 
     @contextmanager
     def _aside(self, name: str) -> Iterator[BinaryIO]:
-        """Where to write the file ``name``, which appears, whole, at the end."""
+        """Yield a path to write the file ``name`` to; at the end it is renamed, whole."""
         aside = self.folder / (name + _ASIDE)
         aside.parent.mkdir(exist_ok=True)
-        # One name for every process: what a killed one left is overwritten.
+        # All processes use one name, so leftovers of a killed one are overwritten.
         with atomic_write(self.folder / name, aside=aside) as stream:
             yield stream
         _sync_folder(aside.parent)
 
 
 class _Tiles:
-    """The bytes of one tensor, taken in as many parts as it has units."""
+    """The bytes of one tensor, taken in one part for each of its units."""
 
     def __init__(self, tensor: UnitTensor, pieces: Iterable[WeightBlock]) -> None:
         self._tensor = tensor
@@ -408,7 +407,7 @@ class _Tiles:
 
     @property
     def rest(self) -> bool:
-        """Whether anything has not been taken."""
+        """Whether any bytes have not been taken."""
         return bool(self._left) or next(self._pieces, None) is not None
 
     def _next(self) -> memoryview:
@@ -438,7 +437,7 @@ def _digest(path: Path, unit: StoredUnit) -> str:
 
 @contextmanager
 def _storage_errors(folder: Path) -> Iterator[None]:
-    """What the system says of a disk, as one line. Finished files stay, for the next run."""
+    """Turn the system's disk errors into one line. Finished files stay for the next run."""
     try:
         yield
     except LocalrtError:
@@ -455,7 +454,7 @@ def _storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
-    """Hold a lock; the system releases it when the process ends, however it ends."""
+    """Hold a lock, which the system releases however the process ends."""
     from filelock import FileLock, Timeout  # it imports asyncio, and most runs write no store
 
     path = folder.with_name(folder.name + ".lock")
@@ -472,7 +471,7 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` last, where the system can."""
+    """Make renames in ``folder`` durable, where the system can."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
