@@ -1,7 +1,7 @@
-"""What a tool's schema says of an argument that stands as plain text: a string, or another value.
+"""Converts plain-text arguments of calls to strings or other values, by the tool's schema.
 
-Local references, ``allOf``, ``anyOf`` and ``oneOf``, lists of types, enums. It does not check
-values: what a schema forbids stays as it was written.
+It follows local references, ``allOf``, ``anyOf`` and ``oneOf``, lists of types, and enums. It does
+not check values: those that the schema forbids are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 ABSENT = object()
-"""Of an argument that was named and not given."""
+"""The value of an argument that was named, but not given."""
 
 _DEEPEST = 32  # references, and schemas within schemas
 
@@ -32,13 +32,13 @@ def _finite(digits: str) -> float:
 
 
 DECODER = json.JSONDecoder(strict=False, parse_constant=_refused, parse_float=_finite)
-"""Takes new lines within strings, which models write, and no number that is infinite or none."""
+"""Accepts new lines within strings, which models write, but neither infinity nor NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """``kinds`` of values, as JSON schemas name them: none where a schema does not say. Strings
-    are any, or one of ``words``.
+    """``kinds`` are the accepted JSON schema types, empty if the schema does not say. ``words`` are
+    the accepted strings, None for any.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -46,11 +46,11 @@ class Accepted:
 
     @property
     def is_text(self) -> bool:
-        """Whether nothing but a string can be meant."""
+        """Whether only strings are accepted."""
         return self.kinds == {"string"}
 
     def read(self, text: str) -> Any:
-        """The value that ``text`` is, or ``ABSENT``."""
+        """Convert ``text`` to a value; ``ABSENT`` if it is empty or null, but must not be."""
         kinds = self.kinds
         may_be_text = not kinds or "string" in kinds
         if self.is_text or (may_be_text and (not text.strip() or text in (self.words or ()))):
@@ -74,22 +74,22 @@ class Accepted:
 _Kinds: TypeAlias = frozenset[str] | None
 _Words: TypeAlias = list[str] | None
 Types: TypeAlias = Mapping[str, Accepted]
-"""Of a function's parameters."""
+"""What each parameter of a function accepts."""
 
 
 def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozenset[str]]:
-    """The properties that an object has, and those that are required; it is a part of ``root``."""
+    """The properties of an object, and the required ones; ``schema`` is part of ``root``."""
     return _parameters(schema, schema if root is None else root, 0)
 
 
 def accepted(schema: Any, root: Any) -> Accepted:
-    """What ``schema`` allows, which is a part of ``root``."""
+    """What ``schema``, which is part of ``root``, accepts."""
     kinds, words = _accepted(schema, root, 0)
     return Accepted(kinds or frozenset(), None if words is None else tuple(words))
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """``schema``, or what it refers to."""
+    """Return ``schema``, with a reference replaced by the schema that it refers to."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -122,7 +122,7 @@ def _parameters(schema: Any, root: Any, depth: int) -> tuple[dict[str, Any], fro
 
 
 def _accepted(schema: Any, root: Any, depth: int) -> tuple[_Kinds, _Words]:
-    """The types that a schema allows, and the strings that it lists; None where it does not say."""
+    """The types that a schema allows, and the strings that it lists; None if it does not say."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return None, None
@@ -165,7 +165,7 @@ def _accepted(schema: Any, root: Any, depth: int) -> tuple[_Kinds, _Words]:
 
 
 def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
-    """Kinds that both allow: every integer is a number."""
+    """The kinds that both allow; every integer is also a number."""
     whole = {"integer"} if "integer" in one | other and "number" in one | other else set()
     return (one & other) | (whole if not {"number"} <= one & other else frozenset())
 
@@ -179,7 +179,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def kind_of(value: Any) -> str:
-    """The type of ``value``, as JSON schemas name it."""
+    """The JSON schema type of ``value``."""
     match value:
         case None:
             return "null"
@@ -197,7 +197,7 @@ def kind_of(value: Any) -> str:
 
 
 def literal(text: str) -> Any:
-    """A value as JSON, or else as Python, writes it.
+    """Parse a value written as JSON, or else as Python.
 
     Raises:
         ValueError: it is neither.

@@ -1,7 +1,7 @@
-"""Grammars (llguidance's Lark) that bind an answer to a call, in the words of the model's template.
+"""Grammars (llguidance's Lark) that constrain an answer to calls, in the syntax of the template.
 
-Tools' schemas bind the arguments: as JSON where the model writes JSON, value by value where it
-writes them in tags, as keywords or in objects of its own. It knows no tokens but their names.
+Tools' schemas constrain the arguments: as JSON if the model writes JSON, value by value if it
+writes tags, keywords or objects in its own notation. It knows tokens only by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.chat_format.notations import (
 )
 
 Terminal = Callable[[str], str]
-"""Text as the terminals that stand for it: some of its marks are control tokens."""
+"""Converts text to terminals: some of its marks are control tokens."""
 
 _ANY = {ID: "/[a-zA-Z0-9]{9}/", NUMBERED: "/[0-9]{1,2}/"}
 _MOST = 16  # calls in an answer
@@ -40,11 +40,11 @@ def call_grammar(
     several: bool = False,
     answer: tuple[str, Any] | None = None,
 ) -> str:
-    """A call of one of ``tools``, which are functions with a name and parameters.
+    """A grammar for a call of one of ``tools``, which are functions with a name and parameters.
 
-    ``spaces`` is an expression of what may stand between the parts of JSON. With ``several`` more
-    calls may follow, where the model can write them. ``answer`` may stand in place of them: the
-    mark that begins it, and its JSON schema.
+    ``spaces`` is a regular expression for the whitespace in JSON. With ``several`` more calls may
+    follow, if the template can write them. ``answer`` is allowed instead of calls: its opening mark
+    and its JSON schema.
     """
     rules = _Rules(spelling, terminal, spaces)
     several = several and bool(spelling.joint)
@@ -58,7 +58,7 @@ def call_grammar(
 
 
 class _Rules:
-    """The rules of a grammar as it grows."""
+    """Collects the rules of a grammar; methods return the name or the body of a rule."""
 
     def __init__(self, spelling: Spelling, terminal: Terminal, spaces: str) -> None:
         self.lines: list[str] = []
@@ -68,7 +68,7 @@ class _Rules:
         self._root: Mapping[str, Any] = {}
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-        """The rule of a call of one of ``tools``, or of ``several``."""
+        """The rule for a call of one of ``tools``, or for ``several`` calls."""
         spelling = self._spelling
         given = [(tool["name"], self._arguments(tool.get("parameters"))) for tool in tools]
         first = (self._call(spelling.before, spelling.middle, *each) for each in given)
@@ -79,7 +79,7 @@ class _Rules:
         return self._rule(f"{calls} {self._literal(spelling.after)}")
 
     def json_calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-        """``calls`` that are JSON objects, in terminals that other JSON is written with too."""
+        """The rule for ``calls`` as JSON objects, using the terminals of other JSON."""
         calls = self._rule(" | ".join(self._rule(self._json_call(tool)) for tool in tools))
         more = f" ({self._terminal(chr(10))} {calls}){{0,{_MOST - 1}}}" if several else ""
         return self._rule(calls + more)
@@ -103,7 +103,7 @@ class _Rules:
         )
 
     def answer(self, mark: str, schema: Any) -> str:
-        """The rule of an answer that follows ``schema``."""
+        """The rule for an answer that follows ``schema``."""
         return self._rule(f"{self._literal(mark)} {self._json(schema)}")
 
     def _call(self, before: str, middle: str, name: str, arguments: str) -> str:
@@ -134,7 +134,7 @@ class _Rules:
         return self._rule(self._json(schema))
 
     def _json(self, schema: Any) -> str:
-        """Any value that ``schema`` allows, which may refer to definitions of the tool's."""
+        """The rule's body for ``schema``, which may refer to definitions in the tool's schema."""
         given = dict(schema) if isinstance(schema, Mapping) else {}
         given |= {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         if self._spaces:
@@ -147,10 +147,10 @@ class _Rules:
         item: Callable[[str, Any], str],
         separator: str = "",
     ) -> str:
-        """Every property of ``schema`` once, in their order; those not required may be left out."""
+        """The rule for all properties of ``schema`` in order; optional ones may be left out."""
         properties, required = parameters_of(schema, self._root)
         rest, first = "", ""
-        # From the last one on: what follows a property depends on whether one has come before.
+        # Built from the last one: a property needs a separator only if another came before it.
         for key, value in reversed([*properties.items()]):
             one = self._rule(item(key, value))
             mark = self._terminal(separator) if separator else ""
@@ -251,7 +251,7 @@ class _Rules:
 
 
 def _closed(parameters: Any) -> Mapping[str, Any]:
-    """``parameters``, of which there are none where none is named."""
+    """Return ``parameters``; if they name no property, they allow none."""
     given = parameters if isinstance(parameters, Mapping) else {}
     named = given.get("properties") or given.keys() - {"type", "properties", *_WORDS}
     return given if named else {**_NOTHING, **given}

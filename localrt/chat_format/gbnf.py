@@ -1,8 +1,8 @@
-"""GBNF, llama.cpp's notation for grammars, as the notation that llguidance reads (a kind of Lark).
+"""Translates GBNF, llama.cpp's notation for grammars, to llguidance's (a kind of Lark).
 
-Every character becomes a terminal of its own. A terminal of several would take as much text as it
-can: in ``num ws "\\n"`` the white space would swallow the line's end, and nothing could follow. The
-translation that llguidance brings has that, and costs a tenth of the time; this one is exact.
+Every character becomes a separate terminal. A terminal of several characters would match greedily:
+in ``num ws "\\n"`` the white space would swallow the line's end, and nothing could follow. The
+translation in llguidance has this fault, but takes a tenth of the time; this one is exact.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TypeAlias
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 
-_MOST = 1 << 30  # repetitions that are multiplied
-_COPIED = 40  # characters of a terminal that stands wherever its rule did
+_MOST = 1 << 30  # nested repetitions are multiplied up to this number
+_COPIED = 40  # characters of a terminal that is inlined where its rule is used
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """``low`` to ``high`` (None: any number) times a terminal, a rule by its name, or one of
-    several sequences.
+    """A repetition, ``low`` to ``high`` times (None: any number), of a terminal, of a rule by its
+    name, or of one of several sequences.
     """
 
     what: str | Sequences
@@ -38,13 +38,13 @@ EMPTY = Symbol(_NOTHING)
 
 
 def repeated(symbol: Symbol, low: int, high: int | None) -> Symbol:
-    """``low`` to ``high`` times ``symbol``; as one repetition where that allows the same."""
+    """``low`` to ``high`` times ``symbol``, as one repetition if that allows the same texts."""
     least, most = symbol.low, symbol.high
     if low == high:
         gapless = True
     elif most is None:
         gapless = low > 0 or least <= 1
-    else:  # what one more brings must begin where so many end
+    else:  # the counts of n + 1 repetitions must follow those of n without a gap
         gapless = (low + 1) * least <= low * most + 1
     if most == 0 or high == 0:
         product: int | None = 0
@@ -56,7 +56,7 @@ def repeated(symbol: Symbol, low: int, high: int | None) -> Symbol:
 
 
 def joined(symbols: Iterable[Symbol]) -> tuple[Symbol, ...]:
-    """A sequence in which neighbours that are the same count as one."""
+    """Return the sequence with equal neighbours joined to one repetition."""
     found: list[Symbol] = []
     for symbol in symbols:
         if symbol.what == _NOTHING or symbol.high == 0:
@@ -71,7 +71,7 @@ def joined(symbols: Iterable[Symbol]) -> tuple[Symbol, ...]:
 
 
 def choice(sequences: Iterable[Sequence[Symbol]]) -> Symbol:
-    """One of ``sequences``. Where one is empty, the others are optional."""
+    """One of ``sequences``. If one is empty, the others are optional."""
     every = list(map(joined, sequences))
     if all(isinstance(symbol.what, str) for one in every for symbol in one):
         every = list(dict.fromkeys(every))
@@ -83,9 +83,9 @@ def choice(sequences: Iterable[Sequence[Symbol]]) -> Symbol:
 
 
 class _Rules:
-    """The ``lines`` of a grammar of ``rules``, which are all that occur.
+    """Writes the ``lines`` of a grammar, which refers to no other rules than ``rules``.
 
-    A rule that is one symbol, repeated, is replaced by it; how often stands where it is used.
+    A rule that is a single short symbol is inlined; a rule's repetition moves to its uses.
     """
 
     def __init__(self, rules: Mapping[str, Symbol]) -> None:
@@ -104,7 +104,7 @@ class _Rules:
         return self._text(Symbol(body.what, is_rule=body.is_rule))
 
     def _use(self, name: str) -> Symbol:
-        """What stands for the rule where it is used."""
+        """The symbol to write where the rule is used."""
         path: dict[str, None] = {}
         while name not in self._uses and name not in path:
             path[name] = None
@@ -120,7 +120,7 @@ class _Rules:
                 self._uses[each] = Symbol(what, body.low, body.high)
             elif str(body.what) in self._uses:
                 self._uses[each] = repeated(self._uses[str(body.what)], body.low, body.high)
-            else:  # it leads to itself
+            else:  # the rule leads to itself
                 self._uses[each] = Symbol(self._names[each])
         return self._uses[next(iter(path), name)]
 
@@ -146,7 +146,7 @@ class _Rules:
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_OR = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*\|")  # in the next line, too
+_OR = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*\|")  # also on a later line
 _COUNTS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
 _TOKEN = re.compile(r"(!?)<(?:\[(\d+)\]|([^<>\s]+))>")
 _LINE_END = re.compile(r"\r\n|\r|\n|$")
@@ -159,10 +159,10 @@ _DEEPEST = 200
 
 
 def gbnf_to_lark(text: str, token_id: Callable[[str], int | None]) -> str:
-    """The grammar ``text`` for llguidance; ``token_id`` finds tokens that it names.
+    """Translate the grammar ``text`` for llguidance; ``token_id`` finds tokens that it names.
 
     Raises:
-        OptionError: what is wrong, in which line and rule.
+        OptionError: says what is wrong, and in which line and rule.
     """
     try:
         return _Translation(text, token_id).result()
@@ -171,7 +171,7 @@ def gbnf_to_lark(text: str, token_id: Callable[[str], int | None]) -> str:
 
 
 class _Translation:
-    """Reads ``text`` from its beginning to its end; ``at`` is how far."""
+    """Reads ``text`` from beginning to end; ``_at`` is the current position."""
 
     def __init__(self, text: str, token_id: Callable[[str], int | None]) -> None:
         self._text, self._at = text, 0
@@ -179,10 +179,10 @@ class _Translation:
         self._rule = ""
         self._depth = 0
         self._rules: dict[str, Symbol] = {}
-        self._used: dict[str, str] = {}  # names, and where they occur first
+        self._used: dict[str, str] = {}  # names, and the places where they occur first
 
     def result(self) -> str:
-        """See ``gbnf_to_lark``; what is wrong is a ``ValueError``."""
+        """See ``gbnf_to_lark``, but raises ``ValueError``."""
         self._match(_SPACE_AND_LINES)
         while self._at < len(self._text):
             self._read_rule()
@@ -230,7 +230,7 @@ class _Translation:
         return found
 
     def _symbol(self) -> Symbol | None:
-        """What may be repeated; None where a sequence ends."""
+        """Read a symbol without its repetition; None at the end of a sequence."""
         first = self._text[self._at : self._at + 1]
         if first == '"':
             return self._literal()
@@ -264,7 +264,7 @@ class _Translation:
         return inside
 
     def _repeats(self) -> tuple[int, int | None] | None:
-        """How often at least and at most, by a sign or counts in braces, if they come next."""
+        """Read a sign or counts in braces, if they come next: the least and most repetitions."""
         sign = self._text[self._at : self._at + 1]
         if sign in _SIGNS:
             self._at += 1
@@ -315,7 +315,7 @@ class _Translation:
         return f"/[{inverse}{''.join(found)}]/"
 
     def _character(self, opened: str) -> str:
-        """The next character of a literal or a class."""
+        """Read the next character of a literal or a class."""
         text, at = self._text, self._at
         if at >= len(text):
             raise ValueError(f"{opened}: what begins here is not closed")

@@ -1,9 +1,9 @@
-"""How models spell calls of tools: text to names and arguments.
+"""The notations of tool calls: they parse text to names and arguments.
 
-``JsonCalls`` are JSON objects; all others are a ``Framed`` name, followed by its arguments as JSON,
-as pairs in tags, as Python's keywords, or as an object with quotes of its own. What is no call in a
-spelling gives None: such text stays text. None of them knows how it was found, nor where in an
-answer calls stand.
+``JsonCalls`` are JSON objects and ``PythonCalls`` Python code; all others are a ``Framed`` name and
+its arguments as JSON, as pairs in tags, as Python's keywords, or as an object with special quotes.
+Parsing returns None for text that is not a call: it stays text. A notation does not know how it was
+found, or where in an answer the calls are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Call:
 
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
-    """The parameters of each tool, given as OpenAI's and Hugging Face's lists have them."""
+    """The parameters of each tool in a list of the form of OpenAI or Hugging Face."""
     found: dict[str, Types] = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -54,24 +54,24 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
 
 
 ID = "zidzid"
-"""Stands for a call's id in a literal."""
+"""The placeholder of a call's id in a literal."""
 NUMBERED = "znznzn"
-"""Stands for the number of a call in a literal."""
+"""The placeholder of a call's number in a literal."""
 _NAME = r"""[^\s<>{}()\[\]"',=]+"""
 
 
 class Notation(Protocol):
-    """Text between the mark that opens calls and the one that closes them."""
+    """Parses the text between the marks that open and close calls."""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """The calls that ``text`` consists of; None where it is anything else."""
+        """The calls that ``text`` consists of; None if it is anything else."""
 
     def is_open(self, text: str) -> bool:
-        """Whether ``text`` ends within a string: a closing mark there is part of the string."""
+        """Whether ``text`` ends within a string: a closing mark after it is part of the string."""
 
 
 def pattern(literal: str) -> str:
-    """An expression for ``literal`` with any space where it has some."""
+    """A regular expression for ``literal``, with any whitespace where it has some."""
     return r"\s*".join(map(re.escape, re.split(r"\s+", literal)))
 
 
@@ -79,7 +79,7 @@ def pattern(literal: str) -> str:
 
 
 def json_values(text: str) -> list[Any] | None:
-    """The values that ``text`` consists of, with commas or semicolons between them at most."""
+    """The JSON values that ``text`` consists of, separated by spaces, commas or semicolons."""
     values: list[Any] = []
     at = 0
     while True:
@@ -98,15 +98,15 @@ _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?P<end>"?)', re.DOTALL)
 
 
 def ends_in_string(text: str) -> bool:
-    """Whether JSON that goes on behind ``text`` is within a string there."""
+    """Whether the JSON ``text`` ends within a string."""
     found = list(_STRING.finditer(text))
     return bool(found) and not found[-1]["end"]
 
 
 def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
-    """A call with the arguments ``given``, an object or its text; None where they are neither.
+    """A call with the arguments ``given``, an object or its JSON text; None if they are neither.
 
-    Nothing, an empty text and an empty list are no arguments.
+    None, an empty text and an empty list mean no arguments.
     """
     if isinstance(given, str):
         values = json_values(given)
@@ -123,11 +123,11 @@ def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """JSON objects, in a list or one after the other, with a name and arguments at these keys.
+    """JSON objects, in a list or in a row, with a name and arguments at these keys.
 
-    ``path`` leads to the object that has both; one without a name may have it in a ``function``.
-    Where ``name`` is None, the name itself is the key. ``lead`` may stand before them, ``trail``
-    behind.
+    ``path`` leads to the object with both; without it they may be in a ``function``. If ``name`` is
+    None, the tool's name is the key of its arguments. ``lead`` may come before the objects,
+    ``trail`` after them.
     """
 
     path: tuple[str, ...] = ()
@@ -161,12 +161,12 @@ class JsonCalls:
         return call_of(value.get(self.name), given, value.get(self.id))
 
 
-# -- as Python calls a function --------------------------------------------------------------------
+# -- Python code -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """``name(key="value")``, several of them, or a list; ``print(...)`` around one is ignored."""
+    """``name(key="value")``, one, several or a list; ``print(...)`` around one is ignored."""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
         try:
@@ -190,7 +190,7 @@ class PythonCalls:
         name = ast.unparse(node.func)
         if name == "print" and len(node.args) == 1 and not node.keywords and "print" not in tools:
             return self._call(node.args[0], tools)
-        name = name.removesuffix(".call")  # of Llama's built-in tools
+        name = name.removesuffix(".call")  # Llama's built-in tools have it
         if len(node.args) > len(tools.get(name, {})):
             raise ValueError("more arguments than parameters")
         given = dict(zip(tools.get(name, {}), node.args, strict=False))
@@ -208,7 +208,7 @@ class Arguments(Protocol):
     """How the arguments of a ``Framed`` call are written."""
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        """The arguments that stand at ``at``, and where they end.
+        """Return the arguments at ``at``, and the position after them.
 
         Raises:
             ValueError: there are none of this kind.
@@ -222,9 +222,9 @@ class Framed:
     """``opening name middle arguments closing``, once or more often.
 
     The parts are regular expressions; ``opening`` and ``middle`` may have groups ``id`` and
-    ``index``. ``section`` stands before the first call; ``between`` may stand between two, and
-    behind the last. ``id_form`` makes an id of name and index, where a template writes ids alone.
-    ``mark`` and ``end`` are what the text has lost: the marks that it was found by.
+    ``index``. ``section`` comes before the first call; ``between`` may follow each. ``id_form``
+    makes an id from name and index, for templates that write only ids. ``mark`` and ``end`` are the
+    marks by which the text was found; ``parse`` gets it without them.
     """
 
     opening: str
@@ -281,7 +281,7 @@ class JsonArguments:
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         value, end = DECODER.raw_decode(text, _space(text, at))
-        if isinstance(value, str):  # the object as text
+        if isinstance(value, str):  # the object as JSON text
             value = DECODER.decode(value) if value.strip() else {}
         value = {} if value in (None, []) else value
         if not isinstance(value, dict):
@@ -294,10 +294,10 @@ class JsonArguments:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A call letter by letter: ``before name middle arguments after``.
+    """How to write a call: ``before name middle arguments after``.
 
-    Behind the arguments another may follow, as ``joint name later arguments``, where templates
-    write several; without a ``joint`` there is one only.
+    Further calls follow the arguments as ``joint name later arguments``; without a ``joint`` only
+    one call can be written.
     """
 
     before: str
@@ -313,10 +313,10 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Mid:
-    """What stands between a key and its value, and behind the value.
+    """The marks between a key and its value, and after the value.
 
-    ``string`` says what the marks say of the value: that it is a string, or is none, or neither.
-    ``kind`` is the kind of value that they were first seen with, as JSON schemas name it.
+    ``string``: the marks say that the value is a string, that it is not, or nothing (None).
+    ``kind`` is the JSON schema type of the value that first had these marks.
     """
 
     before: str
@@ -327,10 +327,10 @@ class Mid:
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """``opening key before value after``, repeated: values are plain text, or JSON with ``json``.
+    """``opening key before value after``, repeated: values are plain text, or JSON (``as_json``).
 
-    Text is a string or a value as the tool's schema says; without one, it is what it reads as.
-    ``forgotten``: the model may leave out what ends a value.
+    The tool's schema says whether text is a string; without one, text that is JSON is a value.
+    ``forgotten``: the model may leave out the mark after a value.
     """
 
     opening: str
@@ -356,7 +356,7 @@ class TaggedArguments:
         return last >= 0 and not any(mid.after.strip() in text[last:] for mid in self.mids)
 
     def _mid(self, text: str, at: int) -> tuple[Mid, int]:
-        """The marks behind the key at ``at``, and where they begin: the first, or the longest."""
+        """The first marks after the key at ``at``, of several the longest, and their position."""
         places = ((text.find(mid.before.rstrip(), at), mid) for mid in self.mids)
         found = [
             (place, -len(mid.before), i) for i, (place, mid) in enumerate(places) if place >= 0
@@ -367,7 +367,7 @@ class TaggedArguments:
         return self.mids[index], place
 
     def _value(self, text: str, at: int, mid: Mid) -> tuple[str, int]:
-        """The text at ``at`` up to what ends it: another pair, or the end of the call, follows."""
+        """The value at ``at``: its end mark must precede another pair or the end of the call."""
         after = mid.after.lstrip()
         trail = mid.after[: len(mid.after) - len(after)]
         follows = re.compile(
@@ -406,12 +406,12 @@ _AFTER = re.compile(r"\s*(,\s*\w+\s*=|\)\s*(?:,|\]|$))")
 
 @dataclass(frozen=True, slots=True)
 class KeywordArguments:
-    """``key='value', key=2)``. Unless ``escaped``, quotes within a string are not."""
+    """``key='value', key=2)``. ``escaped``: quotes within a string are escaped."""
 
     escaped: bool
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        """See ``Arguments``; the closing bracket is left."""
+        """See ``Arguments``; stops before the closing bracket."""
         found: dict[str, Any] = {}
         while (head := _KEYWORD.match(text, at)) is not None:
             end = self._end(text, head.end())
@@ -429,7 +429,7 @@ class KeywordArguments:
         return literal(text)
 
     def _end(self, text: str, at: int) -> int:
-        """Where the value at ``at`` ends: at a comma or a closing bracket."""
+        """The end of the value at ``at``: a comma or a closing bracket."""
         if not self.escaped and text.startswith("'", at):
             end = at
             while (end := text.find("'", end + 1)) >= 0:
@@ -456,14 +456,14 @@ def _string_end(text: str, at: int) -> int:
     return at + 1
 
 
-# -- an object with quotes of its own --------------------------------------------------------------
+# -- an object with special quotes -----------------------------------------------------------------
 
 _BARE = re.compile(r"[^,{}\[\]]*")
 
 
 @dataclass(frozen=True, slots=True)
 class QuotedArguments:
-    """``{key:"value",key:[1,{}]}`` with bare keys; ``quote`` stands for the quotation mark."""
+    """``{key:"value",key:[1,{}]}`` with bare keys and ``quote`` as the quotation mark."""
 
     quote: str
 
@@ -492,7 +492,7 @@ class QuotedArguments:
             return text[at:end].strip(), end
 
     def _items(self, text: str, at: int, closing: str) -> tuple[dict[Any, Any], int]:
-        """What is within brackets; items of a list have numbers for keys."""
+        """The items within brackets; those of a list have numbers as keys."""
         found: dict[Any, Any] = {}
         at = _space(text, at + 1)
         while not text.startswith(closing, at):

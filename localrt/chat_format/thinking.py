@@ -1,13 +1,13 @@
-"""Where a model's thinking ends and its answer begins: the one rule of library, server and app.
+"""Splits a model's thinking from its answer, by one rule for library, server and app.
 
-``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever the model itself writes
-around it. The rule, for a whole text as for one that still grows:
+``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever tags the model itself
+writes. The rule is the same for complete texts and for texts that still grow:
 
 - Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between;
   so is ``<thinking>`` or ``<reasoning>``, which models write that were not taught a tag.
-- A span that is not closed is thinking to its end, and so far there is no answer.
-- Servers that keep the opening tag in the prompt send the closing one alone: what is before it is
-  thinking, unless a backtick or an opening tag is there too.
+- A span that is not closed is thinking to its end, and there is no answer yet.
+- Servers that keep the opening tag in the prompt send only the closing one: the text before it is
+  thinking, unless it has a backtick or an opening tag.
 - All other tags belong to the answer.
 """
 
@@ -21,14 +21,14 @@ from localrt.common.errors import OptionError
 
 
 class Piece(NamedTuple):
-    """What a piece of an answer adds to its thinking, and to its text."""
+    """The text that a piece of an answer adds to the thinking, and to the answer itself."""
 
     thinking: str
     text: str
 
 
 class ThoughtStream:
-    """Takes an answer's text piece by piece, and gives each in its two parts.
+    """Takes an answer's text piece by piece, and splits each into thinking and text.
 
     Space around thoughts is left out; several spans are joined by an empty line.
     """
@@ -38,7 +38,7 @@ class ThoughtStream:
         self._closing = ""  # while the model thinks
         self._answering = False
         self._gap = ""  # before the next thought
-        self.has_thought = False  # so far
+        self.has_thought = False  # whether a thought has begun so far
         self._began = False  # whether the open span has shown anything
 
     @property
@@ -47,7 +47,7 @@ class ThoughtStream:
         return bool(self._closing or (self._held.strip() and not self._answering))
 
     def push(self, piece: str, *, last: bool = False) -> Piece:
-        """The parts that are certain, now that ``piece`` has come; all of them with the last."""
+        """Add ``piece`` and return the parts that are certain now; with ``last``, all of them."""
         found = self._push(piece)
         rest = self._flush() if last else Piece("", "")
         return Piece(found.thinking + rest.thinking, found.text + rest.text)
@@ -100,19 +100,19 @@ class ThoughtStream:
 
 
 def parted(text: str) -> Piece:
-    """The two parts of a whole answer, as its stream would give them."""
+    """Split a whole answer into its two parts, as ``ThoughtStream`` does."""
     return ThoughtStream().push(text, last=True)
 
 
 OPEN, CLOSE = "<think>", "</think>"
 OPENINGS = (OPEN, "<thinking>", "<reasoning>")
 THOUGHT_FIELDS = ("thinking", "reasoning", "reasoning_content")
-"""What chat templates call the field of a message for its thoughts."""
+"""The names that chat templates use for a message's field of thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """An answer in two parts; ``open`` while the thinking has not ended."""
+    """An answer in two parts; ``open`` says that the thinking has not ended."""
 
     thinking: str
     answer: str
@@ -120,10 +120,10 @@ class Thinking:
 
 
 def split_thinking(text: str) -> Thinking:
-    """The thinking that ``text`` begins with, and what follows it, both without space around.
+    """Split ``text`` into the thinking at its beginning and the answer, both stripped.
 
-    ``text`` may be what a stream has brought so far. Several spans at the beginning are all
-    thinking; tags further down belong to the answer.
+    ``text`` may be the beginning of a stream. Several spans at the beginning are all thinking; tags
+    further down belong to the answer.
 
     >>> split_thinking("<think>Hm, two and two.</think>Four.")
     Thinking(thinking='Hm, two and two.', answer='Four.', open=False)
@@ -145,9 +145,9 @@ def split_thinking(text: str) -> Thinking:
 
 
 def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
-    """``messages`` whose thoughts are in fields of their own, as templates name them.
+    """Move the thoughts of ``messages`` from contents to the fields that templates name.
 
-    For templates that do not read ``<think>`` in a content.
+    For templates that do not understand ``<think>`` in a content.
     """
     shaped: list[Any] = []
     for message in messages:
@@ -163,6 +163,6 @@ def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
+    """Length of the longest end of ``text`` that is a proper beginning of ``mark``."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -49,7 +49,7 @@ Bytes that print keep their Latin-1 character; the others take the characters fr
 _CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 _CACHED_CHARS = 48
 _CACHED_WORDS = 1 << 13  # some 2 MB when full
-# About, in bytes: splitting into words takes some 170 bytes of memory for each.
+# Approximate bytes of a segment: splitting into words takes some 170 bytes of memory for each.
 _LONG_TEXT = 1 << 14
 _LONGEST_WORD = 1 << 15  # longer words are cut there
 _OPEN = 3  # words at a segment's end, which the text after it may change

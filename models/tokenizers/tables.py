@@ -210,15 +210,15 @@ def join_neighbours(
     not hold.
     """
     found: list[Symbol] = []
-    blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, the last one's begin
+    blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, last one's begin
     begin, size, last = 0, _BLOCK, 0
     while begin < len(symbols):
         parts = _joined(symbols[begin : begin + size], join)
-        stop = begin + (parts[1][0] if len(parts) > 1 else size)  # of the first
+        stop = begin + (parts[1][0] if len(parts) > 1 else size)  # the first symbol's end
         across = _joined(symbols[last:stop], join) if found else ()
         if found and all(last + start != begin for start, _ in across):
             begin, before, count, last = blocks.pop()
-            size += 2 * before  # so that it grows until the boundary holds
+            size += 2 * before  # the block grows until its boundary holds
             del found[count:]
             continue
         blocks.append((begin, size, len(found), last))
@@ -239,7 +239,7 @@ def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Sy
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
 
     def offer(at: int) -> tuple[float, int, Symbol] | None:
-        """The queue's entry for a symbol and the next one; None if they stay apart."""
+        """The queue's entry for a symbol and the next one; None if they cannot be joined."""
         found = join(joined[at], joined[after[at]]) if after[at] < count else None
         return None if found is None else (found[0], at, found[1])
 
@@ -250,7 +250,7 @@ def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Sy
         best = heappop(queue)
         _, at, symbol = best
         if offers[at] is not best:
-            continue  # one of the two has been joined since
+            continue  # one of its symbols has been joined since
         joined[at], offers[after[at]] = symbol, None
         after[at] = after[after[at]]
         if after[at] < count:

@@ -1,8 +1,8 @@
-"""Messages to prompt text, by the chat template that a model brings (Jinja2, sandboxed).
+"""Renders messages to prompt text by a model's own chat template (Jinja2, sandboxed).
 
-Text in a message that spells a control token (``<|im_start|>``) stays ordinary text on the way to
-token ids, whatever the template does around it: it travels in disguise, each character moved to a
-private plane of Unicode, so that trimming and splitting treat it as any other text of its length
+Text in a message that spells a control token (``<|im_start|>``) stays ordinary text up to the token
+ids, whatever the template does: its characters are moved to a private plane of Unicode before
+rendering, so that trimming and splitting treat it as any other text of its length
 (``render_segments`` and ``encode_chat``). A model without a template gets ``PlainTemplate``. Does
 not know which model is loaded.
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
 
 Segment = tuple[str, bool]
-"""Text, and whether control tokens written in it count."""
+"""Text, and whether names of control tokens in it become control tokens."""
 
-_PLANES = (16, 15, *range(13, 3, -1))  # of Unicode: for private use, then those without characters
-# What control tokens look like, for whoever does not know the vocabulary's own.
+_PLANES = (16, 15, *range(13, 3, -1))  # planes: for private use, then unassigned
+# The look of control tokens, for callers that do not know those of the vocabulary.
 _LOOKS_LIKE_ONE = re.compile(r"<[^\s<>]{1,64}>|\[[^\s\[\]]{1,32}\]")
 
 
 class ControlMask:
-    """Moves the characters of control tokens in ``given`` to a plane that it does not use.
+    """Disguises control tokens in ``given``: moves their characters to an unused Unicode plane.
 
-    ``covered`` is ``given`` in that disguise: strings, lists and mappings at any depth. Without
-    ``control_tokens``, everything that looks like one is taken for one.
+    ``covered`` is the disguised ``given``: strings, lists and mappings at any depth. Without
+    ``control_tokens``, everything that looks like a control token counts as one.
     """
 
     def __init__(self, given: Any, control_tokens: Iterable[str] | None) -> None:
@@ -53,11 +53,11 @@ class ControlMask:
         self.covered = self._cover(given)
 
     def uncover(self, text: str) -> str:
-        """Rendered ``text`` as it would read without the disguise."""
+        """Undo the disguise in the rendered ``text``."""
         return "".join([piece for piece, _ in self.segments(text)])
 
     def segments(self, text: str) -> list[Segment]:
-        """Rendered ``text``, cut where disguised stretches begin and end, and uncovered."""
+        """Cut rendered ``text`` into disguised and other segments, and undo the disguise."""
         return [
             (self._reveal(piece), False) if index % 2 else (piece, True)
             for index, piece in enumerate(self._disguised.split(text))
@@ -65,7 +65,7 @@ class ControlMask:
         ]
 
     def _cover(self, value: Any) -> Any:
-        """``value`` with every control token in its strings disguised, at any depth."""
+        """Return ``value`` with all control tokens in its strings disguised, at any depth."""
         match value:
             case str():
                 return self._cover_text(value)
@@ -112,15 +112,15 @@ def _planes(value: Any) -> set[int]:
 
 Message = Mapping[str, Any]
 _PROBE = "localrt probe"
-_SPEAKING = ("system", "user")  # others' messages may be calls alone
+_SPEAKING = ("system", "user")  # messages of other roles may have calls only
 
 
 class MessageTemplate(ABC):
-    """What turns messages into a prompt.
+    """Turns messages into a prompt.
 
-    ``is_plain`` says that it is the plain format, because the model brings no template;
-    ``stop_strings`` end the assistant's turn, beside the tokens that do; ``tool_source`` is the
-    template's source, as it is used where tools are given.
+    ``is_plain``: it is the plain format, because the model brings no template. ``stop_strings`` end
+    the assistant's turn, in addition to tokens that do. ``tool_source`` is the source of the
+    template that is used with tools.
     """
 
     is_plain = False
@@ -129,7 +129,7 @@ class MessageTemplate(ABC):
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template tells the model of tools that it is given."""
+        """Whether the template shows tools to the model."""
         return "tools" in self.tool_source
 
     def render(
@@ -140,12 +140,12 @@ class MessageTemplate(ABC):
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The prompt as one string; ``extra`` are further variables that the template knows.
+        """Render the prompt as one string; ``extra`` are further variables for the template.
 
         Contents may be strings, or lists of ``{"type": "text", "text": ...}``.
 
         Raises:
-            TemplateError: the template refused the messages or failed; its own words, on one line.
+            TemplateError: the template refused the messages or failed; has its message in one line.
         """
         if not isinstance(tools, (list, tuple, type(None))):
             raise TemplateError("tools must be a list of mappings")
@@ -160,18 +160,18 @@ class MessageTemplate(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> list[Segment]:
-        """``render`` in pieces: text of the messages that spells a control token is set apart.
+        """``render`` in segments: text of the messages that spells a control token is separate.
 
-        ``control_tokens`` are the vocabulary's; by default, what looks like one counts as one.
-        Such text goes through the template in disguise. Only where the template itself looks for
-        a control token in an assistant's message (to drop its thoughts, say) does that message
-        go through as it is.
+        ``control_tokens`` are the vocabulary's; by default, everything that looks like one counts.
+        Such text is disguised while the template renders. If the template itself looks for control
+        tokens in the assistant's messages (to drop their thoughts, for example), those messages are
+        not disguised.
 
         Raises:
             TemplateError: as ``render``.
         """
         try:
-            if self.is_plain:  # the format itself writes no control token
+            if self.is_plain:  # the plain format writes no control tokens
                 return [(self.render(messages, tools=tools, **extra), False)]
             given = [list(messages), tools, extra]
             mask = ControlMask(given, control_tokens)
@@ -206,14 +206,14 @@ class MessageTemplate(ABC):
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
     ) -> str:
-        """``render`` of messages whose contents are all strings, or all lists of parts."""
+        """Render messages whose contents are all strings, or all lists of parts."""
 
 
 class ChatTemplate(MessageTemplate):
     """A Jinja2 chat template.
 
     ``bos`` and ``eos`` are the texts of ``bos_token`` and ``eos_token``; ``with_tools`` is the
-    template to use when tools are given, where a model brings one of its own for that.
+    separate template for requests with tools, if the model has one.
 
     Raises:
         TemplateError: the source is not valid Jinja2.
@@ -239,7 +239,7 @@ class ChatTemplate(MessageTemplate):
 
     @cached_property
     def _is_firefunction(self) -> bool:
-        """Whether this template may read variables that only firefunction's does."""
+        """Whether this template may read the variables that only firefunction's template has."""
         return "functions" in self.tool_source and "datetime" in self.tool_source
 
     @cached_property
@@ -274,19 +274,19 @@ class ChatTemplate(MessageTemplate):
 
 
 def _firefunction_variables(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
-    """What firefunction's template reads in the place of ``tools``."""
+    """The variables that firefunction's template reads instead of ``tools``."""
     try:
         functions = json.dumps(tools or [], indent=4)
     except RecursionError:
         raise TemplateError("tools are nested too deeply") from None
-    # The day alone: a time would outdate cached prompts.
+    # Only the date: a time would invalidate cached prompts.
     return {"functions": functions, "datetime": time.strftime("%Y-%m-%d")}
 
 
 class PlainTemplate(MessageTemplate):
     """``System: ... User: ... Assistant:``, for models that bring no template.
 
-    The model may go on to write the user's next turn itself: ``stop_strings`` end that.
+    The model may continue with the user's next turn: ``stop_strings`` end the answer before it.
     """
 
     is_plain = True
@@ -306,11 +306,10 @@ class PlainTemplate(MessageTemplate):
 
 
 def load_template(checkpoint: Checkpoint, file: Path | None = None) -> ChatTemplate | None:
-    """The chat template in ``file``, or the one that ``checkpoint`` brings; None without either.
+    """Load the chat template in ``file``, or else that of ``checkpoint``; None if there is none.
 
     Raises:
-        TemplateError: there is one, and it is not valid Jinja2; or the file is empty, or cannot be
-            read.
+        TemplateError: the template is not valid Jinja2; or the file is empty or cannot be read.
         TokenizerError: a file beside the tokenizer is not readable JSON.
     """
     if checkpoint.kind == "gguf":
@@ -390,10 +389,10 @@ def _named_source(entry: object) -> tuple[str, str]:
 def encode_chat(
     tokenizer: Tokenizer, segments: Sequence[Segment], watch: Watch = ignore_count
 ) -> list[int]:
-    """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
+    """Token ids of a rendered chat, encoded as one text; only some control tokens in it count.
 
-    Where no template could have written a BOS, the tokenizer adds it. Where one could and did not,
-    a GGUF file's tokenizer does, as llama.cpp has it; a folder's does not, as transformers has it.
+    If no template could write a BOS, the tokenizer adds it. If a template did not write it, the
+    tokenizer of a GGUF file adds it, as llama.cpp does; that of a folder does not, as transformers.
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []
@@ -407,7 +406,7 @@ def encode_chat(
 
 
 def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment]:
-    """The fewest segments in which nobody's text is read as a control token."""
+    """The fewest segments in which no text of a message is read as a control token."""
     if all(counts for _, counts in segments):
         return [("".join(text for text, _ in segments), True)]
     names = TokenMatcher({tokenizer.token_text(token): token for token in tokenizer.special_ids})
@@ -425,7 +424,7 @@ def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment
 
 
 def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
-    """A copy of ``message`` whose content is a string, or a list of parts if the template wants."""
+    """Copy ``message`` with its content as a string, or as a list of parts if ``parts``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
     shaped = dict(message)

@@ -1,10 +1,10 @@
-"""Ollama's chat templates, which are of Go's text/template, as Jinja2.
+"""Translates Ollama's chat templates, written in Go's text/template, to Jinja2.
 
-A model whose file brings no template of its own may have one in Ollama's store. It is translated
-once, action by action (``{{ if eq .Role "user" }}``), and then used like any other. There are two
-kinds: those that go through ``.Messages``, and older ones of a single exchange (``.System``,
-``.Prompt``, ``.Response``), which are repeated. What such templates do not use (``define``,
-``template``, ``block``, methods) is refused. Reference: https://pkg.go.dev/text/template.
+A model whose file has no template may have one in Ollama's store. It is translated once, action by
+action (``{{ if eq .Role "user" }}``), and then used like any other. There are two kinds: those that
+iterate over ``.Messages``, and older ones for a single exchange (``.System``, ``.Prompt``,
+``.Response``), which are repeated. Features that such templates do not use (``define``,
+``template``, ``block``, methods) are refused. Reference: https://pkg.go.dev/text/template.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE,
 )
-_Token: TypeAlias = tuple[str, str]  # its kind, one of the groups above, and its text
+_Token: TypeAlias = tuple[str, str]  # its kind (a group's name above), and its text
 _OPEN, _CLOSE = ("mark", "("), ("mark", ")")
 _DEEPEST = 64
 _CONSTANTS = {"true": "true", "false": "false", "nil": "none"}
 
-# What Ollama calls a part of a message, a call or a tool, and OpenAI's form.
+# Ollama's names for parts of messages, calls and tools, and OpenAI's.
 _KEYS = {
     "ToolCalls": "tool_calls",
     "Thinking": "reasoning_content",
@@ -48,7 +48,7 @@ _KEYS = {
     "ToolCallID": "tool_call_id",
     "ID": "id",
 }
-_MAPPINGS = ('["properties"]', '["arguments"]')  # gone through by key
+_MAPPINGS = ('["properties"]', '["arguments"]')  # range iterates over their keys
 _ROOT = {
     "Messages": "messages",
     "Tools": "(tools or [])",
@@ -62,7 +62,7 @@ _ROOT = {
 }
 _COMPARISONS = {"ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
-# Values are shown as Go shows them: nothing for what is missing, JSON for structures.
+# Values are shown as in Go: nothing for a missing value, JSON for structures.
 _SHOW = (
     "{%- macro show(x) -%}{%- if x is undefined or x is none -%}"
     "{%- elif x is string or x is number -%}{{- x -}}{%- else -%}{{- x | tojson -}}{%- endif -%}"
@@ -74,7 +74,7 @@ _SYSTEM = (
     '{%- set ns.system = ns.system ~ ("\\n\\n" if ns.system else "") ~ (m["content"] or "") -%}'
     "{%- endfor -%}"
 )
-# A single exchange, written again and again: the last one ends where the answer begins.
+# Repeats the template of a single exchange; the last one ends where the answer begins.
 _EXCHANGES = (
     "{%- for m in messages -%}"
     '{%- if (m["role"] == "system" and (ns.prompt or ns.response))'
@@ -95,10 +95,10 @@ _EXCHANGES = (
 
 
 def to_jinja(source: str) -> str:
-    """The same template in Jinja2, of ``messages``, ``tools`` and ``add_generation_prompt``.
+    """Translate to a Jinja2 template for ``messages``, ``tools`` and ``add_generation_prompt``.
 
     Raises:
-        TemplateError: it is no such template, or uses something that is not known here.
+        TemplateError: it is not such a template, or uses an unknown feature.
     """
     found = _Translation(source)
     if "Messages" in found.fields:
@@ -114,10 +114,11 @@ def to_jinja(source: str) -> str:
 
 @dataclass(slots=True)
 class _Block:
-    """An ``if``, ``with`` or ``range`` that is open.
+    """An open ``if``, ``with`` or ``range``.
 
-    ``has_dot``: the dot is its own at this place. ``chained``: the end of the one within closes it
-    too (``else if``). ``silent``: it stands behind ``.Response``, which ``met`` says is within.
+    ``has_dot``: the current branch has set the dot. ``chained``: it is an ``else if``, whose end
+    also closes the block around it. ``silent``: it comes after ``.Response``. ``met``: it contains
+    ``.Response``.
     """
 
     word: str
@@ -128,19 +129,19 @@ class _Block:
 
 
 class _Translation:
-    """``text`` is the Jinja2 of ``source``, up to ``.Response`` if asked; ``fields`` are its names.
+    """``text`` is ``source`` in Jinja2; ``fields`` are the names of the fields that it uses.
 
-    ``.Response`` is looked for in what is shown at the top and within conditions, each branch of
-    which ends there.
+    With ``until_response`` the text ends at ``.Response``, if that is shown at the top level or in
+    conditions, where only the branch ends.
     """
 
     def __init__(self, source: str, *, until_response: bool = False) -> None:
         self.fields: set[str] = set()
         self._until_response = until_response
         self._written: list[str] = []
-        self._silent = False  # behind ``.Response``
+        self._silent = False  # whether it is after ``.Response``
         self._blocks: list[_Block] = []
-        self._dots: list[str] = []  # the expressions that the dot has stood for
+        self._dots: list[str] = []  # the expressions of the dot, the current one last
         last, trim = 0, False
         for action in _ACTION.finditer(source):
             self._plain(source[last : action.start()], trim, action["left"] is not None)
@@ -157,7 +158,7 @@ class _Translation:
         self.text = "".join(self._written)
 
     def _plain(self, text: str, left: bool, right: bool) -> None:
-        """Text between actions, which may trim it on either side."""
+        """Write the text between actions, which may trim it on either side."""
         if "{{" in text:
             raise TemplateError("an action does not end")
         text = text.lstrip() if left else text
@@ -212,7 +213,7 @@ class _Translation:
         self._blocks.append(block)
 
     def _range(self, tokens: list[_Token]) -> None:
-        names: list[str] = []  # of the variables for a place or key, and the element
+        names: list[str] = []  # the variables for the index or key, and for the element
         at = next((i for i, (kind, _) in enumerate(tokens) if kind == "set"), None)
         if at is not None:
             names = [text for kind, text in tokens[:at] if kind in ("path", "word")]
@@ -230,7 +231,7 @@ class _Translation:
         self._dots.append(element)
 
     def _leave(self, block: _Block) -> None:
-        """A branch of ``block`` is whole."""
+        """End a branch of ``block``."""
         if block.has_dot:
             self._dots.pop()
             block.has_dot = False
@@ -249,7 +250,7 @@ class _Translation:
                 self._stop()
 
     def _stop(self) -> None:
-        """``.Response`` comes here: the branch ends."""
+        """End the branch here, because ``.Response`` comes next."""
         self._silent = True
         if self._blocks:
             self._blocks[-1].met = True
@@ -260,7 +261,7 @@ class _Translation:
     # -- expressions -----------------------------------------------------------------------------
 
     def _pipeline(self, tokens: Sequence[_Token]) -> str:
-        """``a b | c``: what comes before a bar is the last argument of what follows it."""
+        """Translate ``a b | c``: the value before a bar is the last argument of the next part."""
         commands: list[list[_Token]] = [[]]
         depth = 0
         for token in tokens:
@@ -311,7 +312,7 @@ class _Translation:
         raise TemplateError(f"{text:.40} is out of place")
 
     def _field(self, root: str, *names: str) -> str:
-        """``.A.B`` of the dot (``root`` is empty), of a variable (``$x``), or of all (``$``)."""
+        """``.A.B`` of the dot (``root`` is empty), of a variable (``$x``) or of all (``$``)."""
         self.fields |= {*names}
         if root == "$" or (not root and not self._dots):
             if not names:
@@ -353,7 +354,7 @@ def _closing(tokens: Sequence[_Token], place: int) -> int:
 
 
 def _call(name: str, values: Sequence[str], first: Sequence[_Token]) -> str:
-    """A function of ``values``, of which the ``first`` is also given as it was written."""
+    """Translate a function call; ``first`` is the token of its first argument."""
     match name, values:
         case (("and" | "or"), [_, *_]):
             return "(" + f" {name} ".join(values) + ")"
@@ -394,7 +395,7 @@ def _printf(layout: Sequence[_Token], values: Sequence[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """What a literal of Go's says."""
+    """The text of a Go literal."""
     try:
         found: str = text[1:-1] if text[0] == "`" else json.loads(text, strict=False)
     except ValueError:
@@ -403,7 +404,7 @@ def _literal(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A literal of Jinja2's; what could end an action there is written otherwise."""
+    """A Jinja2 literal of ``text``; characters that could end an action are escaped."""
     written = json.dumps(text, ensure_ascii=False)
     return written.replace("}", "\\x7d").replace("%", "\\x25").replace("{", "\\x7b")
 

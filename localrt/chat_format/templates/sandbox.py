@@ -1,8 +1,8 @@
-"""Chat templates, which are code from the internet, rendered in a process of their own.
+"""Renders chat templates, which are code from the internet, in a separate process.
 
-One process renders for all templates of this program. Nothing that a template does holds the
-interpreter here; when it takes too long or too much memory, its process is killed, and the next
-request starts another. It does not know messages or models.
+One process renders all templates of this program. No template can hold up the interpreter here;
+when one takes too long or too much memory, the process is killed, and the next request starts
+another. It does not know messages or models.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from localrt.common.errors import TemplateError
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
-_PATIENCE_S = 5.0  # where the process cannot bound its own time
+_PATIENCE_S = 5.0  # on systems where the process cannot limit its own time
 _PATIENCE_PER_BYTE_S = 1e-5
-_ANSWER_NBYTES = 32 << 20  # beside what the request has, many times over
+_ANSWER_NBYTES = 32 << 20  # in addition to a multiple of the request's size
 _TOO_MUCH = "it takes too long or too much memory"
 
 
 class SandboxedTemplate:
-    """A template ready to render; ``name`` is what an error calls it.
+    """A template ready to render; ``name`` is its name in errors.
 
     Raises:
-        TemplateError: not valid Jinja2, or too much of it.
+        TemplateError: it is not valid Jinja2, or too long.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -48,11 +48,11 @@ class SandboxedTemplate:
             raise TemplateError(f"the {name} cannot be compiled: {found['refused']}")
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """The text for the variables ``given``, which go through JSON.
+        """Render the template with the variables ``given``, which are passed as JSON.
 
         Raises:
             TemplateError: the template refused them, failed, or takes too long or too much
-                memory; its own words, on one line.
+                memory; has its message in one line.
         """
         found = _RENDERER.ask(self._source, given)
         if "text" not in found:
@@ -61,15 +61,15 @@ class SandboxedTemplate:
 
 
 class _Renderer:
-    """The process that renders, from the first request on. Thread-safe."""
+    """The rendering process, started by the first request. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a fork has its parent's pipes
+        self._owner = 0  # the process that started it: a fork inherits its parent's pipes
 
     def ask(self, source: str, given: Mapping[str, Any] | None) -> dict[str, str]:
-        """See ``jinja_sandbox.answer``; ``refused`` where the process had to be killed, too."""
+        """See ``jinja_sandbox.answer``; also ``refused`` if the process had to be killed."""
         try:
             request = {"source": source, "given": given}
             line = json.dumps(request, default=_plain).encode("ascii") + b"\n"
@@ -86,7 +86,7 @@ class _Renderer:
                     return {"refused": _TOO_MUCH}
                 found: dict[str, str] = answer
                 return found
-        # A packaged program has no interpreter to start: its templates are its own choice.
+        # A packaged program has no interpreter to start, and chooses its own templates.
         from localrt.chat_format.templates.jinja_sandbox import answer as answer_here
 
         return answer_here(source, json.loads(line)["given"], len(line))
@@ -98,7 +98,7 @@ class _Renderer:
                 self._end(self._process)
 
     def _answer(self, process: subprocess.Popen[bytes], line: bytes) -> Any:
-        """None where the process has ended, or had to be killed."""
+        """Send a request and return the answer; None if the process has ended or was killed."""
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
         seconds = _PATIENCE_S + _PATIENCE_PER_BYTE_S * len(line)
@@ -116,9 +116,9 @@ class _Renderer:
             patience.cancel()
 
     def _running(self) -> subprocess.Popen[bytes] | None:
-        """The process, started if there is none; None where none can be started."""
+        """The process, started if there is none; None if it cannot be started."""
         if self._process is not None and self._owner != os.getpid():
-            self._process = None  # the parent's
+            self._process = None  # it belongs to the parent
         if self._process is not None and self._process.poll() is not None:
             self._end(self._process)
         if self._process is None and (command := _command()):
@@ -133,19 +133,19 @@ class _Renderer:
                 return None
             self._owner = os.getpid()
             HELPERS.add(self._process.pid)
-            if self._answer(self._process, _HELLO) is None:  # another kind of interpreter
+            if self._answer(self._process, _HELLO) is None:  # the executable is not Python
                 self._end(self._process)
         return self._process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Forget a process, and what it holds."""
+        """Kill a process and close its pipes."""
         self._process = None
         HELPERS.discard(process.pid)
         _kill(process)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None, "both are pipes"
-            with suppress(OSError):  # what was written has no reader
+            with suppress(OSError):  # nobody reads what was written
                 pipe.close()
 
 
@@ -158,7 +158,7 @@ _HELLO = b'{"source": "", "given": null}\n'
 
 
 def _command() -> list[str]:
-    """What starts the process: this interpreter, without its site and with Jinja2 alone."""
+    """The command of the process: this interpreter with only Jinja2; empty if there is none."""
     found = [find_spec(name) for name in ("jinja2", "markupsafe")]
     origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
     if getattr(sys, "frozen", False) or not sys.executable or len(origins) < len(found):
@@ -169,12 +169,12 @@ def _command() -> list[str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # it has already ended
         process.kill()
 
 
 def _plain(value: object) -> Any:
-    """What JSON cannot spell, as what is nearest to it."""
+    """Convert a value that JSON lacks to the nearest one that it has."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence | Set) else str(value)
