@@ -1,9 +1,9 @@
 """The slash commands and the options of ``/set`` as data, and the files named in a message.
 
-How a line is read, what would complete it, how help shows it. ``//`` sends a message that begins
-with a slash. ``@notes.txt`` attaches that file when the message is sent: a name begins at a space
-or a bracket, so an e-mail address is text, and what stands in backticks is code. Looks whether
-files are there; reads none.
+It covers how a line is read, completed, and shown in help. ``//`` sends a message that begins with
+a slash. ``@notes.txt`` attaches that file when the message is sent: a name begins after a space or
+a bracket, so an e-mail address is text, and text in backticks is code. Checks whether files exist;
+reads none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIONS = {
 def in_app(name: str, value: object) -> str:
     """An option as the app's reader knows it: ``/set max_tokens 100``, or ``max_tokens``.
 
-    What only the command line sets is spelled as there.
+    Options that only the command line sets are spelled as there.
     """
     if name not in OPTIONS:
         return on_command_line(name, value)
@@ -64,8 +64,8 @@ def in_app(name: str, value: object) -> str:
 class Entry:
     """A command's name, its argument as help shows it, and what it does.
 
-    ``idle``: not while the model loads or answers. ``path``: its argument names a file.
-    ``action``: the screen's action that it stands for, where it takes no argument.
+    ``idle``: not while the model loads or answers. ``path``: its argument names a file. ``action``:
+    the screen's action that it runs, if it takes no argument.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Entry:
 
     @property
     def needs_argument(self) -> bool:
-        """Whether it makes no sense alone."""
+        """Whether the command needs an argument."""
         return bool(self.argument) and not self.argument.startswith("[")
 
 
@@ -136,7 +136,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The line that it would become, its name in a menu, and what it does."""
+    """A completed line, its name in a menu, and what it does."""
 
     line: str
     label: str
@@ -155,12 +155,12 @@ def read_line(text: str) -> Command | str:
 
 
 def as_typed(message: str) -> str:
-    """The line that ``read_line`` takes for this message."""
+    """The line from which ``read_line`` reads this message."""
     return f"/{message}" if message.startswith("/") else message
 
 
 def suggestions(text: str) -> list[Suggestion]:
-    """What may be meant by a command, or a file's name behind ``@``, that is being written."""
+    """Completions of the command, or of the file's name after ``@``, that is being typed."""
     if (name := begun(text)) is not None and not text.startswith("/"):
         return _mentioned(text, name)
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
@@ -187,7 +187,7 @@ def suggestions(text: str) -> list[Suggestion]:
 
 
 def completion(text: str) -> str:
-    """What would complete the line that is being written: ``"ear"`` for ``"/cl"``."""
+    """The text that would complete the line being typed: ``"ear"`` for ``"/cl"``."""
     if len(text) < 2 or (text.startswith("/set ") and text.endswith(" ")) or text.endswith(" @"):
         return ""
     found = suggestions(text)
@@ -198,8 +198,8 @@ def completion(text: str) -> str:
 
 
 def _mentioned(text: str, name: str) -> list[Suggestion]:
-    """Files and folders that begin so, first a folder that is written out; none where the only one
-    is written out already.
+    """Files and folders that begin with the text, an exactly named folder first; none if the only
+    match is already complete.
     """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
     found = [written(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
@@ -212,7 +212,7 @@ def _mentioned(text: str, name: str) -> list[Suggestion]:
 
 
 def _files(start: str) -> Iterator[str]:
-    """Names of files and folders that begin so, folders with a slash at their end."""
+    """Names of files and folders that begin with the text; folders end with a slash."""
     folder, slash, name = start.rpartition("/")
     try:
         with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
@@ -231,7 +231,7 @@ _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
 _MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_NAME}+)(?=[\s)\]}}>]|\Z))""")
 _BEGUN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_NAME}*)\Z""")
-_AFTER = ".,;:!?"  # may end a sentence behind a name
+_AFTER = ".,;:!?"  # may end a sentence after a name
 _LIKE_A_FILE = re.compile(r"[/\\]|\w\.[A-Za-z][A-Za-z0-9]{0,3}\Z")
 
 
@@ -245,7 +245,7 @@ class Mention:
 
 
 def mentions(text: str) -> Iterator[Mention]:
-    """The files that a message names, there or not, from left to right."""
+    """The files that a message names, existing or not, from left to right."""
     for match in _MENTION.finditer(text):
         if _in_code(text, match.start()):
             continue
@@ -259,7 +259,7 @@ def mentions(text: str) -> Iterator[Mention]:
 
 
 def begun(text: str) -> str | None:
-    """The beginning of a name that is being written at the end of a message, None if none is."""
+    """The start of a name being typed at the end of a message; None if there is none."""
     match = _BEGUN.search(text)
     if match is None or _in_code(text, match.start()):
         return None
@@ -267,7 +267,7 @@ def begun(text: str) -> str | None:
 
 
 def written(path: str) -> str:
-    """A name as ``mentions`` reads it: in quotes where it has to be; a folder's goes on."""
+    """A name as ``mentions`` reads it, in quotes if necessary; a folder's name stays open."""
     if re.fullmatch(f"{_NAME}+", path):
         return f"@{path}"
     return f'@"{path}' if path.endswith("/") else f'@"{path}"'

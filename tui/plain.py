@@ -1,8 +1,8 @@
 """The chat without a screen: a prompt, the streamed text, commands by slash.
 
-For screen readers, pipes and terminals that cannot move a cursor: nothing that was written changes
-again, and no colour or cursor sequence is sent. Ctrl+C stops an answer and keeps its text. Lists
-have numbers instead of windows.
+For screen readers, pipes and terminals that cannot move a cursor: printed text never changes, and
+no colour or cursor sequences are sent. Ctrl+C stops an answer and keeps its text. Lists have
+numbers instead of windows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from localrt import ChatModel, ConversationInfo, Turn
     from localrt.common.progress import ProgressCallback
 
-_OTHERS_SECONDS = 0.2  # between two looks at what another window writes
+_OTHERS_SECONDS = 0.2  # seconds between checks for what other windows write
 
 
 def run_plain(
@@ -80,10 +80,10 @@ class PlainChat:
         self._leaving = False
         self._exporter = Exporter()
         self._attachments = Attachments()
-        self._attached: list[str] = []  # labels of what goes with the next message
+        self._attached: list[str] = []  # labels of attachments to the next message
         self._found: Sequence[ConversationInfo] = ()  # by the last /list
-        self._to_delete = ""  # what the same command again would delete
-        # Name, argument, what help says, what it does; without a word of help it is not listed.
+        self._to_delete = ""  # what repeating the command would delete
+        # Name, argument, help text, action; commands without a help text are not listed.
         self._commands: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
             ("help", "", "", self._help),
             ("new", "", "new conversation", self._new),
@@ -157,7 +157,7 @@ class PlainChat:
         self.say("Type a message, /help for commands; end a line with \\ to continue it.")
 
     def _read(self) -> str | None:
-        """A line, with those after it while it ends with a backslash; None at the end."""
+        """Read a line; one that ends with a backslash is continued. None at the end of input."""
         lines: list[str] = []
         while True:
             if self._asking:
@@ -191,14 +191,14 @@ class PlainChat:
             self.say(f"Error: {one_line(error)}")
 
     def _send(self, text: str) -> None:
-        """Send a message, behind what was attached to it."""
+        """Send a message after its attachments."""
         self._read_others()
         conversation, draft = self.state.conversation, self._draft(text)
         turn = conversation.add("user", draft.text, after=conversation.end, info=draft.info)
         self._answer(turn)
 
     def _draft(self, text: str) -> Draft:
-        """A message with what was attached, and the files that it names."""
+        """A message with its attachments and the files that it names."""
         read = read_mentioned(text)
         for line in filter(None, (file.note for _, file in read)):
             self.say(line)
@@ -280,7 +280,7 @@ class PlainChat:
         self.say("Deleted.")
 
     def _read_others(self) -> None:
-        """Read out what other windows have written since; a running answer is waited for."""
+        """Print what other windows have written since; wait for a running answer."""
         conversation = self.state.conversation
         known = {turn.id for turn in conversation.turns}
         conversation.refresh()

@@ -1,7 +1,7 @@
 """Replies in the plain chat: printed as they come, kept, and continued after calls of tools.
 
-Thinking is one line that says how long it took. A call is printed, asked about by a line, run, and
-printed with its result. Ctrl+C stops an answer, and keeps its text, or a call; the end of the input
+Thinking is one line that says how long it took. A call is printed, confirmed on a line, run, and
+printed with its result. Ctrl+C stops an answer, keeping its text, or stops a call; the end of input
 refuses a call.
 """
 
@@ -39,7 +39,7 @@ _LONGEST = 400  # characters of them
 
 
 class PlainAnswers:
-    """Replies over two text files with the tools of ``toolbox``; ``say`` prints a line."""
+    """Answers over two text files, using the tools of ``toolbox``; ``say`` prints a line."""
 
     def __init__(
         self, source: TextIO, out: TextIO, toolbox: Toolbox, say: Callable[[str], None]
@@ -93,7 +93,7 @@ class PlainAnswers:
             self._say(f"({note})")
 
     def _run(self, call: CallTurn, ctx: int) -> None:
-        """Ask where the call asks, run it, print what it gave."""
+        """Ask if the call must be confirmed, run it, and print its result."""
         self._print(f"Call: {call.line}\n")
         call.decide(self._decision() if call.asks() else "once", ctx)
         stopped = threading.Event()
@@ -126,7 +126,7 @@ class PlainAnswers:
 
 
 def beginning(text: str) -> str:
-    """The first lines of a result, and how many more there are."""
+    """The first lines of a result, and the number of further lines."""
     lines = text.splitlines() or [""]
     shown = "\n".join(lines[:_SHOWN])
     if len(shown) > _LONGEST:
@@ -171,7 +171,7 @@ class _Printer:
 
 @contextmanager
 def _interrupts(stop: Callable[[], object]) -> Iterator[None]:
-    """Ctrl+C calls ``stop``, which has to end what runs; a second time it ends the chat."""
+    """Ctrl+C calls ``stop``, which must end the running work; a second Ctrl+C ends the chat."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What the user prefers, in two TOML files of the config folder. People may write them themselves.
+"""The user's preferences, in two TOML files of the config folder. Users may edit them.
 
 ``config.toml`` has theme, keys, the open panel, options and system prompt of new chats:
 
@@ -24,7 +24,7 @@
     system = "You review code. Be brief."
     temperature = 0.2
 
-What cannot be used is told once and left out; the files stay as they are. Knows no widget.
+Unusable entries are reported once and ignored; the files stay as they are. Knows no widget.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def config_folder() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences:
-    """``keys`` are a config file's words, yet to be checked; None: not set."""
+    """``keys`` is the unchecked text of the config file; None means not set."""
 
     theme: str | None = None
     panel: bool = False
@@ -74,7 +74,7 @@ class PreferencesFile(TomlFile):
         self.notes: tuple[str, ...] = ()
 
     def load(self) -> Preferences:
-        """The preferences; what cannot be used is noted."""
+        """The preferences; unusable entries are noted in ``notes``."""
         self.notes = ()
         try:
             values = self.read()
@@ -93,7 +93,7 @@ class PreferencesFile(TomlFile):
         )
 
     def remember_options(self, options: Mapping[str, Any]) -> None:
-        """These options, and no others, are those of new chats.
+        """Save these options, and no others, for new chats.
 
         Raises:
             OptionError: there are no such options.
@@ -127,7 +127,7 @@ class PreferencesFile(TomlFile):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """``system`` None: the conversation's own stays; ``options`` are exactly these."""
+    """With ``system`` None the conversation keeps its own; ``options`` replace all options."""
 
     name: str
     system: str | None = None
@@ -170,7 +170,7 @@ class PresetsFile(TomlFile):
         return sorted(found, key=lambda preset: preset.name.lower())
 
     def find(self, name: str) -> Preset:
-        """The one of this name, in any case.
+        """The preset of this name, ignoring case.
 
         Raises:
             OptionError: there is none.
@@ -183,11 +183,11 @@ class PresetsFile(TomlFile):
         raise OptionError(f"no preset {name!r} (available: {there})")
 
     def save(self, preset: Preset) -> None:
-        """Write it, in the place of one of the same name.
+        """Save a preset; it replaces one of the same name.
 
         Raises:
-            OptionError: a name or an option that cannot be.
-            StorageError: the file cannot be read or written.
+            OptionError: the name or an option is invalid. StorageError: the file cannot be read or
+            written.
         """
         name = preset.name.strip()
         if not name or len(name) > _LONGEST_NAME or not name.isprintable():

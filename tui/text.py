@@ -32,7 +32,7 @@ _EXTENDED = re.compile(r"\x1b\[27;5;(\d{2,3})~|\x1b\[(\d{2,3});5u")
 
 
 def pasted(text: str) -> str:
-    """The text with line feeds as line ends, whatever the terminal made of them."""
+    """The text with line feeds as line ends, whatever ends the terminal sent."""
     text = _EXTENDED.sub(lambda m: chr(int(m.group(1) or m.group(2)) & 0x1F), text)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -50,7 +50,7 @@ def one_line(error: BaseException) -> str:
 
 
 def explained(error: Exception) -> str:
-    """One line for the user; anything but localrt's own errors is a bug, and says so."""
+    """An error as one line for the user; other errors than localrt's are called bugs."""
     if isinstance(error, LocalrtError):
         return one_line(error)
     return f"{type(error).__name__}: {one_line(error)} (a bug in localrt: please report it)"
@@ -68,8 +68,8 @@ def human_count(count: int) -> str:
 
 
 def guess_texts(metrics: Metrics | None) -> tuple[str, str] | tuple[()]:
-    """``("58 %", "2.4 tokens per pass")``: how much of the answer was guessed, and what that gave;
-    empty where nothing was.
+    """``("58 %", "2.4 tokens per pass")``: the share of draft tokens in the answer, and the tokens
+    per pass; empty without draft tokens.
     """
     guessed = 0.0 if metrics is None else sum((metrics.accepted_by_source or {}).values())
     if metrics is None or metrics.accepted_per_pass is None or guessed < 0.005:
@@ -78,8 +78,8 @@ def guess_texts(metrics: Metrics | None) -> tuple[str, str] | tuple[()]:
 
 
 def human_when(then: float, now: float) -> str:
-    """How long ago, in a few words: ``"now"``, ``"5 min ago"``, ``"3 h ago"``, ``"2 days ago"``,
-    later the date. Both in seconds since the epoch.
+    """How long ago a time was, in a few words: ``"now"``, ``"5 min ago"``, ``"3 h ago"``, ``"2 days
+    ago"``, later the date. Both in seconds since the epoch.
     """
     ago = max(now - then, 0)
     if ago < 60:

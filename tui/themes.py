@@ -14,7 +14,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 from textual.theme import Theme
 
-FAINT = "$foreground 60%"  # what is worth less attention
+FAINT = "$foreground 60%"  # less important text
 
 DARK = Theme(
     name="localrt-dark",
@@ -48,7 +48,8 @@ _FIRST = (DARK.name, LIGHT.name, "textual-dark", "textual-light", "ansi-dark", "
 
 
 class WithoutColor(LineFilter):
-    """Leaves bold, reverse and the like. Textual's own answer to ``NO_COLOR`` is shades of grey."""
+    """Removes colours; keeps bold, reverse and the like. Textual's own answer to ``NO_COLOR`` is
+    shades of grey."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [
@@ -64,7 +65,7 @@ def register(app: App[Any]) -> None:
 
 
 def offered(app: App[Any]) -> list[str]:
-    """Names, ours first; a terminal with 16 colours has its own palette to go by."""
+    """Names of themes to offer, ours first; a terminal with 16 colours keeps its own palette."""
     names = list(app.available_themes)
     if app.console.color_system == "standard":
         names = [name for name in names if app.available_themes[name].ansi]

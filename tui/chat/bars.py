@@ -56,7 +56,7 @@ class FindBar(Horizontal):
         yield Static(f" · {_KEYS}", id="find-keys", markup=False)
 
     def open(self, words: str = "") -> None:
-        """Show it, with these words or those of before; open already, go to the next match."""
+        """Open with these words or the previous ones; if already open, go to the next match."""
         if self.display and self._words.has_focus and not words:
             self.action_move(1)
             return
@@ -67,7 +67,7 @@ class FindBar(Horizontal):
         self._find()
 
     def close(self) -> bool:
-        """Hide it; whether it was open."""
+        """Hide the bar; returns whether it was open."""
         if not self.display:
             return False
         self.display = False
@@ -105,7 +105,7 @@ class FindBar(Horizontal):
         self._count.update(text if self._words.value.strip() else "")
 
 
-_CONFIRM_SECONDS = 2.0  # in which a second Ctrl+C quits
+_CONFIRM_SECONDS = 2.0  # seconds in which a second Ctrl+C quits
 _FLASH_SECONDS = 3.0
 
 
@@ -119,7 +119,7 @@ class HintLine(Static):
 
     @property
     def confirming(self) -> bool:
-        """Whether the same key once more means it."""
+        """Whether a second press of the key would confirm."""
         return bool(self._question)
 
     def confirm(self, question: str) -> None:
@@ -132,7 +132,7 @@ class HintLine(Static):
         self._show_for("_flash", _FLASH_SECONDS)
 
     def show(self, hint: str) -> None:
-        """What to show from now on; empty for nothing."""
+        """Show a hint from now on; empty for none."""
         self._hint = hint
         text = self._question or self._flash or hint
         if text != self._shown:  # an update lays the whole screen out again
@@ -151,7 +151,7 @@ class HintLine(Static):
 
 
 def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
-    """For messages that wait in line; ``elsewhere``: for the answer in another window."""
+    """The hint for waiting messages; ``elsewhere``: they wait for another window's answer."""
     reason = " for the answer in another window" if elsewhere else ""
     if count == 1:
         return f"1 message waits{reason}: Esc takes it back"
@@ -159,7 +159,7 @@ def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
 
 
 def turn_hint(block: Block) -> str:
-    """What can be done with the marked turn."""
+    """The hint that lists actions for the marked turn."""
     parts = ["Enter menu", "Alt+C copy"]
     parts.append("Alt+E edit" if isinstance(block, UserTurn) else "Ctrl+R again")
     if block.branches > 1:
@@ -209,8 +209,8 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the footer shows: ``percent`` of the prompt that is read, ``used`` tokens of ``ctx``,
-    ``metrics`` of the answer.
+    """What the footer shows: ``percent`` of the prompt read, ``used`` tokens of ``ctx``, the
+    answer's ``metrics``.
     """
 
     model: str = ""

@@ -1,9 +1,9 @@
 """What a conversation is made of on screen: blocks that lay themselves out once they are seen.
 
-A block knows its text, its lines at one width, and a cheap guess of their number until then. It
+A block knows its text, its lines at one width, and until then a cheap estimate of their number. It
 knows neither the widget that shows it nor the other blocks. An answer is Markdown that may still
-grow; its thinking is folded to one line, of which the last lines are shown while it goes on. The
-styles come from the component classes in ``app.tcss``, once for each theme.
+grow; its thinking is folded to one line; while it lasts, its last lines are shown. The styles come
+from the component classes in ``app.tcss``, once for each theme.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ COMPONENTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Styles:
-    """Styles by what they are for. ``user`` and ``waiting`` carry a background, and so do matches
-    of a search, ``found`` and ``found_now``; the rest do not.
+    """Styles by what they are for. Only ``user``, ``waiting`` and matches of a search (``found``,
+    ``found_now``) have a background.
     """
 
     console: Console
@@ -96,15 +96,15 @@ def styles_of(widget: Widget) -> Styles:
     )
 
 
-GUTTER = 3  # columns on the left that belong to no text, a margin among them
+GUTTER = 3  # columns left of the text, including a margin
 Kind = Literal["info", "error", "mark"]
 
 
 class Block:
     """A part of the conversation. Subclasses say what it consists of.
 
-    ``turn`` is its number in the history, None for what is no turn. ``branch`` of ``branches`` are
-    the turns in its place.
+    ``turn`` is its number in the history, None if it is no turn. It is alternative ``branch`` of
+    ``branches``.
     """
 
     role = ""
@@ -113,7 +113,7 @@ class Block:
     def __init__(self) -> None:
         self.turn: int | None = None
         self.branch = self.branches = 1
-        self.mark = ""  # how it ended, when that is worth a word
+        self.mark = ""  # how it ended, if worth saying
         self._unfolded = False
         self._width = -1
         self._styles: Styles | None = None
@@ -129,7 +129,7 @@ class Block:
         return self._lines
 
     def height(self, width: int) -> tuple[int, bool]:
-        """The number of lines, and whether that was counted or guessed."""
+        """The number of lines, and whether it was counted or estimated."""
         if self._height is not None and width == self._width:
             return self._height, True
         return self.estimate(width), False
@@ -139,7 +139,7 @@ class Block:
         return self._lines is not None
 
     def forget(self) -> None:
-        """Give the lines back; their number stays known."""
+        """Free the lines; their number is kept."""
         self._lines = None
 
     def changed(self) -> None:
@@ -159,7 +159,7 @@ class Block:
         return False
 
     def toggle(self) -> None:
-        """Fold or unfold what can be."""
+        """Fold or unfold the block."""
         self._unfolded = not self._unfolded
         self.changed()
 
@@ -170,14 +170,14 @@ class Block:
 
     @property
     def readable(self) -> str:
-        """About the text that the lines show: without what is folded."""
+        """Roughly the text that the lines show, without folded parts."""
         return self.source
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         raise NotImplementedError
 
     def estimate(self, width: int) -> int:
-        """A cheap guess of the number of lines."""
+        """A cheap estimate of the number of lines."""
         return estimated(self.source, width) + bool(self.note)
 
     @property
@@ -254,7 +254,7 @@ class Notice(Block):
         return self.text if self._times == 1 else f"{self.text} ({self._times} times)"
 
     def said_again(self) -> None:
-        """The same once more: it is counted, not repeated below itself."""
+        """Count a repetition of the same notice instead of showing it again."""
         self._times += 1
         self.changed()
 
@@ -273,7 +273,7 @@ def wrapped(text: Text, width: int, styles: Styles) -> list[Strip]:
 
 
 def estimated(text: str, width: int) -> int:
-    """A cheap guess of the lines that text takes."""
+    """A cheap estimate of the lines that text takes."""
     width = max(width, 8)
     return max(sum(1 + len(line) // width for line in text.split("\n")), 1)
 
@@ -284,7 +284,7 @@ _TAIL = 3  # lines of thinking that are shown while it goes on
 class Answer(Block):
     """``write`` pieces, then ``finish``; or a whole text from the start.
 
-    One that ``calls`` tools and says nothing takes no line: the calls are blocks of their own.
+    An answer that only ``calls`` tools takes no line: calls are blocks of their own.
     """
 
     role = "assistant"
@@ -332,7 +332,7 @@ class Answer(Block):
             self.grown()
 
     def grown(self) -> None:
-        """Take new lines into account at the next look; what is laid out already stays."""
+        """Show new lines at the next look; finished lines stay as they are."""
         self._lines = None
 
     def finish(self) -> None:
@@ -351,13 +351,13 @@ class Answer(Block):
         return self.calls and self._finished and not self.note and not self.source.strip()
 
     def forget(self) -> None:
-        """Give the lines back, unless more are about to come."""
+        """Free the lines, unless more are about to come."""
         if self._finished:
             super().forget()
             self._markdown = None
 
     def height(self, width: int) -> tuple[int, bool]:
-        """As of any block; a growing answer is counted anew when it has grown."""
+        """The height; a growing answer is counted again after it has grown."""
         if self._lines is None and not self._finished:
             return max(self._height or 1, 1), False
         return super().height(width)
@@ -399,7 +399,7 @@ class Answer(Block):
 
     def _markdown_lines(self, text: str, width: int, styles: Styles) -> list[Strip]:
         kept = self._markdown
-        shrunk = len(text) < self._drawn  # it turned out to be thinking
+        shrunk = len(text) < self._drawn  # the text so far was thinking
         if kept is None or shrunk or kept.width != width or kept.styles is not styles.markdown:
             self._markdown, self._drawn = MarkdownLines(styles.markdown, width), 0
         assert self._markdown is not None

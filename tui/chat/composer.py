@@ -1,8 +1,7 @@
 """Where the user writes: Enter sends, Ctrl+J breaks the line, Up and Down walk the history.
 
-The menu above it lists what a command or a file name may become; it never has the focus. A message
-can also be edited in the user's own editor. Whether a message can be sent now is the app's
-business.
+The menu above it lists completions of a command or a file name; it never has the focus. A message
+can also be edited in the user's own editor. The app decides whether a message can be sent now.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class CommandMenu(OptionList, can_focus=False):
 
     def show_for(self, text: str) -> None:
         if text == self._text:
-            return  # also when it was closed
+            return  # the text it last showed, even if closed since
         self._text = text
         items = suggestions(text)
         if items == self.items and self.is_open == bool(items):
@@ -86,12 +85,12 @@ class Composer(TextArea):
 
     @dataclass
     class Submitted(Message):
-        """Enter was pressed on ``line``, which is not blank; its attachments are labels still."""
+        """Enter was pressed on ``line``, which is not blank; attachments are still labels."""
 
         line: str
 
     class EnterOnEmpty(Message):
-        """Enter was pressed with nothing written."""
+        """Enter was pressed in an empty composer."""
 
     def __init__(self, menu: CommandMenu, *, type_ahead: bool = False) -> None:
         super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False)
@@ -104,7 +103,7 @@ class Composer(TextArea):
         self._chord = False  # Ctrl+X was pressed
 
     def on_mount(self) -> None:
-        """Lines typed before the app had the terminal come at once, their Enter as Ctrl+J."""
+        """Lines typed before the app started arrive at once, with Enter as Ctrl+J."""
         self.set_timer(_TYPE_AHEAD_SECONDS, self._end_type_ahead)
 
     def _end_type_ahead(self) -> None:
@@ -118,8 +117,8 @@ class Composer(TextArea):
         self.put(as_typed(self.attachments.folded(draft)))
 
     def put_back(self, drafts: Iterable[Draft], *, select: bool = False) -> None:
-        """Give unsent messages back, before whatever has been written since; ``select`` has the
-        next key replace them.
+        """Put unsent messages back before text written since; with ``select`` the next key replaces
+        them.
         """
         back = "\n\n".join(as_typed(self.attachments.folded(draft)) for draft in drafts)
         self.put(f"{back}\n\n{self.text}" if self.text.strip() else back)
@@ -133,7 +132,7 @@ class Composer(TextArea):
         self.insert(("" if not line or line.endswith(" ") else " ") + label + " ")
 
     def remember(self, drafts: Iterable[Draft]) -> None:
-        """Start the history of prompts with what was sent earlier."""
+        """Start the history of prompts with earlier messages."""
         self._sent = [as_typed(self.attachments.folded(draft)) for draft in drafts]
         self._place = len(self._sent)
 
@@ -152,7 +151,7 @@ class Composer(TextArea):
         elif event.key == "escape" and self._menu.is_open:
             self._menu.close()
         elif event.key.startswith("alt+"):
-            event.prevent_default()  # it carries the letter, and is not meant as one
+            event.prevent_default()  # the key event carries a letter, which is not text
             return
         else:
             return
@@ -186,7 +185,7 @@ class Composer(TextArea):
             super().action_cursor_down(select)
 
     def action_delete_left(self) -> None:
-        """Backspace; behind a label it takes the whole label."""
+        """Backspace; after a label it deletes the whole label."""
         row, column = self.cursor_location
         line = self.document.get_line(row)
         label = self.attachments.before(line, column) if self.selection.is_empty else ""
@@ -209,7 +208,7 @@ class Composer(TextArea):
         return self._menu.is_open and len(self._menu.items) > 1 and self._place == len(self._sent)
 
     def _complete(self) -> None:
-        self._menu.show_for(self.text)  # keys may come faster than it is told of them
+        self._menu.show_for(self.text)  # keys may arrive before the change event
         row, column = self.cursor_location
         line = self.document.get_line(row)
         label = self.attachments.before(line, column)
@@ -230,7 +229,7 @@ class Composer(TextArea):
             return
         if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
             entry = line.entry
-            if entry is None or self._menu.highlighted:  # not whole, or another was chosen
+            if entry is None or self._menu.highlighted:  # incomplete, or another was chosen
                 self.put(chosen.line)
                 line = read_line(self.text)
                 entry = None if isinstance(line, str) else line.entry
@@ -239,7 +238,7 @@ class Composer(TextArea):
         self._submit()
 
     def _takes_file(self, chosen: Suggestion) -> bool:
-        """Whether Enter is for the menu of files: the name is not whole, or another was chosen."""
+        """Whether Enter is for the menu of files: the name is incomplete, or another was chosen."""
         if not self._at_end or chosen.line.rstrip() == self.text.rstrip():
             return False
         return bool(self._menu.highlighted) or not self.text.endswith("@")
@@ -290,10 +289,10 @@ def editor_command() -> list[str]:
 
 
 def edited(text: str) -> str:
-    """The text as the editor leaves it; the terminal must be free.
+    """Edit a text in the user's editor and return it; the terminal must be free.
 
     Raises:
-        LocalrtError: the editor failed; the text is as it was then.
+        LocalrtError: the editor failed; the text is unchanged.
     """
     command = editor_command()
     with tempfile.TemporaryDirectory(prefix="localrt-") as folder:

@@ -1,8 +1,8 @@
 """The lines of a conversation: where each block is, how a line is painted, where words are found.
 
-A block's height is a guess until it has been laid out. While an answer streams, nearly every line
-in sight stays as it was, so finished lines are kept while they are good. Blocks out of sight are
-searched as text, and laid out only when the user goes to a match in them. Knows no widget.
+A block's height is an estimate until it is laid out. While an answer streams, nearly every visible
+line stays the same, so finished lines are cached while valid. Blocks out of sight are searched as
+text, and laid out only when the user goes to a match in them. Knows no widget.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from textual.strip import Strip
 from localrt.tui.chat.blocks import GUTTER, Block, Styles
 from localrt.tui.chat.markdown import pieces
 
-# Laid out and out of sight, for scrolling back and forth. A line is a dozen objects, which the
+# Blocks kept laid out out of sight, for scrolling. A line is a dozen objects, which the
 # garbage collector styles at again and again.
 _KEPT_LINES = 500
 _PAINTED_LINES = 400  # finished lines that are kept
 
 
 class TextPlace(NamedTuple):
-    """Words in a block, by place: the row they were in, before 0 in the gap, and the letters above
-    it.
-    """
+    """Words in a block: the row they were in (below 0 in the gap), and the letters above that row."""
 
     block: int
     row: int
@@ -52,7 +50,7 @@ class BlockColumn:
 
     def measure(self, first: int = 0) -> None:
         """Heights from block ``first`` on may have changed."""
-        first = min(first, len(self._tops) - 1)  # blocks may have come before the first measuring
+        first = min(first, len(self._tops) - 1)  # blocks may be added before the first measuring
         del self._tops[first + 1 :]
         top = self._tops[first]
         for block in self.blocks[first:]:
@@ -66,7 +64,7 @@ class BlockColumn:
         return self._tops[place], self._tops[place + 1]
 
     def at(self, line: int) -> int:
-        """The block at a line, by place; the last for lines below the end."""
+        """The index of the block at a line; the last one for lines below the end."""
         return max(min(bisect_right(self._tops, line), len(self.blocks)) - 1, 0)
 
     def row(self, line: int) -> tuple[Block | None, int]:
@@ -103,7 +101,7 @@ class BlockColumn:
             place += 1
 
     def counted(self, place: int) -> bool:
-        """Whether a block's height is more than a guess."""
+        """Whether a block's height was counted, not estimated."""
         return self.blocks[place].height(self.width)[1]
 
     def lay_out(self, places: Iterable[int], styles: Styles) -> None:
@@ -128,7 +126,7 @@ class BlockColumn:
 
 
 class _Kept(NamedTuple):
-    """A finished line, and what it was made of: it is good while that is the same."""
+    """A finished line and its inputs: it is valid while they are the same."""
 
     text: Strip | None
     gutter: Segment | None
@@ -151,8 +149,8 @@ class LinePainter:
         marked: Block | None,
         highlights: Sequence[tuple[int, int, Style]] = (),
     ) -> Strip:
-        """A line ``width`` columns wide; ``highlights`` are characters from one to before another,
-        -1 for the line's end, and their style.
+        """A line ``width`` columns wide; ``highlights`` are ranges of characters (end excluded, -1
+        for the line's end) and their style.
         """
         if line >= self._column.height:
             return Strip.blank(width, styles.base)
@@ -177,7 +175,7 @@ class LinePainter:
         return kept.line
 
     def selected_text(self, selection: Selection, styles: Styles) -> str:
-        """The characters of a selection; only the lines in it are asked for."""
+        """The text of a selection; only its lines are painted."""
         lines = self._column.height
         first = 0 if selection.start is None else max(selection.start.y, 0)
         last = lines - 1 if selection.end is None else min(selection.end.y, lines - 1)
@@ -195,7 +193,7 @@ class LinePainter:
     def _parts(
         self, line: int, styles: Styles, marked: Block | None
     ) -> tuple[Strip | None, Segment | None, Style]:
-        """A line's text, its gutter and what lies behind; neither text nor gutter in a gap."""
+        """A line's text, gutter and background; a gap has no text and no gutter."""
         block, row = self._column.row(line)
         if block is None:
             return None, None, styles.base
@@ -209,7 +207,7 @@ def _letters(line: Strip) -> int:
 
 
 def _joined(text: Strip | None, gutter: Segment | None) -> Strip:
-    """A line behind its margin and gutter."""
+    """A line with its margin and gutter."""
     parts = [Segment(" "), gutter or Segment("  ")]
     return Strip([*parts, *text] if text is not None else parts)
 
@@ -245,23 +243,23 @@ class Place:
 
 
 class Finder:
-    """Looks for words in the turns of ``column``. Case does not matter; a space may be the end of
+    """Looks for words in the turns of ``column``. Case is ignored; a space also matches the end of
     a line.
     """
 
     def __init__(self, column: BlockColumn) -> None:
         self._column = column
         self._pattern: re.Pattern[str] | None = None
-        self._matches: dict[Block, list[_Spans]] = {}  # of blocks that are laid out
-        self._counts: dict[Block, int] = {}  # of the others, by their text
-        self.now: Place | None = None  # the match that was gone to
+        self._matches: dict[Block, list[_Spans]] = {}  # matches of blocks that are laid out
+        self._counts: dict[Block, int] = {}  # matches of other blocks, by their text
+        self.now: Place | None = None  # the current match
 
     @property
     def active(self) -> bool:
         return self._pattern is not None
 
     def look_for(self, words: str) -> None:
-        """Begin with other words; none ends it."""
+        """Search for other words; empty text ends the search."""
         parts = ["\n?".join(map(re.escape, pieces(word))) for word in words.split()]
         self._pattern = re.compile(r"\s+".join(parts), re.IGNORECASE) if parts else None
         self.forget()
@@ -278,7 +276,7 @@ class Finder:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """Which match of how many was gone to; blocks out of sight are counted by their text."""
+        """The current match's number and the count; text of unseen blocks is counted too."""
         place, total = 0, 0
         for block in self._column.blocks:
             if self.now is not None and block is self.now.block:
@@ -323,13 +321,13 @@ class Finder:
         return None
 
     def line(self, place: Place, styles: Styles) -> int:
-        """Where a match begins."""
+        """The line where a match begins."""
         at = self._column.blocks.index(place.block)
         row = self._spans(place.block, styles)[place.number][0][0]
         return self._column.span(at)[0] + place.block.gap + row
 
     def marked(self, line: int, styles: Styles) -> Iterator[tuple[int, int, bool]]:
-        """The matches in a line: first character, end, whether it is the one that was gone to."""
+        """The matches in a line: first character, end, whether it is the current one."""
         block, row = self._column.row(line)
         if block is None or not block.role:
             return
@@ -351,7 +349,7 @@ class Finder:
         return 0 if self._pattern is None else sum(1 for _ in self._pattern.finditer(text))
 
     def _spans(self, block: Block, styles: Styles) -> list[_Spans]:
-        """The matches of a block, which is laid out for it unless its text has none."""
+        """The matches of a block, which is laid out for this if its text has any."""
         if (known := self._matches.get(block)) is not None:
             return known
         if self._pattern is None or not block.role:

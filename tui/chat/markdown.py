@@ -5,9 +5,9 @@ and kept; each piece lays out the open block alone, and a long code block or lis
 slices. A complete text is laid out once more as a whole, so what remains on screen never depends
 on how the text was cut.
 
-Formulas stay as they were written, and pictures are never fetched. Rich breaks lines at spaces
-only: between Chinese and Japanese characters a mark, which is a space to Rich and takes no column,
-is put where a line may end, and taken out again. Knows Rich and markdown-it, no widget.
+Formulas stay as they were written, and pictures are never fetched. Rich breaks lines only at
+spaces: between Chinese and Japanese characters a zero-width mark, a space to Rich, is inserted
+where a line may end, and later removed. Knows Rich and markdown-it, no widget.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rich.text import Text
 from rich.theme import Theme
 from textual.strip import Strip
 
-_MARK = "\x1f"  # no text on its way to the terminal has it
+_MARK = "\x1f"  # no text for the terminal contains it
 _WIDE = (
     r"\u2e80-\u2fdf\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60"
     r"\U00020000-\U0003ffff"
@@ -79,10 +79,10 @@ def without_marks(segments: Iterable[Segment]) -> list[Segment]:
     ]
 
 
-_CLOSING = {"\\[": "\\]", "$$": "$$"}  # of formulas that are lines of their own
+_CLOSING = {"\\[": "\\]", "$$": "$$"}  # delimiters of formulas on their own lines
 _FORMULA = re.compile(
     r"\\\[.+?\\\]|\\\(.+?\\\)|\$\$.+?\$\$"
-    r"|\$(?![\s\d])[^$\n]+?(?<!\s)\$(?!\w)",  # two prices in a sentence are none
+    r"|\$(?![\s\d])[^$\n]+?(?<!\s)\$(?!\w)",  # two prices in a sentence are no formula
     re.DOTALL,
 )
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
@@ -110,7 +110,7 @@ def _formula(state: StateInline, silent: bool) -> bool:
 
 
 def _formula_lines(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """A formula on lines of its own; without its end yet it goes on to a blank line."""
+    """A formula on its own lines; if its end is missing, it ends at a blank line."""
     first = state.bMarks[start] + state.tShift[start]
     closing = _CLOSING.get(state.src[first : first + 2])
     if closing is None or state.is_code_block(start):
@@ -133,7 +133,7 @@ def _formula_lines(state: StateBlock, start: int, end: int, silent: bool) -> boo
 
 
 def _for_terminal(state: StateCore) -> None:
-    """Keep single newlines, since verses are written so; name pictures, which we never fetch."""
+    """Keep single newlines, as in verses; show pictures by name, since they are never fetched."""
     for token in state.tokens:
         if token.children:
             token.children = [part for child in token.children for part in _parts(child)]

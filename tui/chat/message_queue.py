@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from localrt import ChatSession, Turn
 
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
-FRAME_SECONDS = 0.05  # between two looks at a thread
-_SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again
-_CORES = 8  # at most, that are counted: drawing needs no more
+FRAME_SECONDS = 0.05  # seconds between two looks at a thread
+_SHARE = 0.01  # share of CPU time for drawing; decoding loses about twice that
+_CORES = 8  # the longest counted cost in seconds: drawing needs no more
 _LONGEST = 0.5  # seconds between two drawings, whatever they cost
 
 
@@ -58,7 +58,7 @@ class RedrawLimit:
         self._spent = cpu()
 
     def due(self) -> bool:
-        """Whether the pause since the last drawing is long enough for what that one cost."""
+        """Whether the pause since the last drawing is long enough for its cost."""
         now, spent = self._wall(), self._cpu()
         pause = min((spent - self._spent) / self._share, _LONGEST)
         if now - self._began < pause:
@@ -71,19 +71,19 @@ class RedrawLimit:
 class _Waiting:
     block: UserTurn
     draft: Draft
-    after: int | None  # the turn that it follows; None: whatever is last by then
+    after: int | None  # the turn it follows; None: the last one when it is sent
 
 
 @dataclass(slots=True)
 class _Running:
     reply: Reply
     before: int | None  # the answer that was shown, when it is answered again
-    block: UserTurn | None  # of a new message, None when an old one is answered again
+    block: UserTurn | None  # the new message's block; None if an old one is answered again
     draft: Draft
     answer: Answer
     began: float
     thought_s: float | None = None
-    calls: AnswerCalls | None = None  # of the answer, while they are run
+    calls: AnswerCalls | None = None  # the answer's calls, while they run
 
 
 class MessageQueue:
@@ -106,7 +106,7 @@ class MessageQueue:
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
         self._memory_note = ""
-        self._elsewhere: dict[int, int] = {}  # turns other windows write; characters shown of each
+        self._elsewhere: dict[int, int] = {}  # turns of other windows; characters shown of each
 
     @property
     def answering(self) -> bool:
@@ -114,7 +114,7 @@ class MessageQueue:
 
     @property
     def calling(self) -> bool:
-        """Whether tools are being called for the answer."""
+        """Whether the answer's tool calls are running."""
         return self._now is not None and self._now.calls is not None
 
     @property
@@ -122,9 +122,9 @@ class MessageQueue:
         return len(self._waiting)
 
     def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
-        """Put a message at the end of the line; ``waiting`` shows it as not sent yet.
+        """Put a message at the end of the queue; ``waiting`` shows it as not sent yet.
 
-        ``after`` is the turn that it follows, when it is not the last: it begins a branch there.
+        ``after`` is the turn that it follows if not the last: it begins a branch there.
         """
         if after is not None:
             self._show_until(after)
@@ -138,9 +138,7 @@ class MessageQueue:
             self.add(draft, waiting=True)
 
     def send_next(self, chat: ChatSession) -> bool:
-        """Send the first in line, unless there is none or one is being answered, here or in
-        another window.
-        """
+        """Send the first waiting message, unless one is being answered, here or in another window."""
         if self.answering or not self._waiting:
             return False
         self.catch_up()
@@ -162,7 +160,7 @@ class MessageQueue:
         return True
 
     def answer_again(self, chat: ChatSession, question: int) -> None:
-        """Answer a user's turn once more: a sibling of its answers."""
+        """Answer a user's turn once more, as a sibling of its answers."""
         turns = self.conversation.turns
         place = next(place for place, turn in enumerate(turns) if turn.id == question)
         before = turns[place + 1].id if place + 1 < len(turns) else None
@@ -170,9 +168,9 @@ class MessageQueue:
         self._start(chat, question, Draft(turns[place].content), None, before=before)
 
     def look(self) -> AnswerUpdate | None:
-        """What came since the last look, drawn; None when there is nothing to do yet.
+        """Draw and return the text since the last look; None if there is nothing to do yet.
 
-        Tools are called here too, and once all have ended the model goes on.
+        It also runs tool calls; when all have ended, the model continues.
         """
         now = self._now
         if now is not None and now.calls is not None:
@@ -189,15 +187,14 @@ class MessageQueue:
         return update
 
     def end(self, update: AnswerUpdate, *, full: bool) -> list[Draft]:
-        """Close the answer that ``update`` is the last of; if it calls tools, begin with them.
+        """Close the answer with its last ``update``; if it calls tools, begin the calls.
 
         Args:
-            update: with ``done`` set.
-            full: whether the context is.
+            update: with ``done`` set. full: whether the context is full.
 
         Returns:
-            Messages that were not answered: one that was refused, or stopped before the first
-            word, and those behind it.
+            Unanswered messages: one that was refused or stopped before the first word, and those
+            after it.
         """
         now, self._now = self._now, None
         assert now is not None
@@ -242,7 +239,7 @@ class MessageQueue:
         return []
 
     def _tell_memory(self, update: AnswerUpdate) -> None:
-        """Weights had to leave memory, or came back: why it is slower now, once."""
+        """Say once why answers are slower or faster: weights were evicted or restored."""
         note = "" if update.metrics is None else update.metrics.memory or ""
         if note != self._memory_note:
             self._memory_note = note
@@ -253,7 +250,7 @@ class MessageQueue:
             self._view.add_notice(note)
 
     def take_back(self) -> list[Draft]:
-        """Remove the messages that wait, and return them."""
+        """Remove and return the waiting messages."""
         taken = list(self._waiting)
         self._waiting.clear()
         self._view.drop(*(waiting.block for waiting in taken))
@@ -262,22 +259,22 @@ class MessageQueue:
         return [waiting.draft for waiting in taken]
 
     def cancel(self) -> None:
-        """Stop the answer, whose text so far is kept, or the call of a tool."""
+        """Stop the answer, keeping its text so far, or the tool call."""
         if self._now is not None:
             self._now.reply.cancel()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the answering thread; whether it ended."""
+        """Wait for the answering thread; returns whether it ended."""
         return self._now is None or self._now.reply.work.join(seconds)
 
     def close(self) -> None:
-        """The app ends: what is written so far is the answer, and no call goes on."""
+        """Close as the app ends: the answer keeps its text so far, and calls stop."""
         now, self._now = self._now, None
         if now is not None:
             now.reply.close(now.thought_s)
 
     def show(self, conversation: OpenConversation) -> None:
-        """Show a conversation; no message waits."""
+        """Show a conversation. No message may be waiting."""
         if conversation is not self.conversation:
             self.conversation = conversation
             self._elsewhere.clear()
@@ -285,14 +282,14 @@ class MessageQueue:
         self.sync()
 
     def catch_up(self) -> bool:
-        """Show what other windows have written since; whether there was something."""
+        """Show what other windows have written since; returns whether there was anything."""
         return self.conversation.refresh() and self.sync()
 
     def sync(self) -> bool:
         """Show the branch that the conversation shows, above the messages that wait.
 
         Returns:
-            Whether something of it is new on the screen.
+            Whether anything on the screen has changed.
         """
         view, turns = self._view, self._turns_until(self._branch_waits)
         shown = {block.turn: block for block in view.blocks if block.turn is not None}
@@ -322,11 +319,11 @@ class MessageQueue:
 
     @property
     def _branch_waits(self) -> int | None:
-        """The turn from which a message that waits begins a branch."""
+        """The turn from which a waiting message begins a branch."""
         return next((each.after for each in self._waiting if each.after is not None), None)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Take over the new numbers of turns."""
+        """Apply the new numbers of turns."""
         for block in self._view.blocks:
             if block.turn is not None:
                 block.turn = numbers.get(block.turn, block.turn)
@@ -367,7 +364,7 @@ class MessageQueue:
         now.reply.work.start()
 
     def _show_until(self, last: int) -> None:
-        """Take turns off the screen that do not lead to turn ``last``: they are another branch."""
+        """Remove from the screen turns that do not lead to ``last``: they are another branch."""
         kept = {turn.id for turn in self._turns_until(last)}
         view = self._view
         view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in kept))
@@ -405,7 +402,7 @@ def _block_of(turn: Turn) -> Block:
 
 
 def _fill(block: Block, turn: Turn, *, shown: int = 0) -> None:
-    """What the model or a tool has written, of which ``shown`` characters are there."""
+    """Show what the model or a tool has written after the first ``shown`` characters."""
     if isinstance(block, Answer):
         block.write(turn.content[shown:])
         seconds = turn.info.get("thinking_s")

@@ -1,7 +1,7 @@
 """The live panel: what the model is doing, beside the conversation or above it.
 
-It looks at the model twice a second while an answer is generated and the panel is open, else
-not at all. What it says is ``panel_lines.py``'s; where numbers come from, ``Model.status``'s.
+It looks at the model twice a second while an answer is generated and the panel is open, else not at
+all. ``panel_lines.py`` writes its text; the numbers come from ``Model.status``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
 if TYPE_CHECKING:
     from localrt import ChatModel, Flow, Outlook, Status
 
-_SECONDS = 0.5  # between two looks: one costs some milliseconds of a core
+_SECONDS = 0.5  # seconds between two looks: one costs some milliseconds of a core
 _SIDE = 90  # columns of a terminal that has room for the panel beside the conversation
 _SIDE_ROWS = 16
 _WINDOW_S = 1.0  # rates are those of the last second, or of the last two tokens
@@ -70,7 +70,7 @@ class LivePanel(Widget):
             self._look()
             self._advise_soon()
         elif self._model is not None:
-            self._status(lanes=False)  # nothing is recorded for nobody
+            self._status(lanes=False)  # record nothing while hidden
         self._tick()
         self.post_message(self.Shown(open))
 
@@ -93,18 +93,18 @@ class LivePanel(Widget):
         self._rates.clear()
         self._data = replace(self._data, flow=None, rates=(), reading=True, percent=None)
         if self.is_open:
-            self._look()  # what rates are reckoned from, should the answer be short
+            self._look()  # where rates begin if the answer is short
         self._tick()
 
     def read(self, percent: int | None) -> None:
-        """So much of the prompt is read; None: all of it."""
+        """Show how much of the prompt is read; None: all of it."""
         reading = percent is not None
         if (reading, percent) != (self._data.reading, self._data.percent):
             self._data = replace(self._data, reading=reading, percent=percent)
             self._draw()
 
     def end(self) -> None:
-        """It has ended: one more look, for its last numbers."""
+        """The answer has ended: look once more for its last numbers."""
         self._generating = False
         self._data = replace(self._data, reading=False, percent=None)
         self._tick()
@@ -139,7 +139,7 @@ class LivePanel(Widget):
         self._draw()
 
     def _flow(self, now: Status) -> Flow | None:
-        """The latest rates; while nothing is generated those of the last answer stay."""
+        """The latest rates; between answers those of the last answer stay."""
         seen = self._seen
         if not seen or now.clock_s < seen[-1].clock_s:
             seen.clear()
@@ -149,7 +149,7 @@ class LivePanel(Widget):
             return now.since(seen[0]) if now.tokens > seen[0].tokens else self._data.flow
         first = seen[-1].tokens == seen[0].tokens == now.tokens
         flow = now.since(seen[0])
-        if first:  # the prompt is read: nothing to tell a rate by
+        if first:  # while the prompt is read there is no rate
             seen.clear()
             seen.append(now)
             return None if not self._rates else self._data.flow
@@ -166,11 +166,11 @@ class LivePanel(Widget):
         return seconds >= _LONGEST_S or (seconds >= _WINDOW_S and now.tokens - since.tokens >= 2)
 
     def _advise_soon(self) -> None:
-        """Once it is quiet: a message may be in line."""
+        """Ask for advice once the app is idle: a message may be waiting."""
         self.set_timer(_QUIET_S, self._advise)
 
     def _advise(self) -> None:
-        """Ask what would help: once for each model, while nothing is generated, in a thread."""
+        """Ask once per model what would speed it up, while idle, in a thread."""
         model = self._model
         if model is None or self._generating or self._advising or self._data.outlook is not None:
             return
@@ -206,7 +206,7 @@ class LivePanel(Widget):
             return
         pairs = enumerate(zip(before, self._lines, strict=True))
         changed = [y for y, (old, new) in pairs if not old.is_same(new)]
-        if changed:  # drawing costs by the line
+        if changed:  # drawing costs grow with the lines
             self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def _text(self) -> list[Content]:

@@ -26,8 +26,8 @@ _HEADING = "$text-primary bold"
 _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
 _NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "GPU"}
 _NO_NUMBERS = "The model is loading, or runs elsewhere"
-_FULL = 0.9  # of a budget: shown in another colour
-_GUESSED = 1.05  # tokens per pass, from which on guesses count
+_FULL = 0.9  # share of a budget from which another colour is used
+_GUESSED = 1.05  # tokens per pass from which draft tokens matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class PanelData:
 
     @property
     def tok_s(self) -> float | None:
-        """The answer's so far, as in the footer; ``rates`` say how it goes now."""
+        """The answer's mean rate so far, as in the footer; ``rates`` are the latest ones."""
         if self.reading or self.status is None or self.status.metrics is None:
             return None
         return self.status.metrics.decode_tok_s
@@ -59,16 +59,16 @@ class PanelData:
 
     @property
     def guesses(self) -> tuple[str, str] | tuple[()]:
-        """As ``guess_texts`` says them; those of the last answer do not count for a new one."""
+        """Draft tokens as text (``guess_texts``); the last answer's do not count for a new one."""
         return guess_texts(None if self.status is None or self.reading else self.status.metrics)
 
     @property
     def possible(self) -> str:
         """How the rate compares with what is possible here: reading and computing the weights for
-        every token. It is reckoned from measurements, which may be a little low.
+        every token. It is computed from measurements, which may be a little low.
 
-        A guess that comes true saves a pass, and passes that check guesses take longer: such a
-        rate may be far above what is possible without.
+        Accepted draft tokens save passes: with them a rate may be far above what is possible
+        without.
         """
         status, tok_s = self.status, self.tok_s
         if status is None or tok_s is None or not status.ceiling_tok_s:
@@ -133,7 +133,7 @@ def _rate(data: PanelData, width: int) -> list[Content]:
 
 
 def _state(data: PanelData) -> str:
-    """While there is no rate, in the footer's words."""
+    """The model's state in the footer's words, while there is no rate."""
     if not data.reading:
         return "No tokens yet"
     return "Reading prompt" + ("" if data.percent is None else f" {data.percent} %")
@@ -145,7 +145,7 @@ def _rate_line(text: str, rates: Sequence[float], width: int) -> Content:
 
 
 def _memories(status: Status) -> list[tuple[str, MemoryUse]]:
-    """Those that the model uses, by name."""
+    """The memories that the model uses, by name."""
     found = (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv))
     return [(name, memory) for name, memory in found if memory is not None]
 
@@ -289,7 +289,7 @@ def _bar(share: float, width: int, color: str = "$accent") -> Content:
 
 
 def lane_text(use: LaneUse, seconds: float, width: int) -> str:
-    """When it was busy, from left to right: the higher, the more of that part of the pass."""
+    """A lane's busy share in each part of the pass, as bars from left to right."""
     busy = [0.0] * width
     step = seconds / width if width else 0.0
     for start, end in use.spans if step > 0 else ():

@@ -50,16 +50,16 @@ from localrt.tui.text import one_line
 if TYPE_CHECKING:
     from localrt import Turn
 
-_STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
-_TOOLS_SECONDS = 1.0  # between two looks at MCP servers
-_OTHERS_SECONDS = 0.5  # between two looks at what other windows write
+_STARTING_SECONDS = 0.3  # seconds in which keys meant for the composer may still arrive
+_TOOLS_SECONDS = 1.0  # seconds between checks of MCP servers
+_OTHERS_SECONDS = 0.5  # seconds between checks for what other windows write
 _WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
 
 
 class ChatScreen(Screen[None]):
     """Shows the open conversation of ``state``.
 
-    ``stop_loading`` stops loading another model, and says whether there was something to stop.
+    ``stop_loading`` stops loading another model; it returns whether one was loading.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
@@ -94,7 +94,7 @@ class ChatScreen(Screen[None]):
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
         self._starting = True
-        self._next: Callable[[], None] | None = None  # to be done when the answer has ended
+        self._next: Callable[[], None] | None = None  # action for when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
         self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
             "open": self.action_conversations,
@@ -128,7 +128,7 @@ class ChatScreen(Screen[None]):
     # -- the model -------------------------------------------------------------------------------
 
     def model_loaded(self, session: Session) -> None:
-        """Say what the model is; what waits comes below that."""
+        """Show the model's description, above waiting messages."""
         info = session.model.info
         waiting = self.queue.take_back()
         self.view.add_notices(session.describe(), *info.notes, *session.notes)
@@ -137,7 +137,7 @@ class ChatScreen(Screen[None]):
             model=session.title,
             engine=f"{info.engine} {info.quantization}".strip(),
             phase=Phase.READY,
-            ctx=info.ctx or None,  # a server may not tell
+            ctx=info.ctx or None,  # a server may not report it
         )
         self.composer.placeholder = "Message (/ for commands, F1 for help)"
         self.panel.take(session.model)
@@ -148,14 +148,14 @@ class ChatScreen(Screen[None]):
         self.footer.change(model=self._session.title)
 
     def model_leaves(self, name: str) -> None:
-        """The model is unloaded, and another one of this name is loading."""
+        """The model is being unloaded, and another, of this name, loaded."""
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
         self.footer.status = Status(model=name)
         self.composer.placeholder = _WAITS_FOR_MODEL
 
     def idle(self, what: str) -> bool:
-        """Whether nothing is being answered or loaded; says so if not."""
+        """Whether nothing is being answered or loaded; if not, tell the user."""
         if self.queue.answering:
             reason = "is answering; Esc stops it"
         elif self.state.session is None:
@@ -166,7 +166,7 @@ class ChatScreen(Screen[None]):
         return False
 
     def when_answered(self, what: str, work: Callable[[], None]) -> None:
-        """Do it now, or when the answer ends; a later call replaces an earlier one."""
+        """Run an action now, or when the answer ends; a later call replaces an earlier one."""
         if self.queue.answering:
             self._next = work
             self.say(f"{what} when this answer ends; Esc stops it")
@@ -184,7 +184,7 @@ class ChatScreen(Screen[None]):
         return self.state.session
 
     def _count_tokens(self) -> None:
-        """Show how much of the context the conversation takes, when that is known."""
+        """Show how much of the context the conversation takes, once known."""
         session = self.state.session
         if session is None or not self.state.conversation.turns:
             return
@@ -200,7 +200,7 @@ class ChatScreen(Screen[None]):
     # -- tools -----------------------------------------------------------------------------------
 
     def watch_tools(self) -> None:
-        """Begin to say which MCP servers cannot be used."""
+        """Begin to report MCP servers that cannot be used."""
         self._tell_tools()
         self.set_interval(_TOOLS_SECONDS, self._tell_tools)
 
@@ -209,7 +209,7 @@ class ChatScreen(Screen[None]):
             self.say(line, "error")
 
     def _ask_about_call(self, call: PendingCall, decide: Callable[[Decision], None]) -> bool:
-        if not self.is_active:  # keys are meant for the window that is open
+        if not self.is_active:  # keys belong to the open window
             return False
         self.app.push_screen(AskCall(call), lambda decision: decide(decision or "refuse"))
         return True
@@ -327,7 +327,7 @@ class ChatScreen(Screen[None]):
     # -- conversations ---------------------------------------------------------------------------
 
     def open_conversation(self, change: Callable[[], None], done: str = "") -> None:
-        """Show another conversation, once an answer has ended."""
+        """Show another conversation once the present answer has ended."""
         what = "The other conversation will open"
         self.when_answered(what, lambda: self._open_conversation(change, done))
 
@@ -391,14 +391,14 @@ class ChatScreen(Screen[None]):
             dialog = Ask("Name of this conversation", conversation.title)
             ask(self, dialog, lambda title: conversation.set(title=title.strip()))
 
-    # -- turns: the marked one, or the last that it makes sense for --------------------------------
+    # -- turns: the marked one, or the last one that fits --------------------------------
 
     def action_mark(self, step: int) -> None:
         self.view.mark_next(step)
         self._show_hint()
 
     def action_edit(self) -> None:
-        """Put a user's turn into the composer; sending it begins a branch there."""
+        """Put a user's turn into the composer; sending it begins a branch at that turn."""
         if (turn := self._question("edit")) is None:
             return
         self._editing = turn.id
@@ -458,7 +458,7 @@ class ChatScreen(Screen[None]):
         self.hint.flash(none if found is None else found[0])
 
     async def on_composer_enter_on_empty(self) -> None:
-        """On a marked turn: what can be done with it. After a failure Enter leaves."""
+        """On a marked turn, show its menu. After a failure Enter leaves."""
         if self.failed:
             await self.app.action_quit()
         elif self.view.marked is not None:
@@ -468,7 +468,7 @@ class ChatScreen(Screen[None]):
     # -- commands --------------------------------------------------------------------------------
 
     async def _run(self, command: Command) -> None:
-        """Do a slash command, or say why not."""
+        """Run a slash command, or say why it cannot be run."""
         entry = command.entry
         if entry is None:
             self.say(f"No command /{command.name}: /help lists them, // sends a slash", "error")

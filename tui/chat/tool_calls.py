@@ -1,9 +1,9 @@
-"""The calls of an answer in the app: shown, asked about one after another, run, shown with results.
+"""The calls of an answer in the app: shown, confirmed one after another, run, shown with results.
 
 ``look`` goes on as far as it can whenever it is called; nothing here waits. Knows the view's blocks
 and the calls' turns, not the window that asks.
 
-A call of a tool on screen: what is called with what, how it stands, and what it gave, folded.
+A tool call on screen: its name and arguments, its state, and its result, folded.
 
 Knows layout, neither tools nor the history.
 """
@@ -26,9 +26,7 @@ _SHOWN = 3  # lines of a result while it is folded
 
 
 class CallBlock(Block):
-    """``call`` is its line, ``result`` is empty as long as there is none; ``mark`` says how it
-    stands.
-    """
+    """``call`` is its line, ``result`` is empty until there is one; ``mark`` shows its state."""
 
     role = "tool"
 
@@ -36,7 +34,7 @@ class CallBlock(Block):
         super().__init__()
         self.call = clean(call)
         self.result = clean(result)
-        self._cut = False  # by the last layout: there is more to show
+        self._cut = False  # at the last layout: whether there is more to show
 
     @property
     def source(self) -> str:
@@ -52,7 +50,7 @@ class CallBlock(Block):
         return self._unfolded or self._cut
 
     def stands(self, mark: str, result: str = "") -> None:
-        """Say how the call stands now, and what it gave."""
+        """Set the call's state and its result."""
         self.mark, self.result = mark, clean(result)
         self.changed()
 
@@ -96,7 +94,7 @@ _WITHOUT_RESULT = {"refused": "not allowed", "stopped": "stopped"}
 
 
 def ended_call(ending: str, text: str) -> tuple[str, str]:
-    """What to say below a call that has ended, and the result to show."""
+    """The note below a call that has ended, and the result to show."""
     if ending in _WITHOUT_RESULT:
         return _WITHOUT_RESULT[ending], ""
     return "failed" if ending == "failed" else "", text
@@ -124,7 +122,7 @@ class AnswerCalls:
         view.add(*(block for _, block in self._calls), after=answer)
 
     def look(self) -> bool:
-        """Go on; whether all calls have ended."""
+        """Continue the calls; returns whether all have ended."""
         for turn, block in self._calls:
             if not turn.begun and turn is not self._asked:
                 self._begin(turn, block)
@@ -138,7 +136,7 @@ class AnswerCalls:
         """Run the call, once the user allows it."""
 
         def decide(decision: Decision) -> None:
-            if not turn.has_ended():  # else stopped while the question was open
+            if not turn.has_ended():  # otherwise it was stopped while the question was open
                 turn.decide(decision, self._ctx)
                 if decision != "refuse":
                     self._stands(block, "runs; Esc stops it")

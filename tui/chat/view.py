@@ -1,9 +1,8 @@
-"""The scrolling conversation: one widget that draws the blocks in sight and guesses the others.
+"""The scrolling conversation: one widget that draws visible blocks and estimates the others.
 
-A block is laid out when it comes into view; until then its height is an estimate, and when the two
-differ, what the reader sees stays where it is. So a conversation of any length opens, scrolls and
-types alike. The view follows new text while it is at the bottom. Knows blocks, not where they come
-from.
+A block is laid out when it comes into view; until then its height is an estimate; if that was
+wrong, the visible text does not move. So conversations of any length open and scroll equally fast.
+The view follows new text while it is at the bottom. Knows blocks, not where they come from.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from localrt.tui.chat.blocks import (
 from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Place, TextPlace
 
 _WIDEST = 110  # columns of text
-_BAR_STEPS = 2  # of the scroll bar in a line
+_BAR_STEPS = 2  # steps of the scroll bar in a line
 
 
 class ConversationView(ScrollView, can_focus=False):
@@ -116,7 +115,7 @@ class ConversationView(ScrollView, can_focus=False):
         return None if self.marked is None else self.marked.turn
 
     def toggle_fold(self) -> bool:
-        """Fold or unfold the marked turn, or the last that can be; whether there is any."""
+        """Fold or unfold the marked or last foldable turn; returns whether there is one."""
         marked = self.marked if self.marked is not None and self.marked.foldable else None
         block = marked or next((b for b in reversed(self.blocks) if b.foldable), None)
         if block is not None:
@@ -125,7 +124,7 @@ class ConversationView(ScrollView, can_focus=False):
         return block is not None
 
     def text_to_copy(self) -> tuple[str, str] | None:
-        """What to say, and the marked turn or last answer as text, without its thinking."""
+        """A message, and the marked turn or last answer as text, without its thinking."""
         block = self.marked or self._last_answer()
         if block is None:
             return None
@@ -203,7 +202,7 @@ class ConversationView(ScrollView, can_focus=False):
 
     @property
     def found(self) -> tuple[int, int]:
-        """Which match is shown, and how many there are."""
+        """The current match's number and the number of matches."""
         return self._finder.counted
 
     def _go_to(self, place: Place | None) -> None:
@@ -231,7 +230,7 @@ class ConversationView(ScrollView, can_focus=False):
         self.refresh()
 
     def _fit_height(self) -> None:
-        """Take the column's height, without a new layout of the screen where only the bar moves."""
+        """Take the column's height; avoid a new layout of the screen if only the bar moves."""
         size = Size(self.scrollable_content_region.width, self._column.height)
         overflows = size.height > self.size.height
         if self.virtual_size != size and overflows != self.show_vertical_scrollbar:
@@ -241,7 +240,7 @@ class ConversationView(ScrollView, can_focus=False):
             self._move_bar()
 
     def _move_bar(self) -> None:
-        """Move the scroll bar once that is to be seen: painting it costs as much as the text."""
+        """Move the scroll bar if it visibly changes: painting it costs as much as the text."""
         if not self.show_vertical_scrollbar:
             return
         steps = _BAR_STEPS * self.size.height / max(self.virtual_size.height, 1)
@@ -252,13 +251,13 @@ class ConversationView(ScrollView, can_focus=False):
             self.vertical_scrollbar.position = self.scroll_y
 
     def _settle(self) -> None:
-        """Lay out what is in sight; blocks that turn out longer or shorter move nothing in it."""
+        """Lay out visible blocks; heights that change do not move the visible text."""
         if self._settling or not self.blocks or not self.size:
             return
         self._settling = True
         try:
             rounds = 0
-            while rounds < 8:  # each may bring others into sight
+            while rounds < 8:  # each may make others visible
                 if self._follows:
                     self._to_end()
                 if not self._settle_once():
@@ -292,7 +291,7 @@ class ConversationView(ScrollView, can_focus=False):
             self._go(self.max_scroll_y)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """The view was moved: by the reader, or to keep up."""
+        """The view was scrolled, by the reader or to follow new text."""
         self._move_bar()
         if round(old_value) != round(new_value):
             self.refresh()
@@ -310,7 +309,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._column.measure()
         if place is not None and not follows:
             self._column.lay_out([place.block], self._style())
-        self._settling = True  # a view that is shorter for now has not been moved by the reader
+        self._settling = True  # a temporarily shorter view was not scrolled by the reader
         self._fit_height()
         self._settling, self._follows = False, follows
         if place is not None and not follows:
@@ -322,7 +321,7 @@ class ConversationView(ScrollView, can_focus=False):
         self.refresh()  # it was painted at its new size already, with the lines of the old one
 
     def _reading(self) -> TextPlace | None:
-        """The words on top; after a resize still those from before, which may begin in a line."""
+        """The words on top; after a resize those from before, which may begin within a line."""
         place, line = self._read
         if place is None or line != self.scroll_offset.y:
             place = self._column.place_at(self.scroll_offset.y, self._style())
