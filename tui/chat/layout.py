@@ -29,7 +29,7 @@ _PAINTED_LINES = 400  # finished lines that are kept
 
 
 class TextPlace(NamedTuple):
-    """Words in a block: the row they were in (below 0 in the gap), and the letters above that row."""
+    """Words in a block: the row they were in (below 0 in the gap), and the letters above it."""
 
     block: int
     row: int

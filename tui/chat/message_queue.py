@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # seconds between two looks at a thread
 _SHARE = 0.01  # share of CPU time for drawing; decoding loses about twice that
-_CORES = 8  # the longest counted cost in seconds: drawing needs no more
+_CORES = 8  # the most cores counted: drawing needs no more
 _LONGEST = 0.5  # seconds between two drawings, whatever they cost
 
 
@@ -138,7 +138,7 @@ class MessageQueue:
             self.add(draft, waiting=True)
 
     def send_next(self, chat: ChatSession) -> bool:
-        """Send the first waiting message, unless one is being answered, here or in another window."""
+        """Send the first waiting message, unless one is being answered here or elsewhere."""
         if self.answering or not self._waiting:
             return False
         self.catch_up()
