@@ -135,7 +135,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "models" / "__init__.py").i
 
 
 class _Name:
-    """The type of a public name; without it, ``help(localrt)`` would print each one in full."""
+    """Imports a public name on use; ``help(localrt)`` would print module attributes in full."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """The library's front: ``load`` a model, then ``stream``, ``generate`` or ``chat``.
 
 Thread-safe and cancellable; no prints, no signal handlers, no global state. Everything below works
-the same on every engine; what does the work is ``localrt.service.core``.
+the same on every engine; ``localrt.service.core`` does the work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from localrt.service.live import LiveModel
 from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
 
-if TYPE_CHECKING:  # it brings the planner
+if TYPE_CHECKING:  # it loads the planner
     from localrt.planning.preview import Outlook
 
 __all__ = ["Model", "ModelInfo", "load"]
@@ -72,7 +72,7 @@ def load(
 
     Args:
         model: a hub id (``org/name``, ``org/name:Q4_K_M``), a folder or .gguf file, or ``smollm2``.
-        adapters: LoRA adapters by the names that ``adapter=`` of a request has for them:
+        adapters: LoRA adapters by name, as in ``adapter=`` of a request:
             folders of PEFT or mlx-lm, ``.gguf`` files, or hub ids.
         engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture,
             else llamacpp for a GGUF file.
@@ -147,7 +147,7 @@ def load(
 class Model(Closing):
     """A loaded model. Use ``localrt.load``; close it, or use it as a context manager.
 
-    ``defaults`` are the options of requests that say nothing else.
+    ``defaults`` are the options of requests that do not set them.
     """
 
     def __init__(self, core: Core) -> None:
@@ -159,7 +159,7 @@ class Model(Closing):
         self.defaults = core.defaults
 
     def __repr__(self) -> str:
-        """What it is, and where it runs."""
+        """Name the model, and say where it runs."""
         if self._closed:
             return f"<localrt.Model {self.name!r}: closed>"
         info = self.info
@@ -224,7 +224,7 @@ class Model(Closing):
         return self._core.stream(request)
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
-        """Like ``stream``, as one chunk that holds the whole text."""
+        """Like ``stream``, but return one chunk with the whole text."""
         return joined(self.stream(prompt, **options))
 
     def astream(
@@ -247,15 +247,15 @@ class Model(Closing):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ChatSession:
-        """A conversation that keeps its history, and its KV cache from turn to turn.
+        """Start a conversation that keeps its history, and its KV cache from turn to turn.
 
-        ``tools`` are functions that the model may ask to be called, in OpenAI's form.
+        ``tools`` are functions that the model may call, in OpenAI's form.
         """
         self._check_open()
         return ChatSession(self._core, system=system, tools=tools, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
-        """A conversation saved with ``ChatSession.save``."""
+        """Load a conversation saved with ``ChatSession.save``."""
         check_path("path", path)
         return ChatSession.load(self._core, path)
 
@@ -276,11 +276,11 @@ class Model(Closing):
     ) -> Iterator[tuple[int, Chunk]]:
         """Generate for many prompts; yields ``(index of the prompt, chunk)`` as chunks come.
 
-        Each prompt is what ``stream`` takes, and its chunks are those that ``stream`` would yield
-        (bit for bit on the CPU kernels), with ``seed + index`` as its seed where one is given. The
-        prompts share passes, with speculation where it pays: up to ``batch_size`` at a time,
-        by default as many of 64 as memory holds KV caches for, which ``max_tokens`` bounds; others
-        join as soon as one has finished.
+        Each prompt is what ``stream`` takes, and gets the same chunks as from ``stream`` (bit for
+        bit on the CPU kernels), with ``seed + index`` as its seed if a seed is given. The prompts
+        share passes, with speculation where it pays: up to ``batch_size`` at a time, by default up
+        to 64, as many as memory holds KV caches for; ``max_tokens`` bounds their size. The next one
+        joins as soon as one has finished.
 
         With ``errors="raise"`` a prompt that cannot be run (longer than the context) raises before
         any work; with ``"return"`` its last chunk has the ``error``, and the others run. A failure
@@ -301,7 +301,7 @@ class Model(Closing):
         )
 
     def generate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
-        """Like ``stream_batch``: one chunk with the whole text for each prompt, in their order."""
+        """Like ``stream_batch``, but return one chunk with the whole text per prompt, in order."""
         return gathered(self.stream_batch(prompts, **options))
 
     def astream_batch(
@@ -323,19 +323,18 @@ class Model(Closing):
         patience_s: float = 60.0,
         reserve_ram: str | int | None = None,
     ) -> LiveModel:
-        """A batch that stays open: requests of many threads or tasks join it and leave it.
+        """Open a batch that requests of many threads or tasks can join and leave.
 
             with model.live() as live:
                 for chunk in live.stream("Why is the sky blue?"):  # from any thread
                     print(chunk.text, end="")
 
-        All answers that are on their way share each pass over the weights, up to ``most`` of them,
-        fewer where memory is short, and draft tokens that pay. What each says is what
-        ``stream`` would yield (bit for bit on the CPU kernels). ``client=`` of a request says whose
-        it is: clients take turns. An answer pauses while its reader is ``buffer`` chunks behind,
-        and is cancelled when that lasts ``patience_s``. An engine that cannot join sequences runs
-        one after another. ``reserve_ram`` bytes of the budget are left to the program meanwhile,
-        where weights are streamed.
+        Running answers share each pass over the weights, up to ``most`` of them, fewer if memory is
+        short, with draft tokens that pay. Each gets the same text as from ``stream`` (bit for bit
+        on the CPU kernels). A request's ``client=`` identifies its sender: clients take turns. An
+        answer pauses while its reader is ``buffer`` chunks behind, and is cancelled if that lasts
+        ``patience_s``. An engine that cannot share passes runs one answer after another. If weights
+        are streamed, ``reserve_ram`` bytes of the budget are left to the program meanwhile.
         """
         self._check_open()
         limits = LiveLimits(ctx=self.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
@@ -363,9 +362,9 @@ class Model(Closing):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[int]:
-        """Token ids of plain text, or of a conversation as the chat template writes it.
+        """Return the token ids of plain text, or of a conversation rendered by the chat template.
 
-        With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
+        With the ``tools`` and ``options`` of ``stream``, they are the ids that it would read.
         """
         if isinstance(text, str):
             return self.tokenizer.encode(text, add_special=add_special)
@@ -375,7 +374,7 @@ class Model(Closing):
         return self._core.requests.render(text, tools, options=chosen)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids.
+        """Return the text of token ids.
 
         Raises:
             OptionError: an id outside the vocabulary.
@@ -391,9 +390,9 @@ class Model(Closing):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> int:
-        """Tokens of a plain text, or of a conversation as the chat template writes it.
+        """Count the tokens of plain text, or of a conversation rendered by the chat template.
 
-        With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
+        With the ``tools`` and ``options`` of ``stream``, it counts what that would read.
         """
         return len(self.tokenize(prompt, tools=tools, **options))
 
@@ -404,7 +403,7 @@ class Model(Closing):
         first: int = 0,
         adapter: str | Mapping[str, float] | None = None,
     ) -> Iterator[Logits]:
-        """Logits after each token from index ``first`` on, for measuring a model.
+        """Yield logits after each token from index ``first`` on, for measuring a model.
 
         Float32 pieces (n, vocab) in order, n at most 64, each the caller's own.
 
@@ -431,11 +430,13 @@ class Model(Closing):
         normalize: bool = True,
         cancel: threading.Event | None = None,
     ) -> Logits:
-        """The meaning of each text (or of its token ids) as a vector: float32 (texts, hidden size).
+        """Return the meaning of each text (or its token ids) as a float32 vector: (texts, hidden
+        size).
 
         ``pooling`` joins the hidden states of a text's tokens: ``"mean"``, ``"last"``, or
-        ``"auto"``: what an embedding model's own files say, else the mean. With ``normalize`` each
-        vector has length 1, so that the product of two is their cosine. Texts share passes.
+        ``"auto"``, which takes what an embedding model's files say, else the mean. With
+        ``normalize`` each vector has length 1, so that the dot product of two is their cosine.
+        Texts share passes.
 
         Raises:
             OptionError: an empty text, an unknown pooling, an id outside the vocabulary.
@@ -448,14 +449,14 @@ class Model(Closing):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that a request may ask for."""
+        """The names of the adapters that requests can use."""
         return self._core.adapters.names
 
     def add_adapter(self, name: str, path: str | Path) -> None:
-        """Have requests know the LoRA adapter at ``path`` by ``name``, from the next one on.
+        """Make the LoRA adapter at ``path`` available as ``name``, from the next request on.
 
-        A folder of PEFT (LoRA, rsLoRA, DoRA) or mlx-lm, a ``.gguf`` file, or a hub id. The weights
-        of the model are not read again; answers with different adapters share passes.
+        It is a folder of PEFT (LoRA, rsLoRA, DoRA) or mlx-lm, a ``.gguf`` file, or a hub id. The
+        model's weights are not read again; answers with different adapters share passes.
 
         Raises:
             OptionError: the name is taken.
@@ -469,42 +470,42 @@ class Model(Closing):
         self._core.add_adapter(name, str(path))
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. Answers that are on their way with it end with an error.
+        """Remove an adapter. Running answers that use it end with an error.
 
         Raises:
-            OptionError: there is none of that name.
+            OptionError: no adapter has that name.
         """
         self._core.adapters.remove(name)
 
     # -- what it is doing ------------------------------------------------------------------------
 
     def status(self, *, lanes: bool | None = None) -> Status:
-        """Memory against budgets, what was read and computed so far, the generation in progress.
+        """Return memory use and budgets, counts so far, and the generation in progress.
 
         Takes well under a millisecond and waits for no pass. With ``lanes`` a streamed model also
-        remembers what the disk, the link and the processors did in its last pass, from that call on
-        until one with False.
+        records what the disk, the link and the processors did in its last pass, until a call with
+        ``lanes=False``.
         """
         return self._core.watch.status(lanes=lanes)
 
     def advise(self) -> Outlook:
-        """The most that decoding can reach here, and which changes would help most.
+        """Return the highest decoding speed possible here, and the changes that would help most.
 
-        From the plan that the model was placed by, or a new one; measures nothing and may take a
+        It uses the plan that placed the model, or a new one; it measures nothing but may take a
         second: call it from a thread, while nothing is generated.
         """
         return self._core.advise()
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- budgets and closing ---------------------------------------------------------------------
 
     def set_budget(
         self, *, ram: str | int | None = None, gpu_memory: str | int | None = None
     ) -> None:
-        """Change the budgets of ``load`` while the model is there, even while it answers.
+        """Change the budgets of ``load`` on a loaded model, even while it answers.
 
-        With less, weights that were in memory are read for every token from the next pass on:
-        answers stay the same, slower, and ``Metrics.memory`` says why. With more RAM than before,
-        weights stay in memory as they pass. A GPU takes back nothing that it has given.
+        With less memory, some weights are read again for every token, from the next pass on:
+        answers stay the same but slow down, and ``Metrics.memory`` says why. With more RAM, weights
+        stay in memory once they are read. A GPU never takes back what it has given up.
 
         Raises:
             OptionError: not a size.
@@ -519,12 +520,12 @@ class Model(Closing):
 
     @property
     def spare_ram(self) -> int:
-        """Bytes of the RAM budget that a streamed model does not take yet; 0 of any other."""
+        """The bytes of its RAM budget that a streamed model does not use yet; 0 for others."""
         return self._core.engine.weights.memory.spare
 
     @property
     def weights_in_ram(self) -> int:
-        """Bytes of RAM that the weights take now."""
+        """The bytes of RAM that the weights take now."""
         if self._closed:
             return 0
         memory = self._core.engine.weights.memory
@@ -532,11 +533,11 @@ class Model(Closing):
         return memory.ram_nbytes if memory.streams else 0 if on_gpu else self.info.weight_bytes
 
     def leave_ram(self, nbytes: int) -> int:
-        """Leave ``nbytes`` of RAM to something else in this process, or as much as can be; below
-        zero: take them back. The bytes that were left.
+        """Leave ``nbytes`` of RAM, or as much as possible, to something else in this process; below
+        zero takes them back. Return the bytes left.
 
-        First goes what the budget has left, then weights, which are read again in each pass until
-        there is room for them. A model that was loaded whole leaves nothing: see ``shrinkable`` of
+        The unused part of the budget goes first, then weights, which are read again in each pass
+        until there is room for them. A model loaded whole leaves nothing: see ``shrinkable`` of
         ``load``.
         """
         if not isinstance(nbytes, int):
@@ -544,9 +545,9 @@ class Model(Closing):
         return self._core.leave_ram(nbytes)
 
     def unload(self) -> None:
-        """``close``, and give all memory back to the system, conversations' caches included.
+        """Close, and give all memory back to the system, conversations' caches included.
 
-        Answers that are on their way end as cancelled. Takes a tenth of a second.
+        Running answers end as cancelled. Takes a tenth of a second.
         """
         self._end_batches()
         self._core.unload()

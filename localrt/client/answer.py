@@ -1,6 +1,6 @@
-"""What a server of OpenAI's protocol answers: events of a stream, refusals, lists of models.
+"""Parse the responses of a server with OpenAI's protocol: streams, refusals, lists of models.
 
-From bytes and JSON to text, tool calls, counts of tokens and errors in one line each. It knows no
+It turns bytes and JSON into text, tool calls, token counts and one-line errors. It knows no
 connection.
 """
 
@@ -20,7 +20,7 @@ from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.engine.types import FinishReason, Metrics, ToolCall
 
-_SHORTEST_S = 0.05  # what comes within less came as one: no rate can be told
+_SHORTEST_S = 0.05  # pieces that come faster arrived together: no rate can be measured
 _LONGEST_EVENT = 16 << 20
 _NO_PROTOCOL = "does not speak OpenAI's protocol: is the address right? It often ends in /v1"
 
@@ -29,10 +29,10 @@ _NO_PROTOCOL = "does not speak OpenAI's protocol: is the address right? It often
 
 
 def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any] | None]:
-    """The JSON objects of a stream of server-sent events; None for its ``[DONE]``, the last.
+    """Yield the JSON objects of a stream of server-sent events, and None for its final ``[DONE]``.
 
     Raises:
-        LocalrtError: what comes is no such stream.
+        LocalrtError: the response is not such a stream.
     """
     data: list[bytes] = []
     for line in _lines(pieces, address):
@@ -44,12 +44,12 @@ def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any]
                 yield None
                 return
             yield _object(text, address)
-    if data == [b"[DONE]"]:  # its empty line is missing; anything else may be cut short
+    if data == [b"[DONE]"]:  # only its final empty line is missing; other data may be cut short
         yield None
 
 
 def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
-    """Lines without their ends; one that is never ended is the last."""
+    """Yield lines without their ends; the last one need not have an end."""
     rest = bytearray()
     for piece in pieces:
         start = len(rest)
@@ -82,10 +82,10 @@ class _Call:
 
 @dataclass(slots=True)
 class Reader:
-    """Takes the events of one answer. ``estimate`` are the prompt's tokens until they are told.
+    """Reads the events of one answer. ``estimate``: the prompt's tokens, until the server says.
 
-    Tokens are counted as pieces until the server says how many they were. Thinking that comes in a
-    field of its own becomes ``<think>...</think>`` in the text.
+    Pieces are counted as tokens until the server sends the number. Thinking in a field of its own
+    becomes ``<think>...</think>`` in the text.
     """
 
     address: Address
@@ -101,10 +101,10 @@ class Reader:
     _calls: dict[int, _Call] = field(default_factory=dict)
 
     def push(self, event: Mapping[str, Any]) -> str:
-        """The new text of an event.
+        """Return the new text of an event.
 
         Raises:
-            LocalrtError: it tells of a failure, or is no event of this protocol.
+            LocalrtError: it reports a failure, or is not an event of this protocol.
         """
         if event.get("error") or event.get("object") == "error":
             raise refusal(self.address, 200, {}, json.dumps(event).encode())
@@ -134,13 +134,13 @@ class Reader:
         return text
 
     def end(self) -> str:
-        """What is still to be written when the answer is over."""
+        """Return the rest of the text when the answer has ended."""
         ended, self._thinking = self._thinking, False
         return f"\n{CLOSE}" if ended else ""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls that were asked for."""
+        """The tool calls of the answer."""
         found = (call for _, call in sorted(self._calls.items()))
         return tuple(
             ToolCall(call.id or f"call_{index}", call.name, call.arguments or "{}")
@@ -150,7 +150,7 @@ class Reader:
 
     @property
     def metrics(self) -> Metrics:
-        """What is known so far."""
+        """Return the metrics known so far."""
         usage = self._usage or {}
         cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
         details = _mapping(usage.get("completion_tokens_details"))
@@ -194,7 +194,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _string(value: Mapping[str, Any], *names: str) -> str:
-    """The first of these entries that is a text; empty where none is."""
+    """Return the first of these entries that is a string, or ""."""
     return next((text for name in names if isinstance(text := value.get(name), str)), "")
 
 
@@ -208,9 +208,9 @@ def _count(value: Any, otherwise: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model that a server has, and its context in tokens; 0 where that is not told.
+    """A model of a server, and its context in tokens; 0 if the server does not say.
 
-    ``state``, ``ram`` in bytes and ``unload_s`` are what localrt's server says: see
+    ``state``, ``ram`` in bytes and ``unload_s`` come from localrt's own server: see
     ``localrt.server.models.Offered``.
     """
 
@@ -222,10 +222,10 @@ class ListedModel:
 
 
 def listed_models(body: bytes, address: Address) -> list[ListedModel]:
-    """What ``GET /models`` names.
+    """Return the models of a ``GET /models`` response.
 
     Raises:
-        LocalrtError: it is no such list.
+        LocalrtError: it is not such a list.
     """
     data = _object(body, address).get("data")
     if not isinstance(data, list):
@@ -255,7 +255,7 @@ def _context(entry: Mapping[str, Any]) -> int:
 
 
 def refusal(address: Address, status: int, headers: Mapping[str, str], body: bytes) -> LocalrtError:
-    """A refusal or a failure in one line that says what to do; ``headers`` are in lower case."""
+    """Return the error for a refusal or failure, with advice; ``headers`` are in lower case."""
     why, code = _told(body)
     why = address.hide(why)
     origin = address.origin
@@ -287,7 +287,7 @@ def refusal(address: Address, status: int, headers: Mapping[str, str], body: byt
 
 
 def _told(body: bytes) -> tuple[str, str]:
-    """Message and code of a refusal; empty where it is not JSON."""
+    """Return an error's message and code, or empty strings if it is not JSON."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

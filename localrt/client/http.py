@@ -1,8 +1,8 @@
-"""One HTTP request to a server, in a thread of its own, so that it can be cancelled at once.
+"""One HTTP request to a server, in its own thread, so that it can be cancelled at once.
 
-The caller looks twenty times a second whether the answer is still wanted; the thread reads a little
-ahead, and ends when it is not. Redirections are followed within the address's own origin only, and
-no proxy is used. Network failures become one line. What is asked is unknown here.
+The caller checks twenty times a second whether the answer is still wanted; the thread reads a
+little ahead, and ends once it is not. Redirects are followed only within the address's own origin,
+and no proxy is used. Network failures become one-line errors. It does not know what is requested.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from localrt.common.formatting import one_line
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
 _LOOK_S = 0.05
-_AHEAD = 256  # pieces that are read and not yet taken
+_AHEAD = 256  # pieces that were read but not taken
 _REDIRECTS = 3
 _REDIRECTED = (301, 302, 307, 308)
 _KEEP_ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 class Exchange(Closing):
-    """A request on its way: ``head`` once, then ``pieces``. A context manager.
+    """A running request: ``head`` once, then ``pieces``. A context manager.
 
-    ``look`` is called before every wait and at least every 50 ms while waiting; what it raises ends
-    the wait.
+    ``look`` is called before every wait and at least every 50 ms during one; an exception from it
+    ends the wait.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Exchange(Closing):
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._answered = False  # whether the head came
+        self._answered = False  # whether the head has arrived
         threading.Thread(target=self._run, name="localrt-remote", daemon=True).start()
 
     def head(self) -> httpx2.Response:
-        """Status and headers; its body comes from ``pieces``.
+        """Return status and headers; ``pieces`` yields the body.
 
         Raises:
-            LocalrtError: the server cannot be reached, or does not answer as one.
+            LocalrtError: the server cannot be reached, or its answer is not HTTP.
         """
         found = self._next()
         if not isinstance(found, httpx2.Response):
@@ -72,7 +72,7 @@ class Exchange(Closing):
         return found
 
     def pieces(self) -> Iterator[bytes]:
-        """The body as it comes.
+        """Yield the body as it arrives.
 
         Raises:
             LocalrtError: the connection broke off.
@@ -81,7 +81,7 @@ class Exchange(Closing):
             yield piece
 
     def read(self, limit: int) -> bytes:
-        """The body, at most ``limit`` bytes of it."""
+        """Return the body, at most ``limit`` bytes of it."""
         found = bytearray()
         for piece in self.pieces():
             found += piece
@@ -94,11 +94,11 @@ class Exchange(Closing):
         self._over.set()
         with self._lock:
             if self._socket is not None:
-                # A TLS socket's own shutdown would take its state from the thread that reads.
+                # A TLS socket's own shutdown would change its state while the thread reads.
                 with suppress(OSError):  # it is closed already
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    # -- the side that waits ---------------------------------------------------------------------
+    # -- for the waiting thread ------------------------------------------------------------------
 
     def _next(self) -> httpx2.Response | bytes | None:
         while True:
@@ -112,7 +112,7 @@ class Exchange(Closing):
                 raise LocalrtError(line) from found
             return found
 
-    # -- the thread ------------------------------------------------------------------------------
+    # -- the request's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -160,7 +160,7 @@ class Exchange(Closing):
             with self._lock:
                 self._socket = info["return_value"].get_extra_info("socket")
         if self._over.is_set():
-            if connected:  # it is not the client's yet, which would close it
+            if connected:  # not yet the client's, which would close it
                 info["return_value"].close()
             raise LocalrtError("given up")
 
@@ -174,7 +174,7 @@ class Exchange(Closing):
 
 
 def _joined(url: httpx2.URL, location: str) -> httpx2.URL | None:
-    """Where ``location`` leads from ``url``; None where that is another origin."""
+    """Return the target of ``location``, seen from ``url``; None if its origin differs."""
     try:
         target = url.join(location)
     except httpx2.InvalidURL:
@@ -184,7 +184,7 @@ def _joined(url: httpx2.URL, location: str) -> httpx2.URL | None:
 
 
 def _explained(address: Address, error: Exception, answered: bool) -> str:
-    """One line about a failure of the network: what is wrong, what to do."""
+    """Return one line about a network failure: what is wrong, and what to do."""
     origin = address.origin
     if isinstance(error, LocalrtError):
         return str(error)
@@ -196,7 +196,7 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
             "send again"
         )
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # what the system said
+    while cause is not None and not isinstance(cause, OSError):  # the system's message
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, ssl.SSLCertVerificationError):
         return (

@@ -1,8 +1,8 @@
-"""A model that runs elsewhere, behind OpenAI's HTTP protocol, with the face of one that runs here.
+"""A model behind a server with OpenAI's HTTP protocol, used like a local one.
 
-``connect`` gives a ``RemoteModel`` for what the terminal app and ``localrt run`` do with a model:
-chats with streamed answers, options, cancelling. What cannot be known from here (its memory, its
-pace, its tokens) is None or an estimate. Nothing but the given URL is ever asked.
+``connect`` returns a ``RemoteModel`` for what the terminal app and ``localrt run`` do with a model:
+chats with streamed answers, options, cancelling. What a server does not tell (its memory, speed,
+tokens) is None or an estimate. No other URL is ever contacted.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from localrt.engine.options import Options, read_options
 from localrt.engine.types import Chunk, Message
 from localrt.service.status import ModelInfo
 
-_LOCAL_ANSWER_S = 10.0  # of a server of this machine
+_LOCAL_ANSWER_S = 10.0  # for a server on this machine
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
-_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # what servers answer where a model takes no tools
-_BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
-# Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server know
-# beyond them.
+_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # in refusals of tools
+_BYTES_A_TOKEN = 4  # an estimate: a template adds about this many tokens per message
+# Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server also
+# know.
 _SENT = (
     *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
     *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos", "grammar"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )
-# What localrt's server, vLLM and llama.cpp call it.
+# The names in localrt's server, vLLM and llama.cpp.
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
-# Of no use elsewhere, and what they are when nobody chose.
+# Options without a meaning for a server, and their values when not set.
 _HERE: dict[str, Any] = {"draft": "auto", "overflow": "error", "parallel_tool_calls": True}
 _HERE |= dict.fromkeys(("tree_budget", "tree_depth"))
 _HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
@@ -56,7 +56,7 @@ def connect(
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> RemoteModel:
-    """A model of the server at ``url``, such as ``http://localhost:8000/v1``.
+    """Return a model of the server at ``url``, such as ``http://localhost:8000/v1``.
 
     Args:
         url: where vLLM, ``localrt serve`` or another server of OpenAI's protocol is.
@@ -66,8 +66,8 @@ def connect(
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:
-        OptionError: no such address or key can be.
-        LocalrtError: the server cannot be reached, refuses, or is none of this kind.
+        OptionError: the address or the key is malformed.
+        LocalrtError: the server cannot be reached, refuses, or speaks another protocol.
     """
     address = read_address(url, api_key)
 
@@ -84,12 +84,12 @@ def connect(
 def list_remote(
     address: Address, *, look: Callable[[], None] = lambda: None, required: bool = True
 ) -> list[ListedModel]:
-    """The models of a server; ``look`` may raise to stop waiting.
+    """Return the models of a server; ``look`` may raise to stop waiting.
 
-    Not every server tells: unless that is ``required``, it has none then.
+    Not every server lists them: unless the list is ``required``, it is then empty.
 
     Raises:
-        LocalrtError: it cannot be reached, refuses, or is none of OpenAI's protocol.
+        LocalrtError: it cannot be reached, refuses, or speaks another protocol.
     """
     with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
         head = exchange.head()
@@ -102,7 +102,7 @@ def list_remote(
 
 
 def models_of(server: LocalServer) -> list[ListedModel]:
-    """What a server of this machine lists.
+    """Return the models that a server of this machine lists.
 
     Raises:
         LocalrtError: it does not answer: it is starting, suspended, or gone.
@@ -119,7 +119,7 @@ def models_of(server: LocalServer) -> list[ListedModel]:
 def _chosen(
     address: Address, name: str | None, listed: Sequence[ListedModel]
 ) -> tuple[ListedModel, tuple[str, ...]]:
-    """The model to ask for, and lines about it that a user should see."""
+    """Return the model to use, and notes for the user."""
     notes: list[str] = []
     if address.key is not None and not address.is_private:
         notes.append(f"The API key goes to {address.place} unencrypted: use https")
@@ -139,8 +139,8 @@ def _chosen(
 class RemoteModel(Closing):
     """One model of a server. Use ``connect``; close it, or use it as a context manager.
 
-    ``info.ctx`` is 0 where the server does not tell, ``info.device`` its host and port. Options
-    that nobody chose are the server's.
+    ``info.ctx`` is 0 if the server does not tell, ``info.device`` its host and port. The server
+    chooses options that are not set.
     """
 
     def __init__(self, address: Address, listed: ListedModel, notes: tuple[str, ...] = ()) -> None:
@@ -169,7 +169,7 @@ class RemoteModel(Closing):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """See ``ChatModel``: a server's adapters are models of their own."""
+        """See ``ChatModel``: a server lists adapters as models."""
         return ()
 
     def chat(
@@ -179,45 +179,45 @@ class RemoteModel(Closing):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ChatSession:
-        """A conversation, as of ``Model.chat``."""
+        """Start a conversation, like ``Model.chat``."""
         return ChatSession(self, system=system, tools=tools, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
-        """A conversation saved with ``ChatSession.save``."""
+        """Load a conversation saved with ``ChatSession.save``."""
         return ChatSession.load(self, path)
 
     def count(self, prompt: str | Sequence[Message]) -> int:
-        """About how many tokens a text or a conversation takes: the server's are not known."""
+        """Estimate the tokens of a text or a conversation: the server's tokenizer is unknown."""
         return _text_tokens(prompt) if isinstance(prompt, str) else _estimated_tokens(prompt)
 
     def status(self, *, lanes: bool | None = None) -> None:
-        """Nothing is known of a server's memory and passes."""
+        """None: a server's memory and passes are unknown."""
 
     def advise(self) -> None:
-        """What would help a server is not known here."""
+        """None: what would help a server is unknown."""
 
     def unload(self) -> None:
         """``close``."""
         self.close()
 
     def close(self) -> None:
-        """Answers on their way end as cancelled."""
+        """End running answers as cancelled."""
         self._closed.set()
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
     @property
     def ctx(self) -> int:
-        """Tokens that the context holds; 0: the server does not tell."""
+        """The context's tokens; 0 if the server does not tell."""
         return self.info.ctx
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the server has refused none so far."""
+        """Whether no tools have been refused so far."""
         return not self._refused_tools.is_set()
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be, and what only a model on this machine has."""
+        """Raise an error for impossible options, and for those that need a local model."""
         for name, usual in _HERE.items():
             if options.get(name) not in (None, usual):
                 raise OptionError(
@@ -226,14 +226,14 @@ class RemoteModel(Closing):
         read_options(options)
 
     def open_chat(self) -> _Conversation:
-        """A new conversation."""
+        """Start a new conversation."""
         return _Conversation(self._address, self.name, self._closed, self._refused_tools)
 
 
 class _Conversation:
-    """What is known here of a conversation: see ``ChatCache``. The server may keep more.
+    """The client's side of a conversation: see ``ChatCache``. The server may keep a cache.
 
-    ``refused_tools`` is set where the server refuses a request because of its tools.
+    ``refused_tools`` is set if the server refuses a request because of its tools.
     """
 
     def __init__(
@@ -255,10 +255,10 @@ class _Conversation:
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
-        """Ask for the next turn of ``messages``; options that nobody chose are the server's.
+        """Request the next turn of ``messages``; the server chooses options that are not set.
 
         Raises:
-            LocalrtError: the server refuses, fails or goes away; chunks that came stay good.
+            LocalrtError: the server refuses, fails or disconnects; earlier chunks stay valid.
         """
         address = self._address
         reader = Reader(address, _estimated_tokens(messages))
@@ -296,7 +296,7 @@ class _Conversation:
             yield Chunk(reader.end(), (), reader.metrics, "cancelled")
             return
         except LocalrtError:
-            if reader.reason is None:  # else only the end of the stream was lost
+            if reader.reason is None:  # otherwise only the end of the stream was lost
                 raise
         metrics = reader.metrics
         self.tokens = metrics.prompt_tokens + metrics.completion_tokens
@@ -305,11 +305,11 @@ class _Conversation:
         yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
 
     def park(self, to: str) -> int:
-        """There is no KV cache here to save."""
+        """There is no KV cache to save."""
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
 
 def _text_tokens(text: str) -> int:
@@ -321,7 +321,7 @@ def _estimated_tokens(messages: Sequence[Message]) -> int:
 
 
 class _StoppedError(Exception):
-    """The answer is not wanted any more."""
+    """The answer is no longer wanted."""
 
 
 def _tool_choice(choice: str) -> Any:
@@ -337,7 +337,7 @@ def _body(
     chosen: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> bytes:
-    """The request; of the options those that were chosen."""
+    """Return the request's body, with only the options that are set."""
     fields: dict[str, Any] = {
         "model": model,
         "messages": [_message(message) for message in messages],
@@ -363,7 +363,7 @@ def _body(
 
 
 def _thinking(options: Options) -> dict[str, Any]:
-    """How much to think, as OpenAI, vLLM, llama.cpp and localrt's server are told."""
+    """Return the fields for thinking, for OpenAI, vLLM, llama.cpp and localrt's server."""
     thinking, limit = options.thinking, options.thinking_tokens
     fields: dict[str, Any] = {}
     if isinstance(thinking, str):
@@ -378,7 +378,7 @@ def _thinking(options: Options) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """As servers take it: earlier thinking stays here, calls without a text have none."""
+    """Return a message in a server's form: no earlier thinking, None for a call's empty text."""
     found: dict[str, Any] = dict(message)
     if found["role"] == "assistant" and isinstance(found["content"], str):
         if found.get("tool_calls"):

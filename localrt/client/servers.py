@@ -1,9 +1,9 @@
-"""Where servers of OpenAI's protocol are: an address with its key, and those of this user here.
+"""The addresses of servers with OpenAI's protocol, and this user's servers on this machine.
 
-One address is one origin: scheme, host and port, and the path that its own begin with. The key goes
-there and nowhere else, and is never shown. Each server of this user on this machine leaves a file
-that says where it listens, so that ``chat`` and ``run`` find a model that is loaded already. The
-file holds the server's key: only the user can read it. Those of servers that are gone are removed.
+An address is one origin (scheme, host and port), a path and a key. The key is sent only there, and
+never shown. Each server of this user on this machine leaves a file that says where it listens, so
+that ``chat`` and ``run`` find a loaded model. The file holds the server's key: only the user can
+read it. Files of servers that have ended are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CALLS = ("/chat/completions", "/completions", "/models")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """``base`` is the path before ``/chat/completions``, such as ``/v1``."""
+    """A server's address. ``base`` is the path before ``/chat/completions``, such as ``/v1``."""
 
     scheme: str
     host: str
@@ -37,7 +37,7 @@ class Address:
 
     @property
     def place(self) -> str:
-        """Host and port, as people write them."""
+        """Host and port, as usually written."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -48,12 +48,12 @@ class Address:
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody on the way can read along: TLS, or this machine."""
+        """Whether no one on the network can read along: TLS, or this machine."""
         return self.scheme == "https" or self.host == "localhost" or _is_loopback(self.host)
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         found = {"User-Agent": "localrt", "Content-Type": "application/json"}
         found["Accept-Encoding"] = "identity"
         if self.key is not None:
@@ -61,15 +61,15 @@ class Address:
         return found
 
     def hide(self, text: str) -> str:
-        """``text`` without the key."""
+        """Return ``text`` without the key."""
         return text if self.key is None else text.replace(self.key, "...")
 
 
 def read_address(url: str, key: str | None = None) -> Address:
-    """The address that ``url`` names: ``http://localhost:8000`` and ``.../v1`` are the same.
+    """Return the address in ``url``: ``http://localhost:8000`` and ``.../v1`` are the same.
 
     Raises:
-        OptionError: it is no such address, or ``key`` cannot be a key.
+        OptionError: ``url`` or ``key`` is malformed.
     """
     url = url.strip()
     try:
@@ -122,7 +122,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
-    """``models`` are its models' names by their paths; None: all of this machine's."""
+    """A running server. ``models`` maps paths to names; None: all models of this machine."""
 
     url: str
     pid: int
@@ -132,9 +132,9 @@ class LocalServer:
 
 @contextmanager
 def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
-    """Other processes of this user find ``server`` as long as the block runs."""
+    """Let other processes of this user find ``server`` until the block ends."""
     file = _folder(settings) / f"{server.pid}.json"
-    with suppress(OSError):  # a folder that cannot be written: nobody finds it
+    with suppress(OSError):  # the folder cannot be written: the server is not announced
         private_folder(file.parent)
         write_text(file, json.dumps(asdict(server)), private=True)
     try:
@@ -145,8 +145,8 @@ def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
 
 
 def local_servers(settings: Settings) -> list[LocalServer]:
-    """Those that run."""
-    from psutil import pid_exists  # ten milliseconds, for those who have servers
+    """Return the servers that run."""
+    from psutil import pid_exists  # takes ten milliseconds, so only if there are files
 
     found = []
     with suppress(OSError):

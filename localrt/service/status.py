@@ -69,8 +69,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """The times at which ``resource`` (``"ssd"``, ``"link"``, ``"cpu"``, ``"gpu"``) was busy in a
-    pass.
+    """When ``resource`` (``"ssd"``, ``"link"``, ``"cpu"``, ``"gpu"``) was busy in a pass.
 
     ``spans`` are (start, end) in seconds from the pass's beginning, apart and in order.
     """
