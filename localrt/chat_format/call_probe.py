@@ -282,7 +282,7 @@ class _Probe:
     # -- where calls begin and end -----------------------------------------------------------------
 
     def _turn_end(self, text: str) -> str:
-        """The end of ``text`` that also ends an answer without calls."""
+        """The part at the end of ``text`` that also ends an answer without calls."""
         plain = self._written.plain.rpartition(TEXT)[2]
         shared = len(common_end(text.rstrip(), plain.rstrip()))
         return text[snapped(text, len(text.rstrip()) - shared) :]
@@ -343,7 +343,7 @@ class _Probe:
         return mark, outer, _Parts(section, section_end.strip(), call.strip(), closing)
 
     def _first_mark(self, opening: str) -> str:
-        """The shortest beginning of ``opening``, up to a mark, that no other text has."""
+        """The shortest beginning of ``opening``, up to a mark, that is only written with calls."""
         others = self._written.prompt + self._written.plain
         ends = [found.end() for found in MARK.finditer(opening)]
         beginnings = (opening[:end] for end in ends)
@@ -355,7 +355,7 @@ class _Probe:
         opening = self._opening(unit.start)
         between, tail = "", self._alone[unit.end :]
         first = _json_unit(self._both)
-        if first is not None and self._both.find(SECOND, first.end) >= 0:  # not one list
+        if first is not None and self._both.find(SECOND, first.end) >= 0:  # two values, no list
             begin = self._both.index(SECOND) - (self._alone.index(FIRST) - unit.start)
             _, end = DECODER.raw_decode(self._both, begin)
             between, tail = self._both[first.end : begin], self._both[end:]

@@ -183,7 +183,7 @@ def _result(message: _Message) -> _Message:
 
 def _in_turns(messages: list[_Message], can: Can) -> list[_Message]:
     rows: list[list[_Message]] = []
-    begun = False  # whether a message of the user, assistant or a tool has come
+    begun = False  # whether a message of the user, the assistant or a tool has come
     for message in messages:
         role, last = message["role"], rows[-1][-1] if rows else {"role": ""}
         follows = role == last["role"] and role in _ROWS and not last.get("tool_calls")
@@ -222,7 +222,7 @@ _ID = "call_zq_zq_zq_{}"
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The form of calls for a template: that of ``ids``, and the ``empty`` content with calls."""
+    """How a template wants calls: the form of ``ids``, and the content ``empty`` next to calls."""
 
     ids: str = ""
     empty: str | None = ""
@@ -255,14 +255,14 @@ class CallForm:
 AS_GIVEN = CallForm()
 _FORMS = (
     AS_GIVEN,
-    CallForm(ids="{short}"),  # Mistral's
-    CallForm(ids="functions.{name}:{index}"),  # Kimi's
-    CallForm(empty=None),  # DeepSeek's
+    CallForm(ids="{short}"),  # Mistral
+    CallForm(ids="functions.{name}:{index}"),  # Kimi
+    CallForm(empty=None),  # DeepSeek
 )
 
 
 def left_out(messages: Sequence[_Given], written: str, *, calls: bool = True) -> list[_Given]:
-    """Return messages that are not completely in the prompt ``written``, in order; not always all.
+    """Return the messages that ``written``, a prompt, lacks or has only in part; at most 16.
 
     Thoughts may be missing. System messages at the beginning may be anywhere. Without ``calls``,
     only texts are looked for.

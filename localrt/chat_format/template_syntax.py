@@ -203,7 +203,7 @@ def _known_tags(source: str, frame: AnswerFrame) -> ThinkingTags | None:
 
 
 def _efforts(template: MessageTemplate, on: Mapping[str, Any]) -> dict[str, str]:
-    """The efforts that make a difference; a refused one maps to the next higher accepted one."""
+    """Map each effort to itself, a refused one to the next higher; empty if all are alike."""
     found = {
         effort: text
         for effort in _EFFORTS

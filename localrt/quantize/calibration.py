@@ -7,7 +7,7 @@ memory. It knows no formats and no files; a checkpoint supplies the weights.
 The calibration text comes from a file, a folder of files, or Python's installation.
 
 By default it is Python's language reference: English prose and code that every full installation
-has. It is far better than rounding; a text like the model's real work is better still.
+has. It gives far less loss than rounding; a text like the model's real work gives even less.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def read_text(path: Path) -> str:
 
 
 def read_file(path: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
         OptionError: it is not UTF-8.

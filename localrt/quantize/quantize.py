@@ -131,8 +131,8 @@ def quantize_model(
         threads: CPU threads of the calibration passes and of the search for scales.
         search: finds the scales of groups; None takes the fastest one on this machine.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
-        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; of a mix before
-            that with ``"losses"``, in layers.
+        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix first
+            with that of the stage ``"losses"``, in layers.
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:

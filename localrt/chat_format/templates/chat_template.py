@@ -96,7 +96,7 @@ class ControlMask:
 
 
 def _planes(value: Any) -> set[int]:
-    """The planes of Unicode, from the fourth on, that the strings in ``value`` use."""
+    """The planes of Unicode, from plane 4 on, that the strings in ``value`` use."""
     match value:
         case str():
             if not value or max(value) < "\U00040000":
@@ -145,7 +145,7 @@ class MessageTemplate(ABC):
         Contents may be strings, or lists of ``{"type": "text", "text": ...}``.
 
         Raises:
-            TemplateError: the template refused the messages or failed; has its message in one line.
+            TemplateError: the template refused the messages or failed; quotes it on one line.
         """
         if not isinstance(tools, (list, tuple, type(None))):
             raise TemplateError("tools must be a list of mappings")
@@ -389,10 +389,10 @@ def _named_source(entry: object) -> tuple[str, str]:
 def encode_chat(
     tokenizer: Tokenizer, segments: Sequence[Segment], watch: Watch = ignore_count
 ) -> list[int]:
-    """Token ids of a rendered chat, encoded as one text; only some control tokens in it count.
+    """Token ids of a rendered chat, encoded as one text, with control tokens only where they count.
 
-    If no template could write a BOS, the tokenizer adds it. If a template did not write it, the
-    tokenizer of a GGUF file adds it, as llama.cpp does; that of a folder does not, as transformers.
+    Without a template, the tokenizer adds a BOS. If a template writes none, the tokenizer of a GGUF
+    file adds it, as llama.cpp does; that of a folder does not, as in transformers.
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []

@@ -116,9 +116,8 @@ def to_jinja(source: str) -> str:
 class _Block:
     """An open ``if``, ``with`` or ``range``.
 
-    ``has_dot``: the current branch has set the dot. ``chained``: it is an ``else if``, whose end
-    also closes the block around it. ``silent``: it comes after ``.Response``. ``met``: it contains
-    ``.Response``.
+    ``has_dot``: its branch sets the dot. ``chained``: it is an ``else if``, and its end also closes
+    the block around it. ``silent``: it is after ``.Response``. ``met``: it contains ``.Response``.
     """
 
     word: str

@@ -52,7 +52,7 @@ class SandboxedTemplate:
 
         Raises:
             TemplateError: the template refused them, failed, or takes too long or too much
-                memory; has its message in one line.
+                memory; quotes it on one line.
         """
         found = _RENDERER.ask(self._source, given)
         if "text" not in found:
