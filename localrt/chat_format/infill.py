@@ -81,7 +81,7 @@ class Infill:
 
         ``files`` are names and texts of the same project's files or parts of files, the most
         important last. If the prompt exceeds ``most`` tokens, the first files are left out; then
-        ``before`` is cut at its beginning and ``behind`` at its end, to no less than 1/4 of it all.
+        ``before`` is cut at its beginning and ``behind`` at its end (to at least 1/4 of ``most``).
         """
         if most is not None:
             before, behind = before[-most * _CHARACTERS :], behind[: most * _CHARACTERS]

@@ -210,13 +210,13 @@ _MARK = re.compile("|".join(map(re.escape, _MARKERS)))
 
 
 def is_harmony(template: str) -> bool:
-    """Whether a chat template, given as its source, has channels."""
+    """Whether the source of a chat template has the channels of gpt-oss."""
     return _CHANNEL in template and _MESSAGE in template
 
 
 def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
-    """Shape ``messages`` for such a template, which takes thoughts or text with calls, not both:
-    text before calls is appended to the thoughts.
+    """Shape ``messages`` for a template of gpt-oss, which takes thoughts or text with calls, but
+    not both: text before calls is appended to the thoughts.
     """
     shaped: list[Any] = []
     for message in messages:

@@ -2,7 +2,7 @@
 
 Tool calls in messages are put in the shape that templates take; parts that are not text (pictures,
 sounds, files) are refused. Tools get what all templates can show: names of usual letters, unique
-names (the last tool counts), and a description, a type and properties. If a template refuses tools
+names (the last tool wins), and a description, a type and properties. If a template refuses tools
 or leaves them out, the system prompt lists them.
 """
 

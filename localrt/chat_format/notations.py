@@ -367,7 +367,7 @@ class TaggedArguments:
         return self.mids[index], place
 
     def _value(self, text: str, at: int, mid: Mid) -> tuple[str, int]:
-        """The value at ``at``: its end mark must precede another pair or the end of the call."""
+        """The value at ``at``, up to an end mark before another pair or the end of the call."""
         after = mid.after.lstrip()
         trail = mid.after[: len(mid.after) - len(after)]
         follows = re.compile(

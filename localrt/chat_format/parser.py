@@ -69,14 +69,14 @@ def snapped(text: str, at: int) -> int:
 
 
 _BARE = ("{", "[", "```json")  # the possible beginnings of an answer that is only JSON
-_STARTS = ("{", "[", "<", "```", "call:")  # besides a tool's name, those of the text of calls
+_STARTS = ("{", "[", "<", "```", "call:")  # the beginnings of calls, besides a tool's name
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """How an answer contains calls: ``opening`` begins them, ``closing`` (or the end) ends them.
 
-    The first of ``notations`` that can parses the text between. ``marks`` are further marks within
+    ``notations`` are tried in order on the text between. ``marks`` are further marks within
     calls. ``kept`` is the part of the opening that belongs to the call. With ``bare``, an answer
     that is only JSON, fenced or not, may also be a call of a given tool. ``primed`` is the part of
     the opening that the prompt already has. ``as_text``: the template wants arguments as JSON text.

@@ -174,7 +174,7 @@ class Grammars:
         """Return a function that makes the constraint to a call of one of ``functions``, spelled as
         in ``syntax``. ``several`` allows more calls, ``answer`` (mark, schema) an answer instead.
 
-        Parts of a tool's schema that cannot be followed are left out: its call is not mandatory.
+        Parts of a tool's schema that cannot be followed are left out: other tools may be called.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
@@ -308,7 +308,7 @@ class _GrammarConstraint:
 
     def __init__(self, name: str, matcher: LLMatcher, vocab_size: int) -> None:
         self._name = name
-        self.ends_early = name == "tool_choice"  # a call more is made by those who want it
+        self.ends_early = name == "tool_choice"  # a further call only if the model prefers one
         self._matcher = matcher
         self._vocab_size = vocab_size
 

@@ -265,7 +265,7 @@ def _thinking(written: Written) -> tuple[str, str] | None:
         closing = _closing(behind)
         if closing:  # the answer may be a separate turn
             closing += _begun_by(written.prompt, behind.partition(closing)[2]).rstrip()
-        if opening and opening in written.prompt:  # it begins a turn; the mark may follow it
+        if opening and opening in written.prompt:  # it begins turns: the mark may come after it
             rest = written.prompt.rpartition(opening)[2].strip()
             opening = rest if rest and closing not in rest else opening
         if opening and closing and (opening, closing) != (OPEN, CLOSE):

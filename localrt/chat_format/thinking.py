@@ -4,7 +4,7 @@
 writes. The rule is the same for complete texts and for texts that still grow:
 
 - Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between;
-  so is ``<thinking>`` or ``<reasoning>``, which models write that were not taught a tag.
+  so is ``<thinking>`` or ``<reasoning>``, which models without a trained tag write.
 - A span that is not closed is thinking to its end, and there is no answer yet.
 - Servers that keep the opening tag in the prompt send only the closing one: the text before it is
   thinking, unless it has a backtick or an opening tag.

@@ -52,7 +52,7 @@ _CACHED_WORDS = 1 << 13  # some 2 MB when full
 # Approximate bytes of a segment: splitting into words takes some 170 bytes of memory for each.
 _LONG_TEXT = 1 << 14
 _LONGEST_WORD = 1 << 15  # longer words are cut there
-_OPEN = 3  # words at a segment's end, which the text after it may change
+_OPEN = 3  # words at a segment's end that the next text may change
 # Normalization never combines these with preceding characters.
 _STARTER = re.compile("[\0-\u02ff\u0370-\u0482\u048a-\u0590\u3041-\u3096\u4e00-\u9fff가-\ud7a3]")
 _SHRINKS = 3  # the most times that NFC shortens text
