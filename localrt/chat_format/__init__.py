@@ -18,9 +18,8 @@ within a thought while a schema or a call is still to come, the thought is close
 A schema, a regular expression or a grammar constrains an answer through llguidance
 (``structured.py``, ``gbnf.py``). With tools, the grammar of a schema is "schema or calls"
 (``call_grammar.py``); probing also finds how a second call follows a first. A schema that
-llguidance cannot follow is tried keyword by keyword, so there is no list of its features to
-maintain. Text in tags becomes numbers, lists or strings by the tool's schema
-(``argument_types.py``).
+llguidance cannot follow is tried keyword by keyword, so no list of its features can grow old. Text
+in tags becomes numbers, lists or strings by the tool's schema (``argument_types.py``).
 
 Input for a template is normalized first. Tools (``messages.py``) get plain ASCII names, which are
 mapped back in calls, a description and properties. If a template does not support tools or refuses

@@ -279,7 +279,7 @@ def _bos(source: Checkpoint) -> int | None:
 
 
 BUILTIN = "Python's language reference"
-_MOST_BYTES = 8 << 20  # a hundred times as much as the windows from all over it use
+_MOST_BYTES = 8 << 20  # a hundred times the size of the windows, which come from all over it
 
 
 def builtin_text() -> str | None:

@@ -115,9 +115,9 @@ class LayerQuantizer:
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
-        """Return the layer's quantized tensors; ``hessians`` has H by the first name of a group.
+        """Return a function that yields the quantized pieces of the layer's tensor of a name.
 
-        Matrices of groups without H are rounded.
+        ``hessians`` has H by the first name of a group; matrices without H are rounded.
         """
         prefix = f"model.layers.{layer}."
         groups = (

@@ -76,7 +76,7 @@ class LossTable:
         """Choose a format for each group, of least loss with at most ``bits`` per weight.
 
         Steps to larger formats are taken in order of the loss that they save per bit, if they fit.
-        At most one step is missing to the best choice (Shoham and Gersho 1988).
+        The result is at most one step worse than the best choice (Shoham and Gersho 1988).
 
         Raises:
             OptionError: the smallest mix takes more bits.
