@@ -1,6 +1,6 @@
-"""What clients find out without a model at work: which models there are, and what each is.
+"""Information about models without running them: which ones there are, and what each is.
 
-Facts are read off the headers of files, and given in the forms of OpenAI, vLLM, llama.cpp and LM
+It reads facts from file headers, and returns them in the forms of OpenAI, vLLM, llama.cpp and LM
 Studio.
 """
 
@@ -35,8 +35,8 @@ from localrt.server.service import service_of
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``format`` is of the files: ``"gguf"`` or ``"safetensors"``; ``ctx`` what the model was made
-    for, in tokens. ``template`` is empty where the model brings none.
+    """Facts about a model. ``format`` is ``"gguf"`` or ``"safetensors"``; ``ctx`` is the model's
+    own context, in tokens. ``template`` is empty if the model has none.
     """
 
     family: str
@@ -49,7 +49,7 @@ class ModelFacts:
     capabilities: tuple[str, ...]
 
     def details(self) -> dict[str, Any]:
-        """As lists of models have them."""
+        """Return the details that lists of models contain."""
         return {
             "parent_model": "",
             "format": self.format,
@@ -60,7 +60,7 @@ class ModelFacts:
         }
 
     def info(self, ctx: int | None) -> dict[str, Any]:
-        """By the names that GGUF has for them; ``ctx`` is the context that it is served with."""
+        """Return facts by their GGUF names; ``ctx`` is the context that the server uses."""
         sizes = {"context_length": ctx or self.ctx, "embedding_length": self.width}
         return {
             "general.architecture": self.family,
@@ -73,7 +73,7 @@ _UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("comp
 
 
 def known_facts(offered: Offered) -> ModelFacts:
-    """What is known of a model; a file that cannot be read is known by its name only."""
+    """Return the facts of a model; if its files cannot be read, all are unknown."""
     try:
         return _UNKNOWN if offered.path is None else facts_of(offered.path)
     except (LocalrtError, OSError):
@@ -81,7 +81,7 @@ def known_facts(offered: Offered) -> ModelFacts:
 
 
 def facts_of(path: Path) -> ModelFacts:
-    """What the files at ``path`` say of their model.
+    """Return the facts in the files at ``path``.
 
     Raises:
         LocalrtError: they cannot be read.
@@ -172,7 +172,7 @@ async def props(request: Request) -> Response:
 
 
 def _openai(offered: Offered, started: int) -> dict[str, Any]:
-    """With the context by the names of several servers; unknown before a model is loaded."""
+    """Describe a model, with its context under several servers' names; unknown until loaded."""
     ctx, facts = offered.ctx, known_facts(offered)
     served = {} if ctx is None else {"max_model_len": ctx, "context_length": ctx}
     meta = {

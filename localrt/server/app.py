@@ -1,7 +1,7 @@
 """The server as an ASGI application: paths, errors, CORS, and the batch that lives with it.
 
-A path is a small function from a request to a response. Wrong fields and the library's errors leave
-it as exceptions, which become responses at the end.
+A path is a small function from a request to a response. Exceptions for wrong fields and library
+errors become responses at the end.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def create_app(
     log: Callable[[LogLine], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Starlette:
-    """The application that serves ``model``, which stays the caller's to close, or several.
+    """Return the application that serves ``model``, which the caller closes, or several models.
 
-    ``log`` is called after every request, ``note`` with what is worth saying once. Batches run from
-    the application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
+    ``log`` is called after every request, ``note`` with things to log once. Batches run from the
+    application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
     models = model if isinstance(model, Models) else OneModel(model, options)
@@ -93,7 +93,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        # Tokenizing is short; each thread keeps memory of its own.
+        # Tokenizing is short, and each thread keeps memory of its own.
         workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="localrt-serve")
         asyncio.get_running_loop().set_default_executor(workers)
         prepare_checks()
@@ -112,7 +112,7 @@ def create_app(
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(Guard, service=service, paths=paths, log=log)],
-        # The guard answers what else may go wrong.
+        # The guard answers other errors.
         exception_handlers=dict.fromkeys((ApiError, LocalrtError, HTTPException), _failed),
         lifespan=lifespan,
     )
@@ -121,7 +121,7 @@ def create_app(
 
 
 def _routes() -> list[Route]:
-    """One a path: whoever uses another method is told all that there are."""
+    """Make one route per path, so that a wrong method gets the list of allowed ones."""
     paths: dict[str, dict[str, Handler]] = {}
     for one in ROUTES:
         paths.setdefault(one.path, {})[one.method] = one.handler

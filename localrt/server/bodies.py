@@ -1,6 +1,6 @@
-"""From a request's bytes to checked fields: size, time, compression, JSON, types.
+"""Turn a request's bytes into checked fields: size, time, compression, JSON, types.
 
-An error is one sentence that names the field. What fields mean is unknown here.
+An error is one sentence that names the field. The meaning of fields is unknown here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from localrt.server.responses import schemas as responses
 from localrt.server.schema_parts import Schema
 
 _ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
-_ZSTD_WINDOW = 23  # 8 MiB, the most that every decoder has to take
+_ZSTD_WINDOW = 23  # 8 MiB, which every decoder must support
 
 
 class Unpacker:
-    """Of one body of at most ``most`` bytes, in the ``encoding`` that a request names.
+    """Unpacks one body of at most ``most`` bytes, in the request's ``encoding``.
 
     Raises:
-        ApiError: 415, the encoding is not known here.
+        ApiError: 415, the encoding is unknown.
     """
 
     def __init__(self, encoding: str, most: int) -> None:
@@ -59,10 +59,10 @@ class Unpacker:
         self._decoder = makers[name]()
 
     def push(self, data: bytes) -> bytes:
-        """``data`` unpacked: one byte more than may come where there is more than that.
+        """Return ``data`` unpacked, with one byte more than ``most`` if there is too much.
 
         Raises:
-            ApiError: 400, it is nothing of this encoding.
+            ApiError: 400, the data is not in this encoding.
         """
         if self._decoder is None or not data:
             return data
@@ -76,7 +76,7 @@ class Unpacker:
         return found
 
     def end(self) -> None:
-        """Nothing more comes.
+        """The body has ended.
 
         Raises:
             ApiError: 400, something is missing.
@@ -86,7 +86,7 @@ class Unpacker:
 
 
 def encodings() -> dict[str, Callable[[], Any]]:
-    """What makes a decoder of each encoding that is known here."""
+    """Return the decoders of the known encodings, by name."""
     found: dict[str, Callable[[], Any]] = dict.fromkeys(
         ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
     )
@@ -112,16 +112,16 @@ REQUESTS: Mapping[str, Schema] = {
 """Schemas of requests."""
 
 _SMALL = 64 << 10
-# What a value takes once it is read, in words of about 30 bytes: a number one, a text two, and a
-# list or an object eight. All together may be two million, as many as token ids of a long prompt.
+# The memory of parsed values, in words of about 30 bytes: a number takes one, a text two, a list or
+# an object eight. The limit is two million words, the token ids of a long prompt.
 _MOST_WORDS = 2 << 20
 _WHERE = re.compile(r"^data\.?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def prepare_checks() -> None:
-    """Compile the schemas' checks before requests come: several at once would each compile their
-    own, and take megabytes for it.
+    """Compile the schemas' checks before requests come: concurrent requests would each compile
+    their own, and use megabytes for it.
     """
     for kind in REQUESTS:
         _validator(kind)
@@ -129,17 +129,17 @@ def prepare_checks() -> None:
 
 
 class BodyRoom:
-    """The bytes that bodies hold together while they come; small ones always have room."""
+    """The bytes that incoming bodies hold together; small ones always have room."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._taken = 0
 
     def take(self, nbytes: int) -> None:
-        """Take in bytes of a large body, or give them back (below zero).
+        """Add bytes of a large body, or give them back (below zero).
 
         Raises:
-            ApiError: 503, there is no room; nothing was taken.
+            ApiError: 503, there is no room; nothing was added.
         """
         if nbytes > 0 and self._taken + nbytes > self._most:
             raise ApiError(
@@ -154,10 +154,10 @@ class BodyRoom:
 async def read_fields(
     request: Request, kind: str, options: ServeOptions, room: BodyRoom
 ) -> dict[str, Any]:
-    """The body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
+    """Return the body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
 
     Raises:
-        ApiError: 400, 408, 413, 415 or 503, with the field that it is about.
+        ApiError: 400, 408, 413, 415 or 503, with the field concerned.
         ClientDisconnect: the client has disconnected.
     """
     taken = 0
@@ -170,7 +170,7 @@ async def read_fields(
 
     try:
         body = await _read(request, options, grow)
-        # Megabytes take their time, which others should not wait for.
+        # Megabytes take time to parse, and other requests should not wait.
         return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
     finally:
         room.take(-taken)
@@ -210,10 +210,10 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that ``data`` spells.
+    """Parse JSON.
 
     Raises:
-        ApiError: 400, it spells none, or one of too many parts.
+        ApiError: 400, it is not JSON, or has too many values.
     """
     if not data:
         raise invalid("the body is empty: send JSON")
@@ -229,17 +229,17 @@ def parse_json(data: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"the body is not JSON that can be read: {reason}") from error
-    # \ud83d without its other half: no tokenizer can take it.
+    # An unpaired surrogate such as \ud83d: no tokenizer accepts it.
     return _whole_characters(value) if b"\\u" in data else value
 
 
 def _words(data: bytes, count: Callable[[bytes], int]) -> int:
-    """What the values of ``data`` would take, by the marks between them that ``count`` finds."""
+    """Estimate the words of memory for the values of ``data``; ``count`` counts separators."""
     return count(b",") + count(b":") + data.count(b'"') + 8 * (count(b"[") + count(b"{"))
 
 
 def _outside(data: bytes) -> Callable[[bytes], int]:
-    """What counts a character where it is in no string. Others may compute meanwhile."""
+    """Return a function that counts a character outside strings, and lets other threads run."""
     plain = data.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
     every = np.frombuffer(plain, np.uint8)
     outside = np.bitwise_xor.accumulate((every == ord('"')).view(np.uint8)) == 0
@@ -247,10 +247,10 @@ def _outside(data: bytes) -> Callable[[bytes], int]:
 
 
 def check_fields(kind: str, value: Any) -> dict[str, Any]:
-    """``value`` where it follows the schema; whole numbers are integers then.
+    """Return ``value`` if it follows the schema, with whole numbers as integers.
 
     Raises:
-        ApiError: 400, with the first field that is not what it should be.
+        ApiError: 400, with the first wrong field.
     """
     try:
         _validator(kind)(value)
@@ -308,7 +308,7 @@ _KINDS = {
     "object": "an object",
     "string": "a text",
 }
-# What a value must be, by the schema's rule that it breaks.
+# What a value must be, by the schema rule that it violates.
 _WORDS: Mapping[str, Callable[[Any], str]] = {
     "type": _kinds,
     "enum": _values,
@@ -324,7 +324,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
 
 
 def _missing(error: Any) -> str | None:
-    """The field that a body lacks."""
+    """Return the name of the missing field."""
     if error.rule != "required" or not isinstance(error.value, dict):
         return None
     return next((name for name in error.rule_definition if name not in error.value), None)
@@ -335,7 +335,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _finite(digits: str) -> float:
-    """The number, or the largest there is: what is infinite could not be written as JSON again."""
+    """Return the number, or the largest one instead of infinity, which JSON cannot represent."""
     value = float(digits)
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 

@@ -1,7 +1,7 @@
-"""What all dialects have in common: a call that a body asks for, a reply to it, an endpoint.
+"""The common part of all dialects: a call made from a body, a reply to it, an endpoint.
 
-A dialect reads a checked body into a ``Generation`` and puts the chunks of its answers into a
-``Reply`` of its own. Neither knows who answers.
+A dialect turns a checked body into a ``Generation``, and the chunks of its answers into a ``Reply``
+of its own. Neither knows which model answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Payload: TypeAlias = dict[str, Any]
 
 JSON, EVENT_STREAM = "application/json", "text/event-stream"
 SEEDS = 1 << 64
-# Of OpenAI and others, and what they are here.
+# Reasoning efforts of OpenAI and others, as values of ``thinking``.
 _EFFORTS: Mapping[str, bool | str] = {
     "none": False,
     "minimal": "low",
@@ -32,7 +32,7 @@ _EFFORTS: Mapping[str, bool | str] = {
     "xhigh": "high",
     "max": "high",
 }
-# JSON knows no infinity; a token that cannot come has about this log-probability.
+# JSON has no infinity; this is about the log-probability of an impossible token.
 LEAST_LOGPROB = -9999.0
 
 
@@ -40,7 +40,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint(NamedTuple):
-    """A path with what answers it, whose docstring says so in ``/openapi.json``.
+    """A path and its handler, whose docstring describes it in ``/openapi.json``.
 
     ``body`` and ``answer`` name schemas; ``answer`` may be a media type instead, and "" keeps the
     path out of the description. ``stream`` is the media type of an answer that comes in pieces.
@@ -59,15 +59,14 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a checked request wants to have written.
+    """What a checked request wants to be generated.
 
-    ``prompts`` are keyword arguments of ``LiveModel.submit``, one each. Every prompt gets
-    ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` whether the prompt
-    stands before its answers, ``only_reads`` that none are wanted. Without ``parallel_tools`` an
-    answer calls one at most. ``overflow_in_stream``: a prompt that does not fit is told in the
-    stream, if there is one. ``known`` are the tools that are no functions for the client, by the
-    names of the functions that they are for the model; a ``legacy`` call is a message's
-    ``function_call``.
+    ``prompts`` has keyword arguments of ``LiveModel.submit`` for each prompt. Every prompt gets
+    ``choices`` answers. ``logprobs`` shows log-probabilities, ``echo`` puts the prompt before its
+    answers, ``only_reads`` asks for no answers. Without ``parallel_tools`` an answer has one call
+    at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
+    one. ``known`` has the tools that are not functions for the client, by the names of their
+    functions for the model; a ``legacy`` call is a message's ``function_call``.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -84,7 +83,7 @@ class Generation:
     legacy: bool = False
 
     def submissions(self) -> list[dict[str, Any]]:
-        """The arguments of every answer, choices of a prompt side by side."""
+        """Return the arguments of every answer; the choices of a prompt are adjacent."""
         seed = self.options.get("seed")
         one = {} if self.parallel_tools else {"parallel_tool_calls": False}
         found = []
@@ -96,7 +95,7 @@ class Generation:
 
 
 def sampling(fields: Fields, *names: str, **others: str) -> dict[str, Any]:
-    """The options of these names that ``fields`` give; of ``others`` by the dialect's names."""
+    """Return the options in ``fields`` with these names; ``others`` gives the dialect's names."""
     options = {}
     for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
         value = fields.get(theirs)
@@ -108,26 +107,26 @@ def sampling(fields: Fields, *names: str, **others: str) -> dict[str, Any]:
 
 
 def _stops(given: str | Sequence[str]) -> list[str] | None:
-    """Strings that end an answer; an empty one ends none."""
+    """Return the stop strings without empty ones, or None."""
     return [text for text in ([given] if isinstance(given, str) else given) if text] or None
 
 
-# What values mean that are none of the library's; None: as if nothing were given.
+# Converts values that mean something else in the library; None: as if not given.
 _MEANT: Mapping[str, Callable[[Any], Any]] = {
     "stop": _stops,
-    "top_k": lambda given: max(0, int(given)),  # elsewhere -1 switches it off
+    "top_k": lambda given: max(0, int(given)),  # other servers switch it off with -1
     "max_tokens": lambda given: None if given < 0 else int(given),
-    "seed": lambda given: None if given == -1 else int(given) % SEEDS,  # another every time
+    "seed": lambda given: None if given == -1 else int(given) % SEEDS,  # -1: a new seed each time
 }
 
 
 def effort(given: str) -> bool | str:
-    """How much a model is to think, in the library's words; much where a word is new."""
+    """Return ``thinking`` for a reasoning effort; an unknown word means "high"."""
     return _EFFORTS.get(given, "high")
 
 
 def prompts_of(given: Any) -> list[str | list[int]]:
-    """One text, or its ids, for each prompt."""
+    """Return the prompts, each as one text or its ids."""
     if isinstance(given, str) or not given:
         return [given] if isinstance(given, str) else []
     if isinstance(given[0], list):
@@ -139,16 +138,16 @@ def prompts_of(given: Any) -> list[str | list[int]]:
 
 
 class TokenBytes(Protocol):
-    """A tokenizer, as far as replies need one."""
+    """The part of a tokenizer that replies need."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes of a token."""
 
 
 class Reply(ABC):
     """One response to a ``call``, with an answer for each of its prompts and choices.
 
-    ``model`` is what the response calls the model. It does not know where chunks come from.
+    ``model`` is the model's name in the response. It does not know where chunks come from.
     """
 
     media_type = EVENT_STREAM
@@ -158,32 +157,32 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
-        """The body, when every answer has ended as one of ``chunks``."""
+        """Return the body, once every answer has ended; ``chunks`` has one per answer."""
 
     def begin(self) -> Iterator[bytes]:
-        """What a stream says before any answer."""
+        """Return what a stream sends before any answer."""
         yield from ()
 
     @abstractmethod
     def alive(self) -> bytes:
-        """What a stream says when there has been nothing to say for long: clients and proxies give
-        up on one that is silent.
+        """Return what a stream sends after a long silence: clients and proxies give up on a silent
+        one.
         """
 
     @abstractmethod
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """What a stream says of a piece of the answer ``index``; the last has a finish reason."""
+        """Return what a stream sends for a chunk of answer ``index``; the last has the reason."""
 
     def end(self) -> Iterator[bytes]:
-        """What a stream says when every answer has ended."""
+        """Return what a stream sends once every answer has ended."""
         yield from ()
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        """What a stream says last where something went wrong."""
+        """Return what a stream sends last after an error."""
         yield event(error_body(error))
 
     def logprobs(self, chunk: Chunk) -> list[Payload]:
-        """The log-probability of each token of ``chunk``, with its alternatives."""
+        """Return the log-probability of each token of ``chunk``, with its alternatives."""
 
         def one(token: int, logprob: float) -> Payload:
             spelled = self.tokenizer.token_bytes(token)
@@ -203,6 +202,6 @@ class Reply(ABC):
 
 
 def event(payload: Payload, name: str | None = None) -> bytes:
-    """An event of a ``text/event-stream``."""
+    """Return an event of a ``text/event-stream``."""
     line = b"" if name is None else f"event: {name}\n".encode("ascii")
     return line + b"data: " + to_json(payload) + b"\n\n"

@@ -1,4 +1,4 @@
-"""What went wrong, as the clients of each dialect expect it: a status, and a JSON object."""
+"""Errors as the clients of each dialect expect them: a status and a JSON object."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TYPES = {
 }
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 501: "api_error", 503: "overloaded_error"}
 
-ANTHROPIC_HEADER = "anthropic-version"  # of Anthropic's clients, which ask for models as well
+ANTHROPIC_HEADER = "anthropic-version"  # sent by Anthropic's clients, which list models as well
 
 _NO_PATH = "there is nothing at this path: /openapi.json lists what this server answers"
 
@@ -50,37 +50,37 @@ _FOLDERS = re.compile(
     r"""(?:(?=\S)(?:(?![:;,]\ )[^/\\\n"'])*[^/\\\s"':;,][/\\])+"""
 )
 
-# Options that no request has: flags of `localrt serve`.
+# Options that are set by flags of `localrt serve`, not by requests.
 _OF_THE_SERVER = frozenset(
     {
         *("adapters", "chat_template", "ctx", "device", "draft", "engine", "format", "gpu_memory"),
         *("kv_format", "overflow", "pre_tokenizer", "ram", "threads", "tree_budget"),
     }
 )
-# Options that requests have under another name.
+# Options with another name in requests.
 _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
 _FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
 
 
 def to_json(value: Any) -> bytes:
-    """One line of ASCII."""
+    """Return one line of JSON in ASCII."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class JsonResponse(Response):
-    """A JSON body in ASCII: half a character pair in a text cannot break it."""
+    """A JSON body in ASCII: an unpaired surrogate in a text cannot break it."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """``content`` as bytes."""
+        """Return ``content`` as bytes."""
         return to_json(content)
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` is the field that it is about.
+    """An error response. ``param`` is the field concerned.
 
-    ``overflow`` are the tokens of a prompt that does not fit the context, and of the context.
+    ``overflow`` has the tokens of a prompt that does not fit, and of the context.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def response(self, path: str, headers: Mapping[str, str]) -> Response:
-        """As a whole HTTP response to a request of ``path``, in the words of its dialect."""
+        """Return the whole HTTP response to a request of ``path``, in its dialect's form."""
         make = error_body
         if path.startswith("/api/"):
             make = ollama_error
@@ -111,12 +111,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be answered as it is."""
+    """Return the error for a request that cannot be answered as it is."""
     return ApiError(400, message, param=param, code=code)
 
 
 def in_words(error: ApiError) -> str:
-    """What went wrong; for a context that overflows in the words by which clients know it."""
+    """Return the message; for a context overflow, in the words that clients recognize."""
     if error.overflow is None:
         return str(error)
     tokens, ctx = error.overflow
@@ -127,7 +127,7 @@ def in_words(error: ApiError) -> str:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, in OpenAI's words; where a context overflows in llama.cpp's, too."""
+    """Return an error's JSON in OpenAI's form; for a context overflow, also in llama.cpp's."""
     found: dict[str, Any] = {
         "message": in_words(error),
         "type": _TYPES.get(error.status, "server_error"),
@@ -142,7 +142,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, in Anthropic's words."""
+    """Return an error's JSON in Anthropic's form."""
     kind, message = _ANTHROPIC_TYPES.get(error.status, "api_error"), str(error)
     if error.overflow is not None:
         tokens, ctx = error.overflow
@@ -151,23 +151,23 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, in Ollama's words."""
+    """Return an error's JSON in Ollama's form."""
     return {"error": in_words(error)}
 
 
 def without_folders(text: str) -> str:
-    """``text`` with files by their own names: where they lie is not for clients."""
+    """Return ``text`` with file names instead of paths: clients should not see folders."""
     return _FOLDERS.sub("", text)
 
 
 def _in_a_request(name: str, value: object) -> str:
-    """An option as a client writes it, or else as the server's flag."""
+    """Return an option's name in requests, or the server's flag."""
     spelling = on_command_line if name in _OF_THE_SERVER else python_option
     return spelling(name, value)
 
 
 def api_error(error: LocalrtError) -> ApiError:
-    """The library's error in HTTP's words."""
+    """Return a library error as an HTTP error."""
     message = without_folders(error.told(_in_a_request))
     if isinstance(error, ContextOverflowError):
         counts = None
@@ -189,7 +189,7 @@ def api_error(error: LocalrtError) -> ApiError:
 
 
 def failure(error: BaseException) -> ApiError:
-    """Whatever went wrong, in HTTP's words; a native library's panic is no ``Exception``."""
+    """Return any error as an HTTP error; a native library's panic is not an ``Exception``."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LocalrtError):

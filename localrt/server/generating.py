@@ -47,14 +47,14 @@ from localrt.service.live import AsyncAnswer
 
 T = TypeVar("T")
 
-_SILENT_S = 15.0  # after which a stream shows that it is alive
+_SILENT_S = 15.0  # of silence, after which a stream shows that it is alive
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
     asked: ModelRequest, call: Generation, make: Callable[[Generation, str, TokenBytes], Reply]
 ) -> Response:
-    """The response to ``call``, of the model ``asked`` for; ``make`` makes its reply.
+    """Return the response to ``call`` by the model ``asked`` for; ``make`` makes its reply.
 
     A stream begins after 15 s even if its model is still loading or its prompt being read.
 
@@ -91,7 +91,7 @@ async def answer(
             return JsonResponse(reply.whole(chunks), headers=loose)
         events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
-        # The stack is closed when the response has been sent.
+        # The stack is closed once the response has been sent.
         stream = _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
         stream.headers.update(loose)
         return stream
@@ -105,9 +105,9 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 async def computed(
     asked: ModelRequest, work: Callable[[Model, threading.Event], T], *, passes: bool = True
 ) -> T:
-    """What ``work`` makes of the model, in a thread; the event is set if the client leaves.
+    """Run ``work`` on the model in a thread; its event is set if the client disconnects.
 
-    Work of ``passes`` takes turns, as they share the engine with answers.
+    Work with ``passes`` takes turns, as it shares the engine with answers.
 
     Raises:
         ApiError, LocalrtError: it could not be done.
@@ -127,7 +127,7 @@ async def computed(
 
 
 async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
-    """Tokens that the one prompt of ``call``, a conversation, has with its tools and options."""
+    """Return the tokens of the one prompt of ``call``, a conversation, with tools and options."""
     (given,) = call.prompts
 
     def count(model: Model, _: threading.Event) -> int:
@@ -137,10 +137,10 @@ async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, unless the client disconnects first.
+    """Return the result of ``work``, unless the client disconnects first.
 
     Raises:
-        ClientDisconnect: it did, and the work is cancelled.
+        ClientDisconnect: the client has disconnected, and the work is cancelled.
     """
 
     async def gone() -> None:
@@ -160,7 +160,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def _client(request: Request) -> Hashable:
-    """Whose request it is: a key and an address are one client."""
+    """Return the client of a request: a key and an address."""
     address = request.client.host if request.client else ""
     return request.headers.get("authorization", ""), address
 
@@ -179,7 +179,7 @@ class _Work(AsyncExitStack):
         self._asked, self._service = asked, asked.service
         self._call, self._began = call, began
         self._served: ServedModel | None = None
-        self._echoes: list[Chunk] = []  # one for each prompt that is shown or only read
+        self._echoes: list[Chunk] = []  # one for each prompt that is echoed or only read
         self._answers: list[AsyncAnswer] = []
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -201,7 +201,7 @@ class _Work(AsyncExitStack):
             await self._read(served, adapting.get("adapter"))
         for one in () if call.only_reads else call.submissions():
             self._answers.append(await served.live.asubmit(client=client, **one, **adapting))
-            if service.stopping:  # while it was on its way
+            if service.stopping:  # stopped during the submission
                 self._answers[-1].cancel()
 
     async def _read(self, served: ServedModel, adapter: str | None) -> None:
@@ -221,7 +221,7 @@ class _Work(AsyncExitStack):
             cancel.set()
 
     def loosened(self) -> dict[str, str]:
-        """The header for a schema that is followed only in part; the log says so too."""
+        """Return the header for a schema that is followed only in part, and log it."""
         left_out = next((one.left_out for one in self._answers if one.left_out), ())
         if not left_out:
             return {}
@@ -231,7 +231,7 @@ class _Work(AsyncExitStack):
         return {LOOSENED: names}
 
     async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
-        """The header that says whether answers follow the whole schema; the log names failures."""
+        """Return the header that says whether answers follow the whole schema, and log failures."""
         said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
         found = await follows(self._call.options.get("json_schema", True), said) if said else {}
         if found.get(FOLLOWED) == "false":
@@ -245,7 +245,7 @@ class _Work(AsyncExitStack):
             one.cancel()
 
     async def gathered(self) -> list[Chunk]:
-        """Every answer as one chunk."""
+        """Return every answer as one chunk."""
         parts: dict[int, list[Chunk]] = defaultdict(list)
         async with aclosing(self.merged()) as merged:
             async for found in merged:
@@ -254,10 +254,10 @@ class _Work(AsyncExitStack):
         return [joined(parts[index]) for index in sorted(parts)]
 
     async def merged(self) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
-        """The chunks of all answers with their numbers, as they come; None after a long silence.
+        """Yield the chunks of all answers with their numbers; None after a long silence.
 
         Raises:
-            LocalrtError: what went wrong with one of them, or that it was cancelled.
+            LocalrtError: an answer has failed or was cancelled.
         """
         for each in enumerate(self._echoes):
             yield each
@@ -313,7 +313,7 @@ async def _events(
             yield reply.alive()
         preparing.result()
         held: dict[int, list[Chunk]] = defaultdict(list)
-        whole: dict[int, list[Chunk]] = defaultdict(list)  # to be checked in the end
+        whole: dict[int, list[Chunk]] = defaultdict(list)  # checked at the end
         loose = bool(work.loosened())
         shown = time.monotonic()
         async with aclosing(work.merged()) as merged:
@@ -328,12 +328,12 @@ async def _events(
                             yield event
                         shown = time.monotonic()
                         continue
-                # Nothing has come, or nothing to show yet: a character, or a call, is open.
+                # Nothing has arrived, or it is not complete: part of a character or a call.
                 if each is None or time.monotonic() - shown >= _SILENT_S:
                     yield reply.alive()
                     shown = time.monotonic()
         found = await work.followed([joined(each) for each in whole.values()])
-        if reply.media_type == EVENT_STREAM:  # clients skip its comments
+        if reply.media_type == EVENT_STREAM:  # clients ignore comments in it
             for name, value in found.items():
                 yield f": {name}: {value}\n\n".encode()
         for event in reply.end():
@@ -346,7 +346,7 @@ async def _events(
 
 
 class _EventStream(StreamingResponse):
-    """Events as they come; ``stack`` is closed at the end in any case."""
+    """Events as they come; ``stack`` is always closed at the end."""
 
     def __init__(
         self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
@@ -358,7 +358,7 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def patiently(message: Any) -> None:
-            # Sending waits once the network's buffers are full.
+            # Sending blocks once the network's buffers are full.
             async with asyncio.timeout(self._timeout_s or None):
                 await send(message)
 
@@ -380,8 +380,8 @@ def echo_of(
     adapter: str | None,
     cancel: threading.Event,
 ) -> Chunk:
-    """``prompt`` as a chunk, without text unless ``shown``; with ``top`` alternatives for each of
-    its tokens, None without log-probabilities.
+    """Return ``prompt`` as a chunk, without text unless ``shown``; with ``top`` alternatives per
+    token, or without log-probabilities if it is None.
 
     Raises:
         LocalrtError: it cannot be read, or is longer than the context.
@@ -397,7 +397,7 @@ def echo_of(
 def _scores(
     model: Model, ids: Sequence[int], top: int, adapter: str | None, cancel: threading.Event
 ) -> Iterator[TokenLogprob]:
-    """Of every token; nothing stands before the first, which has no number."""
+    """Score every token; the first has no score, since nothing precedes it."""
     spelled = model.tokenizer.token_text
     if ids:
         yield TokenLogprob(ids[0], spelled(ids[0]), nan)
@@ -436,7 +436,7 @@ else:
 
 
 async def follows(schema: Any, texts: Sequence[str]) -> Mapping[str, str]:
-    """The header that says whether ``texts`` follow ``schema``; none if it cannot be told."""
+    """Return the header that says whether ``texts`` follow ``schema``; none if unknown."""
     found = await asyncio.to_thread(_checked, json.dumps([schema, list(texts)]))
     return {FOLLOWED: found} if found in ("true", "false") else {}
 

@@ -1,4 +1,4 @@
-"""Checks before every endpoint: paths, keys, web pages, limits; and the log and the counts.
+"""Checks before every endpoint: paths, keys, web pages, limits; also the log and the counts.
 
 It is pure ASGI, so that it sees streams too. It does not know bodies.
 """
@@ -29,7 +29,7 @@ _PREFIX = "v1"
 
 
 class Paths:
-    """``known`` are the server's, as routes write them."""
+    """Maps a request's path to one of ``known``, the server's paths."""
 
     def __init__(self, known: Iterable[str]) -> None:
         self.known = frozenset(known)
@@ -38,8 +38,8 @@ class Paths:
         self._outside = {names[0] for names in parts if names[0] != _PREFIX}
 
     def meant(self, path: str) -> str:
-        """``//v1/v1/models/`` and ``/models`` are ``/v1/models``, ``/v1/api/tags`` is
-        ``/api/tags``; a path that means nothing here stays what it is, but for its slashes.
+        """Return the known path: ``//v1/v1/models/`` and ``/models`` become ``/v1/models``,
+        ``/v1/api/tags`` becomes ``/api/tags``. In an unknown path only the slashes change.
         """
         names = [name for name in path.split("/") if name]
         prefixed = names[:1] == [_PREFIX]
@@ -54,9 +54,9 @@ class Paths:
 
 
 _WHEN_FULL = ("/health", "/metrics")
-_GONE = 499  # as web servers log a client that disconnected
+_GONE = 499  # status in the log for a client that disconnected
 _LATE = 408
-_MOST_DISCARDED = 256 << 20  # bytes of a body that is refused
+_MOST_DISCARDED = 256 << 20  # bytes of a refused body
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -75,7 +75,7 @@ class LogLine:
 
 
 class Guard:
-    """Passes allowed requests on to ``app``; ``log`` is called for every request."""
+    """Passes allowed requests to ``app``; ``log`` is called for every request."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Guard:
         self._app, self._service, self._log = app, service, log
         self._paths = Paths(paths)
         self._answered: ASGIApp = self._answer
-        if service.options.origins:  # pages may read refusals, too
+        if service.options.origins:  # pages may read error responses, too
             self._answered = CORSMiddleware(
                 self._answer,
                 allow_origins=service.options.origins,
@@ -125,7 +125,7 @@ class Guard:
 
         self._service.open_requests += 1
         try:
-            # Not even a preflight may be ambiguous.
+            # Even a preflight must be unambiguous.
             answer = self._answer if _has_two_lengths(scope) else self._answered
             await answer(scope, body.receive, watched)
         finally:
@@ -150,7 +150,7 @@ class Guard:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a native library's panic too
-            # An answer that has begun gets nothing more: the connection is closed.
+            # Nothing can be added to an answer that has begun: the connection is closed.
             if not begun:
                 answer = failure(error).response(scope["path"], Headers(scope=scope))
                 await answer(scope, receive, send)
@@ -158,7 +158,7 @@ class Guard:
                 raise
 
     def _check_room(self, scope: Scope) -> None:
-        """Whether there is room for another request.
+        """Raise an error if there is no room for another request.
 
         Raises:
             ApiError: 503.
@@ -187,8 +187,8 @@ class Guard:
 
 
 class _Body:
-    """The body of a request. Before a refusal is sent, the unread rest is read and discarded: a
-    client that sends everything first would find its connection reset, and not see the answer.
+    """A request's body. Before a refusal is sent, the unread rest is read and discarded: otherwise
+    a client that sends everything first finds its connection reset, and misses the answer.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -202,7 +202,7 @@ class _Body:
         return message
 
     async def discard(self, seconds: float) -> None:
-        """Read the rest, as far as it comes in time and is not too much."""
+        """Read the rest, up to limits of time and size."""
         left = _MOST_DISCARDED
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -211,14 +211,14 @@ class _Body:
 
 
 def _check(scope: Scope, options: ServeOptions) -> None:
-    """Whether a request may come in.
+    """Raise an error unless the request is allowed.
 
     Raises:
         ApiError: 400, 401, 403 or 431.
     """
     headers = Headers(scope=scope)
     _check_head(scope, options)
-    if options.api_key is None:  # which a page would not have
+    if options.api_key is None:  # a page would not have the key
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in OPEN and not preflight:
@@ -238,8 +238,8 @@ def _has_two_lengths(scope: Scope) -> bool:
 
 
 def _check_head(scope: Scope, options: ServeOptions) -> None:
-    """Refuse what proxies may read differently, and close the connection: it could hide a second
-    request.
+    """Refuse heads that proxies may read differently, and close the connection, which could hide a
+    second request.
     """
     close, most = {"Connection": "close"}, options.max_header
     if _has_two_lengths(scope):
@@ -254,10 +254,10 @@ def _check_head(scope: Scope, options: ServeOptions) -> None:
 
 
 def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
-    """Refuse pages of the web, which could reach a server of this machine through a browser.
+    """Refuse web pages, which could reach a server of this machine through a browser.
 
-    A browser sends the page's origin and the name that it has for this server. If that name is not
-    this machine's, the page's own DNS name points here.
+    A browser sends the page's origin and its own name for this server. If that is not a name of
+    this machine, the page's own DNS name points here.
     """
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
@@ -274,7 +274,7 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of a URL; none of one that is malformed."""
+    """Return the parts of a URL; they are empty if it is malformed."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -1,7 +1,7 @@
 """Filling in the middle, for editors: llama.cpp's ``/infill`` and Mistral's completions.
 
 A small dialect in one file: calls, reply and endpoints. Its requests have OpenAI's fields, too.
-Fields of answers are llama.cpp's, as far as they mean something here.
+Answers have llama.cpp's fields, if they apply here.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from localrt.server.openai.reply import ChatReply
 from localrt.server.openai.schemas import REQUESTS
 from localrt.server.service import read_request
 
-_FILE = "tmp"  # llama.cpp's name for one without
+_FILE = "tmp"  # llama.cpp's name for a file without a name
 
 
 def fim_call(fields: Fields) -> Generation:
-    """Of Mistral's ``/v1/fim/completions``."""
+    """Return the call for Mistral's ``/v1/fim/completions``."""
     known = _known(fields, "FIM")
     if known.get("seed") is None:
         known["seed"] = fields.get("random_seed")
@@ -44,10 +44,10 @@ def fim_call(fields: Fields) -> Generation:
 
 
 def infill_call(fields: Fields) -> Generation:
-    """Of llama.cpp's ``/infill``."""
+    """Return the call for llama.cpp's ``/infill``."""
     known = _known(fields, "INFILL")
     count = fields.get("n_predict")
-    if count is not None:  # below zero there is no limit; 0 only reads the prompt
+    if count is not None:  # no limit below zero; 0 only reads the prompt
         known["max_tokens"] = max(1, count) if count >= 0 else None
     before = fields["input_prefix"] + (fields.get("prompt") or "")
     call = completion_call({**known, "prompt": before})
@@ -59,7 +59,7 @@ def infill_call(fields: Fields) -> Generation:
         lines["min_indent"] = fields["n_indent"]
     if (fields.get("t_max_predict_ms") or 0) > 0:
         lines["line_seconds"] = fields["t_max_predict_ms"] / 1000
-    # Editors send what they have, and do not know the context.
+    # Editors send all their text, and do not know the context's size.
     options = {**call.options, **lines, "overflow": "drop_oldest"}
     call = replace(call, options=options)
     return _filling(call, before, fields["input_suffix"], files=files)
@@ -78,7 +78,7 @@ def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generat
 
 
 class InfillReply(Reply):
-    """The response to a request with ``fields``."""
+    """The reply to a request with ``fields``."""
 
     def __init__(
         self, call: Generation, model: str, tokenizer: TokenBytes, *, fields: Mapping[str, Any]
@@ -96,7 +96,7 @@ class InfillReply(Reply):
         return event({"index": 0, "content": "", "tokens": [], "stop": False})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """A piece of the text; the last event has all but the text before."""
+        """Return a piece of the text; the last event has all fields except the earlier text."""
         if chunk.finish_reason is not None:
             yield event(self._last(chunk))
         elif not self._only_read:
@@ -136,7 +136,7 @@ class InfillReply(Reply):
 
 
 def _timings(metrics: Metrics) -> Payload:
-    """Milliseconds, and tokens per second."""
+    """Return milliseconds and tokens per second."""
     read = metrics.prompt_tokens - metrics.cached_tokens
     written = metrics.completion_tokens
     read_rate, write_rate = metrics.prefill_tok_s or 0.0, metrics.decode_tok_s or 0.0
@@ -156,7 +156,7 @@ def _timings(metrics: Metrics) -> Payload:
 
 
 def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
-    """The fields of these names; ``timings/prompt_n`` is one within another."""
+    """Select the fields with these names; ``timings/prompt_n`` is inside another."""
     found: Payload = {}
     for name in names:
         value: Any = payload

@@ -1,4 +1,4 @@
-"""What Anthropic's Messages ask for, in the library's words. It starts nothing."""
+"""Turn requests of Anthropic's Messages into calls. It starts nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from localrt.server.messages import (
 
 
 def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
-    """The call of a message. A last message of the assistant is the beginning of the answer.
+    """Return the call for a message. A last assistant message is the beginning of the answer.
 
-    ``note`` is told what a model cannot be shown.
+    ``note`` is told what cannot be shown to a model.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -57,9 +57,9 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
 
 
 def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
-    """Whether and how much the model is to think: not, where nothing is said.
+    """Whether and how much the model should think; not at all by default.
 
-    A model that cannot think answers without.
+    A model that cannot think answers without thinking.
     """
     kind = thinking.get("type", "disabled" if wanted is None else "adaptive")
     if kind == "disabled":
@@ -71,7 +71,7 @@ def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Neighbours of one role as one message, as templates want them; those of tools stay apart."""
+    """Join neighbours with one role, as templates require; tool messages stay separate."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""From chunks to Anthropic's message: its blocks, whole or as events."""
+"""Turn chunks into Anthropic's message: its blocks, whole or as events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import Generation, Payload, Reply, TokenBytes, event
 from localrt.server.errors import ApiError, anthropic_error
 
-_SIGNATURE = "localrt"  # which clients send back with a thought, and nobody checks
+_SIGNATURE = "localrt"  # clients send it back with a thought, and it is not checked
 
 
 class MessageReply(Reply):
@@ -29,8 +29,8 @@ class MessageReply(Reply):
         }
         self._thoughts = ThoughtStream()
         self._begun = False
-        self._open = ""  # the type of the block that is being written
-        self._index = -1  # of that block
+        self._open = ""  # the type of the block in progress
+        self._index = -1  # the index of that block
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
         (chunk,) = chunks
@@ -52,7 +52,7 @@ class MessageReply(Reply):
         return _event("ping")
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """Events of blocks that begin, grow and end; the last chunk says why it was the last."""
+        """Return events of blocks that begin, grow and end; the last chunk has the stop reason."""
         if not self._begun:
             self._begun = True
             message = {
@@ -88,7 +88,7 @@ class MessageReply(Reply):
         yield event(anthropic_error(error), "error")
 
     def _grow(self, empty: Payload, delta: Payload) -> Iterator[bytes]:
-        """``delta`` of the open block, which is of the type of ``empty``."""
+        """Return a ``delta`` of the open block, which has the type of ``empty``."""
         if self._open != empty["type"]:
             yield from self._close()
             self._open, self._index = empty["type"], self._index + 1
@@ -96,7 +96,7 @@ class MessageReply(Reply):
         yield _event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
-        """The end of the open block, if there is one."""
+        """End the open block, if there is one."""
         if self._open == "thinking":
             delta = {"type": "signature_delta", "signature": _SIGNATURE}
             yield _event("content_block_delta", index=self._index, delta=delta)
@@ -105,7 +105,7 @@ class MessageReply(Reply):
         self._open = ""
 
     def _stop(self, chunk: Chunk) -> Payload:
-        """Why the answer ended."""
+        """Return why the answer ended."""
         options, matched = self.call.options, chunk.stop_string
         if chunk.finish_reason == "tool_calls":
             reason, matched = "tool_use", None
