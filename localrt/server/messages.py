@@ -1,9 +1,9 @@
-"""Messages and tools of any dialect in the form that chat templates take.
+"""Turn messages and tools of any dialect into the form that chat templates take.
 
-A conversation never ends because of what it holds: words stand for what cannot be shown, and a part
-of an unknown kind is shown as it is, without what only its maker can read. Models call functions: a
-tool that takes a text is one with one argument, and a tool that only its vendor's server can carry
-out is left out.
+No content ends a conversation: words stand for what cannot be shown, and a part of an unknown kind
+is shown as it is, without the fields that only its vendor can read. Models call functions: a tool
+that takes a text becomes a function with one argument, and a tool that only its vendor's server can
+run is left out.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ Note = Callable[[str, str], None]
 
 
 def unnoted(kind: str, text: str) -> None:
-    """A ``Note`` that nobody reads."""
+    """A ``Note`` that discards its text."""
 
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-_OPAQUE = 256  # characters without a space, from which on a text is no words
-_KIND = 60  # characters of the name of a kind
+_OPAQUE = 256  # a text with this many characters and no space is not words
+_KIND = 60  # the most characters of a part's type
 _UNSHOWN = ("id", "type", "status", "signature", "cache_control", "annotations", "citations")
 _ARGUMENTS = ("arguments", "input", "args", "action", "operation")
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # types of parts
 _IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
 _RESULTS = ("content", "output", "result")
-_FUNCTIONS = "functions"  # the namespace of tools that have none
+_FUNCTIONS = "functions"  # the namespace of tools without one
 
 
 def thought(text: str) -> dict[str, str]:
-    """The fields of an assistant's message for what it thought, by the names of all templates."""
+    """Return the fields of an assistant's thought, under the names that templates use."""
     return dict.fromkeys(THOUGHT_FIELDS, text)
 
 
 def flat_name(name: str, namespace: Any) -> str:
-    """The name of a tool in a namespace, as models are told it."""
+    """Return the name that models see for a tool in a namespace."""
     if not isinstance(namespace, str) or namespace in ("", _FUNCTIONS):
         return name
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
 def made_call(call_id: Any, name: str, arguments: Any) -> Message:
-    """A call as an assistant's message has it; ``arguments`` are its text, or a value."""
+    """Return a call in an assistant's form; ``arguments`` is their text, or a value."""
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, str):
@@ -63,10 +63,9 @@ def made_call(call_id: Any, name: str, arguments: Any) -> Message:
 
 
 def messages_of(role: str, content: Any, note: Note, *, between: str = "\n\n") -> list[Message]:
-    """The messages that one of ``role`` with this ``content`` is: results have their own.
+    """Return the messages for one of ``role`` with this ``content``: results become their own.
 
-    ``between`` stands between the texts of a message. A content without anything to show is no
-    message.
+    ``between`` separates the texts of a message. Content without anything to show gives no message.
     """
     if isinstance(content, str):
         return [{"role": role, "content": without_billing(content, role)}]
@@ -74,14 +73,14 @@ def messages_of(role: str, content: Any, note: Note, *, between: str = "\n\n") -
 
 
 def without_billing(text: str, role: str = "system") -> str:
-    """``text`` of a system prompt without the first line of Claude Code's: it is for its maker's
-    servers and differs in each request, so that nothing behind it would be found in a cache.
+    """Remove the first line of Claude Code from a system prompt: it is for its vendor's servers and
+    differs in each request, so that a cache would match nothing after it.
     """
     return _BILLING.sub("", text) if role in ("system", "developer") else text
 
 
 def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
-    """The text of a content: of a text, a part, or a list of both."""
+    """Return the text of a content, which is a text, a part, or a list of both."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -125,7 +124,7 @@ def _kind(part: Any) -> str:
 
 
 def _call(kind: str, part: Fields) -> Message | None:
-    """The call that a part is; those without an id were carried out elsewhere."""
+    """Return the call in a part; None if it has no id, since it was run elsewhere."""
     own = kind.endswith("tool_use") or kind == "tool_call"
     call_id = part.get("call_id") or (part.get("id") if own else None)
     if not call_id or not kind.endswith(("_call", "tool_use")):
@@ -140,7 +139,7 @@ def _call(kind: str, part: Fields) -> Message | None:
 
 
 def _answered(kind: str, part: Fields) -> str | None:
-    """The id of the call that a part is the result of."""
+    """Return the id of the call whose result the part is, or None."""
     call_id = part.get("tool_use_id") or part.get("call_id")
     return str(call_id) if call_id and kind.endswith(("tool_result", "_output")) else None
 
@@ -149,7 +148,7 @@ def _answered(kind: str, part: Fields) -> str | None:
 
 
 def _shown(part: Any, note: Note) -> str:
-    """A part in words; empty if there is nothing to show."""
+    """Return a part in words, or "" if there is nothing to show."""
     if isinstance(part, str):
         return part
     try:
@@ -164,7 +163,7 @@ def _words(part: Fields, note: Note) -> str:
         if isinstance(text, str):
             return text
     if kind in ("text", "refusal", "redacted_thinking"):
-        return ""  # null, or thoughts that only their maker can read
+        return ""  # null, or thoughts that only their vendor can read
     inner = part.get(kind)
     found = inner if isinstance(inner, Mapping) else part
     name = next((found[key] for key in ("title", "filename", "name") if found.get(key)), None)
@@ -186,7 +185,7 @@ def _words(part: Fields, note: Note) -> str:
 
 
 def _document(part: Fields, note: Note) -> str:
-    """The text of a document, a search result and the like, where it is text."""
+    """Return the text of a document, a search result and the like, if it is text."""
     source = part.get("source")
     if isinstance(source, Mapping):
         if source.get("type") == "text":
@@ -204,7 +203,7 @@ def _document(part: Fields, note: Note) -> str:
 
 
 def _decoded(media_type: str, data: Any) -> str:
-    """Base64 of a text file as its text; empty for other files."""
+    """Return the text of a text file in base64; "" for other files."""
     if not media_type.startswith(("text/", "application/json", "application/xml")):
         return ""
     try:
@@ -214,7 +213,7 @@ def _decoded(media_type: str, data: Any) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """``value`` without ids, and without what is no words: encrypted or encoded bytes."""
+    """Return ``value`` without ids and without encrypted or encoded bytes."""
     if isinstance(value, str):
         head = value[:_OPAQUE]
         return None if len(head) == _OPAQUE and not any(map(str.isspace, head)) else value
@@ -236,8 +235,8 @@ _COMBINED = ("properties", "$ref", "allOf", "anyOf", "oneOf")
 _TEXT = "input"  # the argument of a tool that takes a text
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
-# Tools that clients carry out and whose parameters only their vendors' models know, by the
-# beginnings of their types.
+# Tools that clients run and whose parameters only their vendors' models know, by the beginnings of
+# their types.
 _OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "bash": ("Run a command in bash.", {"command": _STRING, "restart": {"type": "boolean"}}, ()),
     "local_shell": (
@@ -263,7 +262,7 @@ _OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
 
 
 class Known(NamedTuple):
-    """A tool as its client knows it: the ``type`` of the tool, its name, and its namespace."""
+    """A tool as its client knows it: its type, name and namespace."""
 
     type: str
     name: str
@@ -272,8 +271,8 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Tools of a request: ``functions`` in OpenAI's form, which templates take. ``known`` has by
-    their names those that are something else for the client, ``left_out`` the names of the rest.
+    """The tools of a request: ``functions`` in OpenAI's form, for templates. ``known`` has by name
+    those that the client knows in another form, ``left_out`` the names of the rest.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
@@ -282,7 +281,7 @@ class Offered:
 
 
 def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
-    """What ``tools`` offer a model.
+    """Return what ``tools`` offer a model.
 
     Raises:
         ApiError: 400, a function has no name.
@@ -309,10 +308,10 @@ def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
 
 
 def chosen(given: str | Fields | None, tools: Offered) -> tuple[str, list[dict[str, Any]]]:
-    """Whether a tool is called, in the library's words, and the functions that may be.
+    """Return ``tool_choice`` for the library, and the functions that may be called.
 
     Raises:
-        ApiError: 400, there is no such tool, or none at all.
+        ApiError: 400, there is no such tool, or there are no tools.
     """
     functions = tools.functions
     choice = {"type": given} if isinstance(given, str) else given or {"type": "auto"}
@@ -340,7 +339,7 @@ def chosen(given: str | Fields | None, tools: Offered) -> tuple[str, list[dict[s
 
 
 def text_argument(arguments: str) -> str:
-    """The text that a tool which takes one was called with."""
+    """Return the text in the arguments of a tool that takes a text."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -350,7 +349,7 @@ def text_argument(arguments: str) -> str:
 
 
 def _leaves(tool: Fields, namespace: str | None = None) -> Iterator[tuple[str, str | None, Fields]]:
-    """The tools in one, each with its type, its namespace and its fields."""
+    """Yield the tools in an entry, each with its type, its namespace and its fields."""
     kind = str(tool.get("type") or "function")
     if kind == "namespace":
         for one in _mappings(tool.get("tools")):
@@ -362,7 +361,7 @@ def _leaves(tool: Fields, namespace: str | None = None) -> Iterator[tuple[str, s
 
 
 def _function(kind: str, given: Fields) -> dict[str, Any] | None:
-    """The function that a model calls for a tool; None if only a server could carry it out."""
+    """Return the function for a tool; None if only a server could run it."""
     schema = next((given[one] for one in _SCHEMAS if isinstance(given.get(one), Mapping)), None)
     if _takes_text(kind, given):
         return _text_function(given)
@@ -385,7 +384,7 @@ def _takes_text(kind: str, given: Fields) -> bool:
 
 
 def _text_function(given: Fields) -> dict[str, Any]:
-    """A function with one argument, a text; the model is told the grammar that it must follow."""
+    """Return a function with one text argument; its description has the grammar to follow."""
     wanted = _inner(_inner(given, "format"), "grammar")  # Chat has it one level deeper
     argument: dict[str, Any] = dict(_STRING)
     description = str(given.get("description") or "")
@@ -406,14 +405,14 @@ def _text_function(given: Fields) -> dict[str, Any]:
 
 
 def _chosen_name(choice: Fields) -> str:
-    """The name of the function that a choice is of."""
+    """Return the name of the chosen function."""
     kind = str(choice.get("type") or "function")
     found = _inner(choice, kind)
     return flat_name(str(found.get("name") or kind), found.get("namespace"))
 
 
 def _inner(fields: Fields, name: str) -> Fields:
-    """The fields in the one of this name, where there is such a level."""
+    """Return the fields nested under ``name`` if there are any, else ``fields``."""
     inner = fields.get(name)
     return inner if isinstance(inner, Mapping) else fields
 

@@ -1,6 +1,6 @@
-"""Which models a server has: what a request asks for by name, and who holds them loaded.
+"""The models of a server: what a request names, and which ones are loaded.
 
-``OneModel`` is a model that was loaded before. ``localrt.server.pool`` has many.
+``OneModel`` is a model loaded before. ``localrt.server.pool`` has several.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from localrt.server.options import ServeOptions
 Gauge = tuple[str, str, float]
 """A metric's name, its help text, and its value."""
 
-_WINDOW_S = 10  # of the gauge of tokens per second
-_UNREAD_CHUNKS = 128  # beyond what the network's buffers hold
+_WINDOW_S = 10  # of the tokens-per-second gauge
+_UNREAD_CHUNKS = 128  # chunks, beyond what the network's buffers hold
 
 
 class ServedModel:
     """``model`` under ``name``, with a batch that runs until ``close``; the model stays loaded.
 
-    An answer pauses when its reader is behind, and is cut off much later.
+    An answer pauses when its reader is behind, and is cancelled much later.
     """
 
     def __init__(self, model: Model, name: str, options: ServeOptions) -> None:
@@ -48,12 +48,12 @@ class ServedModel:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
 
     def close(self) -> None:
-        """Free what the batch holds; blocks until the pass in flight has ended."""
+        """Free the batch's caches; blocks until the running pass has ended."""
         self.live.close()
 
     @property
     def names(self) -> dict[str, str | None]:
-        """What clients may ask for, and the adapter that each of them is."""
+        """The names that clients can use, with the adapter of each."""
         own = {
             f"{self.name}+{adapter}"
             if adapter in (self.name, self.model.name)
@@ -63,10 +63,10 @@ class ServedModel:
         return {self.name: None, **own}
 
     def check_biases(self, tokens: Iterable[int]) -> None:
-        """Whether the model has the tokens of a ``logit_bias``.
+        """Raise an error unless the model has the tokens of a ``logit_bias``.
 
         Raises:
-            OptionError: it does not.
+            OptionError: it does not have one of them.
         """
         vocab = self.model.info.vocab_size
         wrong = next((token for token in tokens if token >= vocab), None)
@@ -74,11 +74,11 @@ class ServedModel:
             raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
 
     def sample(self) -> None:
-        """Take note of the tokens so far; called once a second."""
+        """Record the tokens so far; called once a second."""
         self._samples.append((time.monotonic(), self.live.stats().completion_tokens))
 
     def gauges(self) -> Iterator[Gauge]:
-        """What is known of the running batch."""
+        """Return the figures of the running batch."""
         stats = self.live.stats()
         cached_help = "Tokens of prompts that a kept KV cache held."
         rate_help = f"Tokens of answers in the last {_WINDOW_S} seconds, per second."
@@ -104,11 +104,11 @@ class ServedModel:
 class Offered:
     """A model that clients may ask for.
 
-    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
-    ``nbytes`` are those of its files or its weights, ``ram`` those of weights and caches in
+    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but its weights were given
+    back. ``nbytes`` is the size of its files or weights, ``ram`` that of weights and caches in
     memory. ``ctx`` is the context in tokens. An ``adapter`` is a model that belongs to ``base``.
-    ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
-    ``path`` is where its files are, which clients are not told.
+    ``unload_s`` is the time in seconds until it is unloaded, unless it is used; None: it stays.
+    ``path`` is where its files are, which clients do not see.
     """
 
     name: str
@@ -123,18 +123,18 @@ class Offered:
 
 
 class Models(ABC):
-    """Those of one server. For its event loop, unless something else is said."""
+    """The models of one server. For its event loop, unless a method says otherwise."""
 
     @abstractmethod
     def offered(self) -> Sequence[Offered]:
-        """All of them, the one that is used where a request names none first."""
+        """Return all models, first the one used when a request names none."""
 
     @abstractmethod
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
-        """What a request asks for; None and "" are the first.
+        """Return the model that a request names; None and "" mean the first.
 
-        A name that is not here means the one model that there is, or the one with the alias ``*``,
-        unless ``exact`` or the server's options say otherwise.
+        An unknown name means the only model, or the one with the alias ``*``, unless ``exact`` or
+        the server's options say otherwise.
 
         Raises:
             ApiError: 404, there is no such model.
@@ -142,7 +142,7 @@ class Models(ABC):
 
     @abstractmethod
     def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
-        """The model of this name, as ``find`` gave it, loaded as long as the block runs.
+        """Lend the model of this name, from ``find``, loaded until the block ends.
 
         Raises:
             ApiError: 404, it is gone.
@@ -151,24 +151,24 @@ class Models(ABC):
 
     @abstractmethod
     def at_work(self) -> Sequence[ServedModel]:
-        """Those that are loaded now."""
+        """Return the models that are loaded now."""
 
     def open(self) -> None:  # noqa: B027  nothing to do
         """The server starts."""
 
     def keep(self, name: str, seconds: float) -> None:  # noqa: B027  it stays in any case
-        """Have a model stay loaded for so long after its last use; below zero: for ever."""
+        """Keep a model loaded for ``seconds`` after its last use; below zero: for ever."""
 
     def tend(self) -> None:  # noqa: B027  nothing to do
         """Called once a second."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what batches hold; blocks until the passes in flight have ended. For any thread."""
+        """Free the batches' caches; blocks until running passes have ended. For any thread."""
 
 
 class OneModel(Models):
-    """``model``, which its caller closes; an adapter of it is a model too."""
+    """One model, which the caller closes; each of its adapters is a model too."""
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self._model = model
@@ -178,7 +178,7 @@ class OneModel(Models):
 
     @property
     def served(self) -> ServedModel:
-        """The model at work.
+        """The running model.
 
         Raises:
             ApiError: 503, the server has not started, or has stopped.
@@ -203,7 +203,7 @@ class OneModel(Models):
         ]
 
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
-        """See ``Models``; the model's own name will do, too."""
+        """See ``Models``; the model's own name is accepted, too."""
         offered = self.offered()
         if not name or name == self._model.name:
             return offered[0]
@@ -231,9 +231,9 @@ class OneModel(Models):
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that a client means by ``name``: capitals do not count, nor does the
-    tag ``latest``, which Ollama's clients add. Other tags, and the publisher of one of the two, may
-    be left out where that leaves no choice.
+    """Return the one of ``names`` that a client means: case does not matter, nor does the tag
+    ``latest``, which Ollama's clients add. Other tags, and the publisher of one of the two, may be
+    missing if only one name matches.
     """
     known = list(names)
     if name in known:
@@ -249,7 +249,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
 
 
 def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
-    """Raise what tells a client that there is no model ``name``.
+    """Raise the error that there is no model ``name``.
 
     Raises:
         ApiError: always.

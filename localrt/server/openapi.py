@@ -33,7 +33,7 @@ OPEN = ("/health", "/openapi.json")
 
 
 def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str, Any]:
-    """The whole document; ``keyed`` says that requests need a key."""
+    """Return the whole document; ``keyed`` says that requests need a key."""
     paths: dict[str, dict[str, Any]] = {}
     for one in endpoints:
         if one.answer:
@@ -92,7 +92,7 @@ def _operation(one: Endpoint) -> dict[str, Any]:
 
 
 def _content(kind: str) -> dict[str, Any]:
-    """A media type, or JSON of the schema with this name."""
+    """Return the content of a media type, or of JSON with this schema."""
     if "/" in kind:
         return {kind: {}}
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}

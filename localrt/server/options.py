@@ -1,4 +1,4 @@
-"""What a server is told when it starts: where it listens, whom it serves, and its limits."""
+"""A server's start options: its address, its clients, and its limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from localrt.common.option_names import option
 class ServeOptions:
     """Limits of a server. Sizes in bytes, times in seconds.
 
-    ``name`` is what the model is called in requests (None: its own name). ``max_running`` answers
-    share passes, ``max_queued`` wait for their turn; more are told to come back.
-    ``max_connections`` requests are open at a time, more are told to come back. ``origins`` are the
-    web pages that may ask (CORS), ``"*"`` all. A request's body must have come within
-    ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is cut off. Of several
-    models one that nobody has used for ``keep_alive_s`` gives its memory back (below zero: never).
-    With ``strict_models`` a request for a model that is not here is refused, with ``allow_pull``
-    clients may have models downloaded. Answers get ``drain_s`` to finish when the server stops.
+    ``name`` is the model's name in requests (None: its own name). ``max_running`` answers share
+    passes, ``max_queued`` wait for their turn; further ones are told to come back. At most
+    ``max_connections`` requests are open at a time. ``origins`` are the web pages that may send
+    requests (CORS), ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a
+    client that does not read for ``write_timeout_s`` is disconnected. With several models, one that
+    is unused for ``keep_alive_s`` gives its memory back (below zero: never). ``strict_models``
+    refuses requests for unknown models, ``allow_pull`` lets clients download models. Answers get
+    ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"
@@ -66,7 +66,7 @@ class ServeOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Whether only this machine can reach ``host``."""
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -1,10 +1,10 @@
-"""The models of this machine behind one server: loaded when asked for, within one memory budget.
+"""This machine's models behind one server: loaded on request, within one memory budget.
 
-Where there is no room for one more, those that have not been used for longest shrink: their caches
-go to the disk, and their weights are read again when they are needed. Only what cannot shrink is
-unloaded. So whoever takes turns between models that do not fit together waits for the bytes that
-did not fit, not for a whole model and for its prompt. The event loop decides who is used; memory is
-moved in a thread, for one model at a time.
+If there is no room for another model, the least recently used ones shrink: their caches go to the
+disk, and their weights are read again when needed. Only a model that cannot shrink is unloaded. So
+a client that alternates between models that do not fit together waits for the missing bytes, not
+for a whole model and its prompt. The event loop decides which model is used; a thread moves memory,
+for one model at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from localrt.server.errors import ApiError, without_folders
 from localrt.server.models import Models, Offered, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
 
-_ANY = "*"  # an alias of the model that answers to names of none
-_BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
+_ANY = "*"  # the alias of the model that answers to unknown names
+_BESIDE_WEIGHTS = 128 << 20  # for a model's tokenizer, a conversation and a pass
 _LIST_AGE_S = 1.0
-_FOR_EVER_S = 100 * 365 * 86400.0  # no calendar has room for much more
-_RESERVE = 64 << 20  # that the answers of a loaded model may grow by
+_FOR_EVER_S = 100 * 365 * 86400.0  # calendars hardly go further
+_RESERVE = 64 << 20  # room for the answers of a loaded model to grow
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A model of this machine: what clients call it, what loads it, and the bytes of its files,
-    which are at ``path``. ``aliases`` are the user's names for it; ``*`` is any other name.
+    """A model of this machine: its name for clients, the argument that loads it, and the bytes of
+    its files at ``path``. ``aliases`` are the user's names for it; ``*`` is any other name.
     """
 
     name: str
@@ -50,11 +50,11 @@ class LocalFile:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A model that has been asked for. ``awake``: it has its share of the memory.
+    """A model that was requested. ``awake``: it has its share of the memory.
 
-    ``keep_s`` is how long it stays where a client has said so. ``left`` are the bytes of weights
-    that it has given back, ``contested`` says that it had to be unloaded for others: it is loaded
-    so that it can shrink.
+    ``keep_s`` is how long it stays loaded, if a client said so. ``left`` is the bytes of weights
+    that it has given back. ``contested`` says that it was unloaded for others: it is then loaded in
+    a form that can shrink.
     """
 
     file: LocalFile
@@ -74,12 +74,12 @@ class _Slot:
 
 
 class ModelPool(Models):
-    """``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is set meanwhile; ``files``
-    lists those of this machine.
+    """This machine's models: ``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is
+    set meanwhile; ``files`` lists them.
 
-    ``ram`` bytes are for all of them, None: what is free. A model that nobody has used for
+    ``ram`` is the budget in bytes for all of them; None: what is free. A model that is unused for
     ``keep_s`` seconds shrinks, and is unloaded after as long again; below zero it stays.
-    ``on_change`` hears what is loaded and unloaded, in a sentence.
+    ``on_change`` gets a sentence about each load and unload.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class ModelPool(Models):
         self._list: tuple[float, Sequence[LocalFile]] = (float("-inf"), ())
         self._ram = ram
         self._say = on_change
-        self._memory = threading.Lock()  # held by the thread that moves it
+        self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
         self._slots: dict[str, _Slot] = {}
-        self._moving = asyncio.Lock()  # memory, from one model to another
-        self._freed = asyncio.Event()  # a model has no user any more
+        self._moving = asyncio.Lock()  # held while memory moves between models
+        self._freed = asyncio.Event()  # set when a model has lost a user
         self._tending: asyncio.Task[None] | None = None
 
     # -- what there is -----------------------------------------------------------------------------
 
     def offered(self) -> Sequence[Offered]:
-        """See ``Models``: the one used last is first, then by name."""
+        """See ``Models``: the last one used is first, the others are sorted by name."""
         return [self._describe(file) for file in self._ordered()]
 
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
@@ -113,18 +113,18 @@ class ModelPool(Models):
 
     def at_work(self) -> Sequence[ServedModel]:
         slots = list(self._slots.values())
-        # Looked at once: the thread that moves memory may take one away meanwhile.
+        # Read once: the thread that moves memory may remove one meanwhile.
         return [served for slot in slots if (served := slot.served) is not None]
 
     def keep(self, name: str, seconds: float) -> None:
         self._slot(name).keep_s = seconds
 
     def _ordered(self) -> list[LocalFile]:
-        """Those of this machine, the one used last first, then by name."""
+        """Return this machine's models, the most recently used first, then by name."""
         return sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
 
     def _listed(self) -> Sequence[LocalFile]:
-        """The models of this machine; requests that come close together look once."""
+        """List this machine's models; requests in quick succession share one listing."""
         looked, files = self._list
         if time.monotonic() - looked >= _LIST_AGE_S:
             files = self._files()
@@ -133,7 +133,7 @@ class ModelPool(Models):
 
     def _describe(self, file: LocalFile) -> Offered:
         slot = self._slots.get(file.name)
-        served = None if slot is None else slot.served  # which its thread may take away meanwhile
+        served = None if slot is None else slot.served  # the moving thread may remove it meanwhile
         if slot is None or served is None:
             return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
         model = served.model
@@ -161,7 +161,7 @@ class ModelPool(Models):
     def _file(self, name: str | None, *, exact: bool = False) -> LocalFile:
         slot = self._slots.get(name or "")
         if slot is not None and slot.served is not None:
-            return slot.file  # no need to look at the disk
+            return slot.file  # without reading the disk
         files = {file.name: file for file in self._ordered()}
         if not files:
             raise ApiError(
@@ -187,7 +187,7 @@ class ModelPool(Models):
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """See ``Models``. Where memory is short it waits for answers of other models to end."""
+        """See ``Models``. If memory is short, it waits for other models' answers to end."""
         slot = self._slot(name)
         slot.users += 1
         try:
@@ -195,7 +195,7 @@ class ModelPool(Models):
                 if slot.coming is None or slot.coming.done():
                     slot.coming = asyncio.ensure_future(self._bring(slot))
                     slot.coming.add_done_callback(_look)
-                # A client that leaves does not stop it: others may wait for it too.
+                # A client's disconnection does not stop it: others may wait for it too.
                 await asyncio.shield(slot.coming)
             assert slot.served is not None, "it has a user"
             yield slot.served
@@ -206,10 +206,10 @@ class ModelPool(Models):
             self._freed.set()
 
     async def _bring(self, slot: _Slot) -> None:
-        """Have ``slot`` loaded, and give it its share of the memory.
+        """Load ``slot``, and give it its share of the memory.
 
         Raises:
-            LocalrtError: it cannot be loaded, or not into the memory that others leave.
+            LocalrtError: it cannot be loaded, or others leave too little memory.
         """
         while True:
             async with self._moving:
@@ -218,14 +218,14 @@ class ModelPool(Models):
                     await asyncio.to_thread(self._make_ready, slot)
                 except MemoryBudgetError:
                     in_use = any(other.users for other in self._others(slot))
-                    if not in_use and not self._freed.is_set():  # nor was any, meanwhile
+                    if not in_use and not self._freed.is_set():  # and none has ended meanwhile
                         raise
                 else:
                     return
             await self._freed.wait()
 
     def _others(self, slot: _Slot) -> list[_Slot]:
-        """Those that are loaded, the one unused longest first."""
+        """Return the other loaded models, the least recently used first."""
         slots = [s for s in list(self._slots.values()) if s is not slot and s.served is not None]
         return sorted(slots, key=lambda other: other.used)
 
@@ -240,7 +240,7 @@ class ModelPool(Models):
     def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         for other in others:
             _withdraw(other)
-            if other.on_gpu and not other.users:  # it would not come back to the GPU by itself
+            if other.on_gpu and not other.users:  # it would not return to the GPU by itself
                 self._put_away(other)
         self._make_room(_wanted(slot), others)
         if slot.served is None:
@@ -249,7 +249,7 @@ class ModelPool(Models):
             free = self._free()
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
-        # While others answer it gets less than it could: the next request tries again.
+        # While others answer it gets less than possible: the next request tries again.
         slot.awake = not any(other.users for other in others)
 
     def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
@@ -272,11 +272,11 @@ class ModelPool(Models):
         self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
 
     def _free(self) -> int:
-        """Bytes that this process may still take."""
+        """Return the bytes that this process may still take."""
         return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
 
     def _make_room(self, nbytes: int, others: Sequence[_Slot]) -> None:
-        """Have models that nobody uses leave ``nbytes``, as far as they can."""
+        """Make unused models free ``nbytes``, as far as possible."""
         for other in others:
             missing = nbytes - self._free()
             if missing <= 0:
@@ -285,7 +285,7 @@ class ModelPool(Models):
                 self._evict(other)
 
     def _shrink(self, slot: _Slot, nbytes: int) -> bool:
-        """Have a model that nobody uses leave ``nbytes``, if it can; whether it could."""
+        """Make an unused model free ``nbytes``; return whether it could: caches or some weights."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
         held = slot.served.live.stats().kv_bytes
@@ -299,12 +299,12 @@ class ModelPool(Models):
         return left > 0
 
     def _evict(self, slot: _Slot) -> bool:
-        """Unload a model for others: from now on it is loaded so that it can shrink."""
+        """Unload a model for others; from now on it is loaded in a form that can shrink."""
         slot.contested = True
         return self._put_away(slot)
 
     def _put_away(self, slot: _Slot) -> bool:
-        """Unload a model; whether it was loaded."""
+        """Unload a model; return whether it was loaded."""
         served, slot.served = slot.served, None
         if served is None:
             return False
@@ -315,13 +315,13 @@ class ModelPool(Models):
         self._say(f"unloaded {slot.file.name}")
         return True
 
-    # -- as time goes by ---------------------------------------------------------------------------
+    # -- over time -----------------------------------------------------------------------------
 
     def _keep(self, slot: _Slot) -> float:
         return self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
 
     def tend(self) -> None:
-        """See ``Models``: models that nobody has used for long shrink, and are unloaded."""
+        """See ``Models``: models that are unused for long shrink, and are unloaded later."""
         if self._tending is None or self._tending.done():
             self._tending = asyncio.ensure_future(self._tend())
             self._tending.add_done_callback(_look)
@@ -331,11 +331,11 @@ class ModelPool(Models):
             if self._due(slot):
                 async with self._moving:
                     slot.awake = slot.awake and not self._due(slot)
-                    if self._due(slot):  # nobody has asked for it meanwhile
+                    if self._due(slot):  # not requested meanwhile
                         await asyncio.to_thread(self._let_go, slot)
 
     def _due(self, slot: _Slot) -> bool:
-        """Whether a model is to give back more of its memory."""
+        """Whether a model should give back more of its memory."""
         keep, idle = self._keep(slot), time.monotonic() - slot.used
         if slot.served is None or slot.users or keep < 0:
             return False
@@ -351,7 +351,7 @@ class ModelPool(Models):
                 self._put_away(slot)
 
     def close(self) -> None:
-        """See ``Models``. What is being loaded is given up."""
+        """See ``Models``. Loading is cancelled."""
         self._closing.set()
         with self._memory:
             for slot in list(self._slots.values()):
@@ -359,7 +359,7 @@ class ModelPool(Models):
 
 
 def _wanted(slot: _Slot) -> int:
-    """Bytes that a model would take in addition to those that it has."""
+    """Return the bytes that a model would take in addition to what it has."""
     if slot.served is None:
         return slot.file.nbytes + _BESIDE_WEIGHTS
     model = slot.served.model
@@ -367,7 +367,7 @@ def _wanted(slot: _Slot) -> int:
 
 
 def _withdraw(slot: _Slot) -> None:
-    """What a model has of the budget and does not take is others' from now on."""
+    """Give the unused part of a model's budget to the others."""
     slot.awake = False
     if slot.served is not None:
         model = slot.served.model
@@ -375,6 +375,6 @@ def _withdraw(slot: _Slot) -> None:
 
 
 def _look(task: asyncio.Task[None]) -> None:
-    """Retrieve the exception, which would be logged if nobody waits for the task any more."""
+    """Retrieve the exception, which would be logged if no one waits for the task."""
     if not task.cancelled():
         task.exception()

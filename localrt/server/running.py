@@ -1,6 +1,6 @@
-"""The server as a process: a socket, uvicorn, signals, and an end that lets answers finish.
+"""The server as a process: a socket, uvicorn, signals, and a shutdown that lets answers finish.
 
-It knows nothing of models' insides or of HTTP's.
+It knows nothing about models or HTTP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from localrt.server.options import ServeOptions
 
 
 class StrictHttp(H11Protocol):
-    """A connection whose heads and trailers are strict HTTP/1.1."""
+    """A connection that accepts only strict HTTP/1.1 heads and trailers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -58,7 +58,7 @@ class _StrictConnection(h11.Connection):
 
 
 _BACKLOG = 1024
-_OPEN_FILES = 1 << 16  # most that are wanted: some programs look at every possible one
+_OPEN_FILES = 1 << 16  # enough: some programs look at every possible descriptor
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REASONS = {
     errno.EADDRINUSE: "the port is in use: choose another with --port",
@@ -66,11 +66,11 @@ _REASONS = {
 }
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
-_AFTER_DRAIN_S = 5  # for what has been cut off to be told
+_AFTER_DRAIN_S = 5  # to report answers that were cut off
 
 
 def open_socket(options: ServeOptions) -> socket.socket:
-    """A socket that is bound: before a model is loaded, so that a port in use is known at once.
+    """Return a bound socket, before a model is loaded, so that a port in use is known at once.
 
     Raises:
         LocalrtError: the port is in use, or the address is not this machine's.
@@ -78,7 +78,7 @@ def open_socket(options: ServeOptions) -> socket.socket:
     host, port = options.host.strip("[]"), options.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # Of localhost's addresses the one that everybody means.
+        # Of localhost's addresses, the most common one.
         family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
@@ -87,9 +87,9 @@ def open_socket(options: ServeOptions) -> socket.socket:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Connections get what the listening socket has. What the system holds for a client that does
-    # not read is bounded, and so is the time until it gives its connection up. A client that is no
-    # longer there is noticed by the system.
+    # Connections inherit these options. They limit what the system buffers for a client that does
+    # not read, and the time until it drops the connection. The system also notices when a client
+    # is gone.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -109,7 +109,7 @@ def serve(
 ) -> None:
     """Serve ``model``, or several, until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
 
-    Answers on their way may finish for ``options.drain_s``; a second SIGINT ends them at once.
+    Running answers may finish for ``options.drain_s``; a second SIGINT ends them at once.
 
     Raises:
         LocalrtError: the address cannot be listened on.
@@ -127,23 +127,23 @@ def serve(
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    """Raise the soft limit of open files to the hard one: each connection needs one."""
     try:
-        import resource  # not on every system
+        import resource  # not available on every system
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they say
+        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which ends quietly and tells answers when their time is over."""
+    """uvicorn's server, which ends quietly and cancels answers when their time is over."""
 
     def __init__(self, app: Starlette, options: ServeOptions) -> None:
-        # What is worth saying of a request is in the log line.
+        # The log line has all about a request.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().__init__(
             uvicorn.Config(
@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, for a while."""
+        """Let answers finish, for a limited time."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._options.drain_s, self._app.state.service.stop)
         try:
@@ -182,14 +182,14 @@ class Server(uvicorn.Server):
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # asyncio accepts the next connection in a second; uvicorn closes what is no HTTP.
+        # asyncio accepts the next connection within a second; uvicorn closes what is not HTTP.
         no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
         if not no_room and not isinstance(error, h11.ProtocolError):
             loop.default_exception_handler(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's; a signal that was obeyed is not raised again."""
+        """Like uvicorn's, but a handled signal is not raised again."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -202,7 +202,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal ends the server when answers have finished, a second one at once."""
+        """Stop on the first signal when answers have finished, on a second one at once."""
         if self.should_exit:
             self.force_exit = True
             self._app.state.service.stop()

@@ -1,4 +1,4 @@
-"""The parts that the schemas of all dialects are made of, and the fields that they share."""
+"""The parts that all dialects' schemas are made of, and their common fields."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# No more than any tokenizer needs a number for.
+# Larger than any token id.
 MOST_ID = (1 << 31) - 1
 
 
 def object_of(*required: str, **properties: Schema) -> Schema:
-    """An object with these fields, of which the ``required`` ones must be there."""
+    """Return an object's schema with these fields, of which ``required`` ones must be present."""
     return {"type": "object", "required": list(required), "properties": properties}
 
 
 def whole(**properties: Schema) -> Schema:
-    """An object with all of these fields."""
+    """Return an object's schema with all of these fields required."""
     return object_of(*properties, **properties)
 
 
 def list_of(items: Schema, **more: Any) -> Schema:
-    """A list of ``items``; ``more`` are further keywords of it."""
+    """Return a list's schema; ``more`` are further keywords of it."""
     return {"type": "array", "items": items, **more}
 
 
 def number(low: float, high: float) -> Schema:
-    """A number within bounds, or null."""
+    """Return the schema of a number within bounds, or null."""
     return {"type": ["number", "null"], "minimum": low, "maximum": high}
 
 
 def integer(low: int, high: int) -> Schema:
-    """A whole number within bounds, or null."""
+    """Return the schema of an integer within bounds, or null."""
     return {"type": ["integer", "null"], "minimum": low, "maximum": high}
 
 
 def nullable(schema: Schema) -> Schema:
-    """``schema``, or null."""
+    """Return ``schema``, with null allowed."""
     return {**schema, "type": [schema["type"], "null"]}
 
 
 def where(field: str, value: str, then: Schema) -> Schema:
-    """An object follows ``then`` where its ``field`` has this ``value``."""
+    """Apply ``then`` to an object whose ``field`` has this ``value``."""
     return {"if": {"properties": {field: {"const": value}}, "required": [field]}, "then": then}
 
 
@@ -53,7 +53,7 @@ TEXT = nullable(STRING)
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
 
-# What is in them is read whatever it is: see ``messages``.
+# Any content is read: see ``messages``.
 CONTENT: Schema = {
     "description": "a text, or a list of parts",
     "type": ["string", "array", "object", "null"],
@@ -86,5 +86,5 @@ _FIELDS: dict[str, Schema] = {
 
 
 def fields(*names: str) -> dict[str, Schema]:
-    """The schemas of fields that several dialects have under the same name."""
+    """Return the schemas of fields that several dialects have under the same name."""
     return {name: _FIELDS[name] for name in names}

@@ -1,4 +1,4 @@
-"""A running server: its models, its limits, its metrics, and responses that it keeps.
+"""A running server: its models, its limits, its metrics, and stored responses.
 
 Responses of the last hour stay in memory, so that the next request can refer to them by id.
 """
@@ -32,9 +32,9 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A ``response`` as its client got it, and the ``items`` that it answers, the earlier ones too.
+    """A stored ``response`` as its client got it, and all ``items`` that it answers.
 
-    ``nbytes`` is about what it takes, ``since`` when it was put away.
+    ``nbytes`` is its approximate size, ``since`` when it was stored.
     """
 
     response: dict[str, Any]
@@ -43,7 +43,7 @@ class Stored:
     since: float
 
     def conversation(self) -> list[dict[str, Any]]:
-        """All items, to the end of the response."""
+        """Return all items, up to the end of the response."""
         return [*self.items, *self.response.get("output", ())]
 
 
@@ -61,11 +61,11 @@ class ResponseStore:
         self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
         self._now = now
         self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, tuple[str, dict[str, Any]]] = {}  # the last response that has each
+        self._items: dict[str, tuple[str, dict[str, Any]]] = {}  # by item, its last response
         self._nbytes = 0
 
     def put(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
-        """Keep a response to ``items`` under its ``id``."""
+        """Store a response to ``items`` under its ``id``."""
         nbytes, name = len(to_json([response, items])), response["id"]
         self._kept[name] = stored = Stored(response, items, nbytes, self._now())
         self._items |= {item["id"]: (name, item) for item in stored.conversation()}
@@ -73,17 +73,17 @@ class ResponseStore:
         self._make_room()
 
     def get(self, name: str) -> Stored | None:
-        """The response of this id, if it is still there."""
+        """Return the response with this id, if it is still stored."""
         self._make_room()
         return self._kept.get(name)
 
     def item(self, name: str) -> dict[str, Any] | None:
-        """The item of this id, of a response that is still there."""
+        """Return the item with this id, from a stored response."""
         self._make_room()
         return self._items.get(name, ("", None))[1]
 
     def remove(self, name: str) -> None:
-        """Forget the response of this id."""
+        """Remove the response with this id."""
         stored = self._kept.pop(name)
         self._nbytes -= stored.nbytes
         for item in stored.conversation():
@@ -129,13 +129,13 @@ class Metrics:
             row[-1] += 1
 
     def mean(self, name: str) -> float | None:
-        """The mean of a histogram's durations; None where there are none."""
+        """Return the mean of a histogram's durations; None if it is empty."""
         with self._lock:
             row = self._times.get(name)
             return row[-2] / row[-1] if row else None
 
     def lines(self, help_texts: Mapping[str, str]) -> Iterator[str]:
-        """All of them, as text; names without a help text are an error."""
+        """Yield all metrics as text; every name needs a help text."""
         with self._lock:
             counts = {name: dict(series) for name, series in self._counts.items()}
             times = {name: list(row) for name, row in self._times.items()}
@@ -148,7 +148,7 @@ class Metrics:
 def render(
     name: str, kind: str, help_text: str, series: Sequence[tuple[Labels, float]]
 ) -> Iterator[str]:
-    """One metric with its values by label."""
+    """Yield one metric with its values by label."""
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in series:
@@ -167,7 +167,7 @@ def _histogram(name: str, help_text: str, row: Sequence[float]) -> Iterator[str]
 
 
 def _spelled(labels: Labels) -> str:
-    # JSON escapes what Prometheus wants to be escaped, in the same way.
+    # JSON escapes the characters that Prometheus requires, in the same way.
     pairs = [f"{name}={json.dumps(value)}" for name, value in labels]
     return "{" + ",".join(pairs) + "}" if pairs else ""
 
@@ -176,9 +176,9 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
 
 
-_BODIES = 8  # large ones that may arrive at once
+_BODIES = 8  # large bodies that may arrive at once
 _LONGEST_RETRY_S = 60
-_MOST_NOTES = 256  # kinds; clients choose the names of some
+_MOST_NOTES = 256  # kinds of notes; clients choose some of their names
 _HELP = {
     "localrt_http_requests_total": "Requests, by path and status.",
     "localrt_http_request_seconds": "Time from a request to the end of its answer.",
@@ -199,7 +199,7 @@ class Service:
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.responses = ResponseStore()
-        self.downloads = asyncio.Lock()  # one at a time: each keeps a thread of the server's few
+        self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads
         self.open_requests = 0
         self.started = int(time.time())
         self.stopping = False
@@ -216,17 +216,17 @@ class Service:
             self._note(text.encode("unicode_escape").decode()[:300])
 
     def stop(self) -> None:
-        """Every answer ends, and no new one begins."""
+        """End every answer, and start no new one."""
         self.stopping = True
         for served in self.models.at_work():
             served.live.cancel_all()
 
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:
-        """Room for ``count`` more answers, running or queued.
+        """Reserve room for ``count`` more answers, running or queued.
 
         Raises:
-            ApiError: 429, there is none.
+            ApiError: 429, there is no room.
         """
         options = self.options
         most = options.max_running + options.max_queued
@@ -246,13 +246,13 @@ class Service:
             self._inside -= count
 
     def sample(self) -> None:
-        """Take note of the tokens so far, and look after the models; called once a second."""
+        """Record the tokens so far, and tend the models; called once a second."""
         self.models.tend()
         for served in self.models.at_work():
             served.sample()
 
     def metrics_text(self) -> str:
-        """All numbers, in Prometheus' text format."""
+        """Return all figures in Prometheus' text format."""
         lines = list(self.metrics.lines(_HELP))
         found: dict[tuple[str, str], list[tuple[Labels, float]]] = {}
         for served in self.models.at_work():
@@ -265,16 +265,16 @@ class Service:
         return "\n".join(lines) + "\n"
 
     def _retry_after(self) -> int:
-        """Seconds until about one of those inside has finished."""
+        """Estimate the seconds until an admitted answer has finished."""
         mean = self.metrics.mean("localrt_http_request_seconds") or 1.0
         return max(1, min(_LONGEST_RETRY_S, round(mean / self.options.max_running)))
 
 
-# -- what every endpoint begins with ---------------------------------------------------------------
+# -- the beginning of every endpoint ---------------------------------------------------------------
 
 
 def service_of(request: Request) -> Service:
-    """The server that ``request`` came to."""
+    """Return the server that received ``request``."""
     service = request.app.state.service
     assert isinstance(service, Service), "the app was made by create_app"
     return service
@@ -282,7 +282,7 @@ def service_of(request: Request) -> Service:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """An HTTP request for a model: its checked ``fields``, and the ``model`` that they name."""
+    """An HTTP request for a model: its checked ``fields``, and the ``model`` they name."""
 
     http: Request
     service: Service
@@ -291,12 +291,12 @@ class ModelRequest:
 
     @property
     def model_name(self) -> str:
-        """What the answer calls the model: as the client does, if it gave a name."""
+        """The model's name in the answer: the client's, if it gave one."""
         return self.fields.get("model") or self.model.name
 
     @asynccontextmanager
     async def using(self) -> AsyncIterator[ServedModel]:
-        """The model, loaded as long as the block runs.
+        """Lend the model, loaded until the block ends.
 
         Raises:
             ApiError: 503, the server is stopping.
@@ -309,10 +309,10 @@ class ModelRequest:
 
 
 async def read_request(request: Request, kind: str) -> ModelRequest:
-    """A request for a model that there is, its body checked as a ``kind`` of ``REQUESTS``.
+    """Read a request for an existing model, and check its body as a ``kind`` of ``REQUESTS``.
 
     Raises:
-        ApiError: a field is not what it should be, or there is no such model.
+        ApiError: a field is wrong, or there is no such model.
         ClientDisconnect: the client has disconnected.
     """
     service = service_of(request)

@@ -1,4 +1,4 @@
-"""Endpoints about texts that write none: tokens, vectors, and which documents answer a query."""
+"""Endpoints that read texts: tokens, vectors, and which documents answer a query."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Embedded(NamedTuple):
 async def embedded(
     asked: ModelRequest, texts: Sequence[str | list[int]], *, truncate: bool = False
 ) -> Embedded:
-    """The vectors of ``texts``, or of their token ids, by the model that is asked for.
+    """Return the vectors of ``texts``, or of their token ids, by the requested model.
 
-    With ``truncate`` a text that is longer than the context loses its end. An empty text has the
-    vector of a space.
+    ``truncate`` cuts off the end of a text longer than the context. An empty text has the vector of
+    a space.
 
     Raises:
         ApiError: it is an adapter, or produced NaN values.
@@ -86,7 +86,7 @@ def scores_of(
     instruction: str | None,
     cancel: threading.Event,
 ) -> tuple[list[float], int]:
-    """A score for each document, the more the better, and the tokens that were read for them.
+    """Return a score per document, higher is better, and the number of tokens read.
 
     Raises:
         OptionError: the model is neither a reranker nor made for embeddings.
@@ -112,7 +112,7 @@ def scores_of(
 def _judged(
     model: Model, query: str, document: str, instruction: str, cancel: threading.Event
 ) -> tuple[float, int]:
-    """The probability of "yes", and the tokens of the prompt."""
+    """Return the probability of "yes", and the number of prompt tokens."""
     if cancel.is_set():
         raise CancelledError("the request was cancelled")
     asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"

@@ -1,4 +1,4 @@
-"""What Ollama's chat and generate ask for, in the library's words. It starts nothing."""
+"""Turn Ollama's chat and generate requests into calls. It starts nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _IMAGE = {"type": "image"}
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
-    """The call of a chat; None without messages: the model is only to be loaded.
+    """Return the call for a chat; None without messages, which only loads the model.
 
-    A last message of the assistant is the beginning of the answer. Where a conversation outgrows
-    the context, or ``num_ctx``, the oldest turns are left out, unless ``truncate`` is false.
+    A last assistant message is the beginning of the answer. If a conversation outgrows the context,
+    or ``num_ctx``, the oldest turns are left out, unless ``truncate`` is false.
 
     Raises:
         ApiError: 400, fields that are not supported.
@@ -50,7 +50,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
 
 
 def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
-    """The call of a prompt; None without one: the model is only to be loaded.
+    """Return the call for a prompt; None without one, which only loads the model.
 
     Raises:
         ApiError: 400, fields that are not supported.
@@ -76,10 +76,10 @@ def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
 
 
 def keep_alive_s(given: float | str | None) -> float | None:
-    """Seconds that a model is to stay loaded; below zero: for ever. None says nothing.
+    """Return the seconds to keep a model loaded; below zero: for ever. None: not given.
 
     Raises:
-        ApiError: 400, it is no time.
+        ApiError: 400, it is not a duration.
     """
     if not isinstance(given, str):
         return given
@@ -103,7 +103,7 @@ def _options(fields: Fields) -> dict[str, Any]:
     options = sampling(given, *_SAME_NAMES, repetition_penalty="repeat_penalty")
     if (given.get("num_ctx") or 0) > 0:
         options["context_tokens"] = int(given["num_ctx"])
-    if (given.get("num_predict") or -1) > 0:  # below zero: as many as it takes
+    if (given.get("num_predict") or -1) > 0:  # below zero: without a limit
         options["max_tokens"] = int(given["num_predict"])
     if fields.get("format"):
         wanted = fields["format"]
@@ -120,9 +120,9 @@ def _options(fields: Fields) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
-    """Messages as chat templates take them: calls get ids, by which results name them."""
+    """Return messages as chat templates take them: calls get ids, by which results name them."""
     messages: list[Message] = []
-    waiting: list[tuple[str, str]] = []  # ids and names of calls that have no result yet
+    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result so far
     for number, message in enumerate(given, 1):
         role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
@@ -145,8 +145,8 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
 
 
 def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]]) -> Message:
-    """Which call a result is of: that of its id, else the first of that name that waits for one,
-    or simply the first.
+    """Return the call of a result: the one with its id, else the first unanswered one with its
+    name, else the first unanswered one.
     """
     fitting = (
         next((one for one in waiting if one[at] == given), None)

@@ -1,7 +1,7 @@
-"""Ollama's endpoints about models: which there are and run, what one is, and downloading one.
+"""Ollama's endpoints about models: list, show, running ones, and downloads.
 
-The progress of a download comes as lines. If the client goes away, it stops; the next one continues
-it. Several wait for one another.
+A download reports its progress in lines. If the client disconnects, it stops; the next request
+continues it. Downloads wait for one another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from localrt.server.models import Offered
 from localrt.server.ollama.reply import LINES, line
 from localrt.server.service import Service, service_of
 
-_PROTOCOL = "0.12.0"  # Ollama's: clients refuse older ones
+_PROTOCOL = "0.12.0"  # Ollama's version: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
 
 
@@ -124,7 +124,7 @@ def _modified(offered: Offered) -> str:
 # -- downloads -------------------------------------------------------------------------------------
 
 
-_MOST_LINES = 64  # of progress that nobody has read: further ones are left out
+_MOST_LINES = 64  # the most unread progress lines: later ones are dropped
 
 
 async def pull(request: Request) -> Response:
@@ -155,7 +155,7 @@ async def pull(request: Request) -> Response:
 
 
 def _is_here(service: Service, name: str) -> bool:
-    """Whether clients find a model by this very name."""
+    """Whether clients can find a model by exactly this name."""
     with suppress(ApiError):
         service.models.find(name, exact=True)
         return True
@@ -174,12 +174,12 @@ async def _lines(download: _Download) -> AsyncIterator[bytes]:
         yield line(ollama_error(failure(error)))
     finally:
         download.cancel.set()
-        running.cancel()  # nobody waits for what becomes of it
+        running.cancel()  # the client no longer waits for its result
 
 
 class _Download:
-    """Of the model ``name``, when its ``turn`` has come; ``steps`` are lines of its progress, and
-    None at the end.
+    """A download of the model ``name``, once its ``turn`` has come; ``steps`` has lines of
+    progress, and None at the end.
     """
 
     def __init__(self, name: str, turn: asyncio.Lock) -> None:
@@ -189,7 +189,7 @@ class _Download:
         self.steps: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Until it is here.
+        """Run until the model is downloaded.
 
         Raises:
             LocalrtError: it is not on the hub, or the download failed.
@@ -207,7 +207,7 @@ class _Download:
             self.steps.put_nowait(None)
 
     def _report(self, progress: Progress) -> None:
-        """In the thread that downloads."""
+        """Report progress from the thread that downloads."""
         self._loop.call_soon_threadsafe(self._put, progress)
 
     def _put(self, progress: Progress) -> None:

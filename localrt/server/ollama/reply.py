@@ -1,4 +1,4 @@
-"""From chunks to Ollama's chat and generate: one object, or lines."""
+"""Turn chunks into Ollama's replies to chat and generate: one object, or lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LINES = "application/x-ndjson"
 
 
 class OllamaReply(Reply):
-    """A message, if ``chat`` says so, or a text.
+    """A message if ``chat`` is set, else a text.
 
-    ``began`` is when the request came, on ``time.monotonic``'s clock.
+    ``began`` is when the request arrived, by ``time.monotonic``.
     """
 
     media_type = LINES
@@ -39,7 +39,7 @@ class OllamaReply(Reply):
         return line({**self._head(), **self._content("", ""), "done": False})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """A line for what there is to show, and one for the end."""
+        """Return a line for text to show, and one for the end."""
         ends = chunk.finish_reason is not None
         thinking, text = self._thoughts.push(chunk.text, last=ends)
         if thinking or text or chunk.tool_calls or (self.call.logprobs and chunk.logprobs):
@@ -92,7 +92,7 @@ class OllamaReply(Reply):
 
 
 def ready(model: str, *, chat: bool, keep_s: float | None, seconds: float) -> Payload:
-    """The answer to a request that only has a model loaded, or unloaded."""
+    """Return the answer to a request that only loads or unloads a model."""
     said: Payload = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return {
         "model": model,
@@ -105,12 +105,12 @@ def ready(model: str, *, chat: bool, keep_s: float | None, seconds: float) -> Pa
 
 
 def line(payload: Payload) -> bytes:
-    """One line of a stream."""
+    """Return one line of a stream."""
     return to_json(payload) + b"\n"
 
 
 def now() -> str:
-    """The time, as Ollama writes it."""
+    """Return the time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 

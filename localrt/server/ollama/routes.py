@@ -48,7 +48,7 @@ async def _answered(
         service.note_once("num_ctx", f"{note}: start it with --ctx {wanted}")
     keep_s = keep_alive_s(fields.get("keep_alive"))
     if call is not None or keep_s != 0 or asked.model.state != "unloaded":
-        _keep(asked)  # else the one who asks next would find it gone at once
+        _keep(asked)  # otherwise the next request would find it gone at once
 
     if call is not None:
         return await answer(asked, call, partial(OllamaReply, chat=chat, began=began))
@@ -91,7 +91,7 @@ async def embeddings(request: Request) -> Response:
 
 
 def _keep(asked: ModelRequest) -> None:
-    """Tell the server how long the model is to stay loaded, where the client says so."""
+    """Set how long the model stays loaded, if the client says so."""
     seconds = keep_alive_s(asked.fields.get("keep_alive"))
     if seconds is not None:
         asked.service.models.keep(asked.model.name, seconds)

@@ -1,7 +1,6 @@
-"""What a chat or text completion asks for, in the library's words.
+"""Turn chat and text completion requests into calls.
 
-It reads fields that have been checked against ``schemas``; what none of them can say is checked
-here. It starts nothing.
+Fields were checked against ``schemas``; rules between fields are checked here. It starts nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SAME_NAMES = (
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
-    """The call of a chat; ``note`` is told what a model cannot be shown.
+    """Return the call for a chat; ``note`` is told what cannot be shown to a model.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -55,7 +54,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
         options["logprobs"] = fields.get("top_logprobs") or 0
     tools = offered(fields.get("tools"), note)
     wanted = fields.get("response_format") or {}
-    if wanted.get("type") == "json_object":  # llama.cpp's may have a schema, too
+    if wanted.get("type") == "json_object":  # llama.cpp allows a schema here, too
         options["json_schema"] = wanted.get("schema") or {"type": "object"}
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
@@ -75,7 +74,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
 
 
 def completion_call(fields: Fields) -> Generation:
-    """The call of a text completion.
+    """Return the call for a text completion.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -119,7 +118,7 @@ def _options(fields: Fields) -> dict[str, Any]:
     options = sampling(fields, *_SAME_NAMES)
     if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
         options.setdefault("repetition_penalty", fields["repeat_penalty"])
-    if fields.get("grammar"):  # in llama.cpp "" is none
+    if fields.get("grammar"):  # llama.cpp treats "" as none
         options["grammar"] = fields["grammar"]
     if fields.get("logit_bias"):
         options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
@@ -127,7 +126,7 @@ def _options(fields: Fields) -> dict[str, Any]:
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
-    """Whether and how much the model is to think, in the ways of several servers."""
+    """Whether and how much the model should think, by several servers' fields."""
     options: dict[str, Any] = {}
     told = fields.get("chat_template_kwargs") or {}
     efforts = (one for one in (told, fields) if one.get("reasoning_effort") is not None)
@@ -148,9 +147,9 @@ def _thinking(fields: Fields) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
-    """Messages as chat templates take them."""
+    """Return messages as chat templates take them."""
     found: list[Message] = []
-    called = ""  # the id of the last call that had none of its own
+    called = ""  # the id of the last call that came without one
     for number, message in enumerate(given):
         role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
@@ -167,7 +166,7 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
         if (former := message.get("function_call")) is not None:
             called = f"call_{number}"
             calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
-        if calls:  # some send each as a part of the content, too
+        if calls:  # some clients also send each as a part of the content
             ids = {call["id"] for call in calls}
             more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
             shown["tool_calls"] = [*more, *calls]
@@ -179,13 +178,13 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
 
 
 def _detail(detail: Fields) -> str | None:
-    """The text of one of OpenRouter's reasoning details; some are encrypted."""
+    """Return the text of one of OpenRouter's reasoning details; some are encrypted."""
     text = detail.get("text") or detail.get("summary")
     return text if isinstance(text, str) else None
 
 
 def _called(call: Fields) -> Message:
-    """A call of a message; that of a tool that takes a text has the text as its argument."""
+    """Return a message's call; for a tool that takes a text, the text is its argument."""
     if isinstance(custom := call.get("custom"), Mapping):
         argument = {"input": custom.get("input") or ""}
         return made_call(call.get("id"), str(custom.get("name")), argument)

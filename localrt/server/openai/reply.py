@@ -1,4 +1,4 @@
-"""From chunks to OpenAI's chat and text completions: choices, deltas, log-probabilities, usage.
+"""Turn chunks into OpenAI's completions: choices, deltas, log-probabilities, usage.
 
 It does not know HTTP, or where chunks come from.
 """
@@ -23,7 +23,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
-    """Tokens of a request whose answers had these final ``metrics``; each prompt counts once."""
+    """Return the token counts of a request by its final ``metrics``; each prompt counts once."""
     found = list(metrics)
     choices = max(1, len(found) // prompts)
     read = sum(m.prompt_tokens for m in found[::choices])
@@ -38,7 +38,7 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
 
 
 class Completion(Reply):
-    """A response with choices, which look as the kinds of completion below say."""
+    """A response with choices, whose form the subclasses define."""
 
     kind = stream_kind = prefix = ""
 
@@ -64,7 +64,7 @@ class Completion(Reply):
             yield from self._events(self.first(index))
 
     def alive(self) -> bytes:
-        """A choice without anything new: some clients count events, not comments."""
+        """Return a choice without anything new: some clients count events, not comments."""
         return b"".join(self._events([self.idle()]))
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ class Completion(Reply):
         yield from self._events(self.pieces(index, chunk))
 
     def end(self) -> Iterator[bytes]:
-        """What the choices took, if that is wanted."""
+        """Return the usage, if it was requested."""
         if self.call.include_usage:
             metrics = [self._ends[index] for index in sorted(self._ends)]
             counts = usage(metrics, len(self.call.prompts))
@@ -86,19 +86,19 @@ class Completion(Reply):
 
     @abstractmethod
     def choice(self, index: int, chunk: Chunk) -> Payload:
-        """The choice of a finished answer."""
+        """Return the choice of a finished answer."""
 
     def first(self, index: int) -> list[Payload]:
-        """What a stream says of a choice before its text."""
+        """Return what a stream sends for a choice before its text."""
         return []
 
     @abstractmethod
     def idle(self) -> Payload:
-        """What a stream says while there is nothing new."""
+        """Return what a stream sends while there is nothing new."""
 
     @abstractmethod
     def pieces(self, index: int, chunk: Chunk) -> list[Payload]:
-        """What a stream says of a chunk: nothing, or choices."""
+        """Return the choices that a stream sends for a chunk, if any."""
 
 
 class ChatReply(Completion):
@@ -150,7 +150,7 @@ class ChatReply(Completion):
         return found
 
     def _calls(self, chunk: Chunk) -> Payload:
-        """The field of a message with the calls of a chunk."""
+        """Return the message field with a chunk's calls."""
         calls = [call.to_dict() for call in chunk.tool_calls]
         if self.call.legacy:
             return {"function_call": calls[0]["function"]}
@@ -176,7 +176,7 @@ class ChatReply(Completion):
 
 
 class TextReply(Completion):
-    """A text completion; a prompt that is to be shown is its first chunk."""
+    """A text completion; a prompt to be echoed is its first chunk."""
 
     kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
 
@@ -199,10 +199,10 @@ class TextReply(Completion):
         }
 
     def _shown(self, index: int, chunk: Chunk) -> Payload:
-        """Of every token; the first of a prompt has no number, nor alternatives."""
+        """Return the log-probabilities; a prompt's first token has none, and no alternatives."""
         shown = list(chunk.logprobs)
         if self.call.echo and chunk.end_logprob is not None:
-            # Who scores prompts takes away as many tokens as were to be written.
+            # Clients that score prompts subtract the number of tokens they asked for.
             shown.append(chunk.end_logprob)
         texts = [self._text(found.token_id) for found in shown]
         lengths = [len(text) for text in texts]
@@ -221,7 +221,7 @@ class TextReply(Completion):
                 if isnan(found.logprob)
                 else {
                     self._text(token): max(logprob, LEAST_LOGPROB)
-                    # Of those that look the same the likeliest counts.
+                    # Of alternatives with the same text the likeliest counts.
                     for token, _, logprob in reversed(found.top)
                 }
                 for found in shown

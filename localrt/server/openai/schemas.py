@@ -1,5 +1,5 @@
-"""The fields of OpenAI's protocol, and of what vLLM, llama.cpp, Mistral and Jina have beside it, as
-JSON Schema. Fields that are not listed are ignored.
+"""OpenAI's fields, and additional ones of vLLM, llama.cpp, Mistral and Jina, as JSON Schema. Fields
+that are not listed are ignored.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _MESSAGE = object_of(
     prefix=FLAG,
 )
 
-# localrt's own name, vLLM's and llama.cpp's; -1 is no limit.
+# The names in localrt, vLLM and llama.cpp; -1 is no limit.
 THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 
 _RESPONSE_FORMAT: Schema = {

@@ -1,4 +1,4 @@
-"""What OpenAI's Responses ask for, in the library's words: items as messages, options.
+"""Turn requests of OpenAI's Responses into calls: items become messages and options.
 
 It starts nothing.
 """
@@ -35,9 +35,9 @@ _NOT_HERE = {
 
 
 def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Generation:
-    """The call that answers ``items``, the earlier ones first.
+    """Return the call that answers ``items``, the earlier ones first.
 
-    ``note`` is told what a model cannot be shown.
+    ``note`` is told what cannot be shown to a model.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -70,7 +70,7 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
         stream=bool(fields.get("stream")),
         logprobs=shows,
         parallel_tools=fields.get("parallel_tool_calls") is not False,
-        overflow_in_stream=True,  # as OpenAI does: coding agents look for no other sign
+        overflow_in_stream=True,  # as OpenAI does: coding agents rely on it
         known=tools.known,
     )
 
@@ -79,7 +79,7 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
 
 
 def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
-    """The items of an ``input``, each with an id and a type."""
+    """Return the items of an ``input``, each with an id and a type."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
     found: list[Item] = []
@@ -96,7 +96,7 @@ def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
 
 
 def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]:
-    """The messages that ``items`` are: thoughts and calls go into the assistant's message."""
+    """Return ``items`` as messages: thoughts and calls go into the assistant's message."""
     messages: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"
@@ -120,7 +120,7 @@ def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]
 
 
 def tools_in(items: Sequence[Fields]) -> list[Fields]:
-    """The tools that items of a conversation add to those of the request."""
+    """Return the tools that a conversation's items add to the request's."""
     return [
         tool
         for item in items
@@ -132,7 +132,7 @@ def tools_in(items: Sequence[Fields]) -> list[Fields]:
 
 
 def _joined(last: Message, message: Message) -> bool:
-    """Whether both are of one turn of the assistant; ``last`` has it all then."""
+    """Merge a message into ``last`` if both are of one assistant turn; return whether they are."""
     if not last["role"] == message["role"] == "assistant":
         return False
     calls, thinks = last.get("tool_calls"), _THOUGHT in message

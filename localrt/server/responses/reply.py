@@ -1,4 +1,4 @@
-"""From chunks to OpenAI's response: its items of reasoning, text and calls, whole or as events.
+"""Turn chunks into OpenAI's response: items of reasoning, text and calls, whole or as events.
 
 It does not know HTTP, or where chunks come from.
 """
@@ -17,7 +17,7 @@ from localrt.server.dialect import Generation, Payload, Reply, TokenBytes, event
 from localrt.server.errors import ApiError, in_words
 from localrt.server.messages import Known, text_argument
 
-# What clients send, and find again in the response.
+# Request fields that are repeated in the response.
 _SHOWN: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -33,7 +33,7 @@ _SHOWN: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-# All that is said of a response while there is nothing new.
+# All that events contain of a response while there is nothing new.
 _BRIEF: Mapping[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 _HEAD = ("id", "object", "created_at", "status", "error", "incomplete_details", "model")
 _WRITTEN = {
@@ -44,7 +44,7 @@ _EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_t
 
 
 class ResponseReply(Reply):
-    """A response. ``fields`` are the request's. ``keep`` gets the finished response."""
+    """A response. ``fields`` are the request's. ``keep`` is called with the finished response."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ResponseReply(Reply):
             **given,
         }
         self._thoughts = ThoughtStream()
-        self._item: Payload | None = None  # the one that is being written
+        self._item: Payload | None = None  # the item in progress
         self._sent = 0  # events so far
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
@@ -88,7 +88,7 @@ class ResponseReply(Reply):
         yield self.alive()
 
     def alive(self) -> bytes:
-        """That it goes on, in few words: coding agents count events, not comments."""
+        """Return a short event to show progress: coding agents count events, not comments."""
         head = {name: self._response[name] for name in _HEAD}
         return self._event("response.in_progress", response={**head, **_BRIEF, "output": []})
 
@@ -113,12 +113,12 @@ class ResponseReply(Reply):
         }
 
     def end(self) -> Iterator[bytes]:
-        """The whole response, which is kept."""
+        """Return the whole response, which is kept."""
         self._keep(self._response)
         yield self._event(f"response.{self._response['status']}", response=self._response)
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        """The response so far, and what went wrong."""
+        """Return the response so far, and the error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         if error.overflow is not None:
             code = str(error.code)
@@ -128,7 +128,7 @@ class ResponseReply(Reply):
     # -- items ---------------------------------------------------------------------------------
 
     def _grow(self, kind: str, text: str, logprobs: Sequence[Payload] = ()) -> Iterator[bytes]:
-        """``text`` of the open item, which is of this kind."""
+        """Add ``text`` to the open item, which is of this kind."""
         if self._item is not None and self._item["type"] != kind:
             yield from self._close("completed")
         if self._item is None:
@@ -156,7 +156,7 @@ class ResponseReply(Reply):
         item["content"].append(part)
 
     def _close(self, status: str) -> Iterator[bytes]:
-        """The end of the open item, if there is one."""
+        """End the open item, if there is one."""
         item = self._item
         if item is None:
             return
@@ -170,9 +170,9 @@ class ResponseReply(Reply):
         self._item = None
 
     def _called(self, call: ToolCall) -> Iterator[bytes]:
-        """Events of a call, which is an item of the type that its tool has for the client."""
+        """Return events of a call, as an item of the type that the client knows."""
         known = self.call.known.get(call.name, Known("function", call.name))
-        field = text = ""  # what is written of it
+        field = text = ""  # the part of it in progress
         item: Payload = {"call_id": call.id, "status": "in_progress"}
         if known.type == "local_shell":
             action = {"type": "exec", "env": {}, **arguments_of(call)}
@@ -202,7 +202,7 @@ class ResponseReply(Reply):
 
     @property
     def _at(self) -> int:
-        """The index of the item that is being written."""
+        """Return the index of the item in progress."""
         return len(self._response["output"])
 
     def _place(self) -> Payload:

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's Responses. Those that have been answered are kept for a while."""
+"""The endpoints of OpenAI's Responses. Finished responses are kept for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localrt.server.responses.calls import Item, items_of, responses_call
 from localrt.server.responses.reply import ResponseReply
 from localrt.server.service import ResponseStore, Stored, read_request, service_of
 
-_MOST_ITEMS = 100  # that a page has
+_MOST_ITEMS = 100  # items of a page
 
 
 async def create(request: Request) -> Response:
@@ -75,10 +75,10 @@ async def input_tokens(request: Request) -> Response:
 
 
 def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
-    """The items of a request, with those of the response that it follows on.
+    """Return the items of a request, after those of the response that it follows.
 
     Raises:
-        ApiError: 400, there are none, or that response is gone.
+        ApiError: 400, there are no items, or that response is gone.
     """
     earlier: list[Item] = []
     if name := fields.get("previous_response_id"):
@@ -87,7 +87,7 @@ def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
             raise _unknown(name, 400, "previous_response_id", "previous_response_not_found")
         earlier = stored.conversation()
     given = items_of(fields.get("input"))
-    # A reference has the id of an item of an earlier response, or of its input.
+    # A reference has the id of an item in an earlier response or its input.
     named = {"item_reference"}
     items = [(item["type"] in named and store.item(str(item["id"]))) or item for item in given]
     if not earlier and not items:
@@ -96,7 +96,7 @@ def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
 
 
 def _found(request: Request) -> Stored:
-    """The response of the path.
+    """Return the response that the path names.
 
     Raises:
         ApiError: 404, it is not there.
