@@ -1,1 +1,1 @@
-"""Weight formats and the compute room: what a packed weight is, and how it is multiplied."""
+"""Weight formats and compute steps: what a packed weight is, and how it is multiplied."""

@@ -14,7 +14,7 @@ from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops
 from localrt.quant.ops.recurrent import RecurrentSpec
 
-_WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/cpu/csrc/kv.h
+_WIDEST = 512  # most numbers of a head, latents or rotary: MAX_HEAD in quant/cpu/csrc/kv.h
 
 
 def make_ops(
@@ -26,15 +26,15 @@ def make_ops(
     activations: str | None = None,
     threads: int | None = None,
 ) -> Ops:
-    """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
+    """Make the implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
 
-    ``compute_format=None`` keeps weights as published where our kernels run (compiled for a CPU,
-    or CUDA's), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
-    must be able to do. ``activations="bf16"`` keeps their precision in our kernels too.
+    ``compute_format=None`` keeps weights as published where our kernels run (compiled for a CPU, or
+    CUDA's), and unpacks them to bf16 elsewhere. ``attention`` lists layers that the kernels must
+    support. ``activations="bf16"`` keeps their precision in our kernels too.
 
     Raises:
-        OptionError: the device is not on this machine, or ``kv_format`` or ``activations`` are
-            for other ones.
+        OptionError: the device is not on this machine, or does not support ``kv_format`` or
+            ``activations``.
         MissingExtraError: neither the compiled kernels nor torch can do it.
     """
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
@@ -42,7 +42,7 @@ def make_ops(
     if device == "auto":
         device = _default_device()
         # Such attention on packed weights needs our kernels: without them, it is the CPU's. So is
-        # what none of our kernels for GPUs can do: the CPU keeps it packed, and may stream it.
+        # attention that none of our GPU kernels support: the CPU keeps it packed and may stream it.
         if compute_format is None and device != "cpu":
             lacking = _kernels_fit(attention) and missing_on_gpu(attention)
             if lacking or (ours and _limit(attention, 0)):
@@ -57,7 +57,7 @@ def make_ops(
                 f"{option('activations', 'bf16')} is for a GPU: the CPU's kernels multiply in 8 "
                 f"bits; leave it out, or use {option('format', 'bf16')}"
             )
-        cache_format(split_layers(attention)[0], kept)  # raises where the two do not go together
+        cache_format(split_layers(attention)[0], kept)  # raises if the two cannot be combined
         return NativeOps(threads=threads, kv_format=kept)
     on_gpu = device.startswith("cuda") and compute_format is None
     if kept != "bf16" and (latent or not on_gpu):
@@ -106,7 +106,7 @@ def _no_kv_format(name: str | None) -> str:
 
 
 def _default_device() -> str:
-    """``"cuda"`` where a GPU can be used; torch is only asked where a driver is installed."""
+    """``"cuda"`` if a GPU can be used; torch is imported only if a driver is installed."""
     from pathlib import Path
 
     driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
@@ -118,8 +118,8 @@ def _default_device() -> str:
 
 
 def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -> str:
-    """What to tell of ``ops``, made for ``device`` without a format: in a line, why they are not
-    our kernels on the GPU that is there; empty where they are, or where there is none.
+    """Why ``ops``, made for ``device`` without a format, do not use our kernels on the GPU, in one
+    line; empty if they do, or if there is no GPU.
     """
     if ops.name == "cuda" or (device if device != "auto" else _default_device()) == "cpu":
         return ""
@@ -136,9 +136,9 @@ def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -
 
 
 def _limit(attention: Sequence[LayerSpec], index: int) -> str:
-    """Why our kernels do not compute on a GPU, and what to do; empty where they do.
+    """Why our kernels do not run on a GPU, and what to do; empty if they do.
 
-    A broken install counts as none: torch computes as well, on unpacked weights.
+    A broken installation counts as none: torch can compute on unpacked weights.
     """
     import torch
 
@@ -164,7 +164,7 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
 
 
 def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
-    """What our kernels for GPUs lack for a model that remembers ``memory``; empty if nothing."""
+    """What our GPU kernels lack for a model with layers of ``memory``; empty if nothing."""
     for spec in memory:
         if isinstance(spec, RecurrentSpec):
             if spec.kind == "ngram":
@@ -190,7 +190,7 @@ def _kernels_fit(attention: Sequence[LayerSpec]) -> bool:
 
 
 def _take_latents(spec: LatentSpec) -> bool:
-    """Whether the compiled kernels can do it: whole tiles of 16 everywhere."""
+    """Whether the compiled kernels support these latents: whole tiles of 16 everywhere."""
     sizes = (spec.rope_dim, spec.latent, spec.value, spec.nope)
     return all(size % 16 == 0 for size in sizes) and max(spec.rope_dim, spec.latent) <= _WIDEST
 

@@ -1,12 +1,12 @@
-"""Low-rank adapters as the steps see them: by tensor, and mixed for a pass.
+"""Low-rank adapters as the steps see them: by tensor, and combined in adapter sets for a pass.
 
 An adapter makes a matrix's products ``factors * (W x) + b @ (a @ x)`` (LoRA, arXiv:2106.09685; the
 factors are DoRA's, arXiv:2402.09353). Sequences of one pass may have different adapters, or several
-at once: each cache says which its tokens were computed with (``KVCache.mix``), so that sessions,
-batches, branches and saved conversations need no more than to compare it, and the weights are read
-once for all of them (Punica, arXiv:2310.18547). Weights know nothing of adapters but their tensor's
-name: adapters come and go without a weight being read, and streamed weights find theirs again. Rows
-without an adapter have the bits that they have without this file. Nothing here knows files.
+at once: each cache names the adapter set of its tokens (``KVCache.mix``), so that sessions,
+batches, branches and saved conversations only compare it, and weights are read once for all
+sequences (Punica, arXiv:2310.18547). Weights know only their tensor's name: adapters come and go
+without reading weights, and streamed weights find their adapters by name. Rows without an adapter
+give the same bits as without this module. Nothing here knows files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from localrt.common.errors import OptionError
 from localrt.quant.formats.packed import Floats
 
-_MIXES = 8  # of several adapters, kept for the next pass
+_MIXES = 8  # combined adapters, kept for the next pass
 
 Mix: TypeAlias = tuple[tuple[str, float], ...]
 """Adapters by their keys, and what each one's change is times; empty: none."""
@@ -29,9 +29,9 @@ Mix: TypeAlias = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What is added to a matrix (out, in): ``a`` (rank, in), ``b`` (out, rank) with its scale.
+    """The change of a matrix (out, in): ``a`` (rank, in), ``b`` (out, rank) with its scale.
 
-    ``factors`` (out,) are what W's own products are times; None is 1.
+    ``factors`` (out,) multiply W's own products; None is 1.
     """
 
     a: Floats
@@ -73,10 +73,9 @@ class Adapter(Generic[Part]):
 
 
 class AdapterTable(Generic[Part]):
-    """The adapters that a model has now, by their keys.
+    """The adapters that a model has loaded, by their keys.
 
-    ``pack`` makes parts as the implementation computes them; ``joined`` makes one of several, each
-    with its weight.
+    ``pack`` makes the implementation's parts; ``joined`` combines several, each with its weight.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class AdapterTable(Generic[Part]):
         joined: Callable[[Sequence[tuple[Part, float]]], Part],
     ) -> None:
         self._pack, self._joined = pack, joined
-        self.used = False  # whether it has ever had one
+        self.used = False  # whether it has ever held an adapter
         self._known: dict[str, Adapter[Part]] = {}
         self._mixed: dict[Mix, Adapter[Part]] = {}  # the latest is the last
 
@@ -93,25 +92,25 @@ class AdapterTable(Generic[Part]):
         return bool(self._known)
 
     def packed(self, adapter: Adapter[LowRank]) -> Adapter[Part]:
-        """As it would be kept."""
+        """The adapter in the implementation's form."""
         matrices = self._pack(adapter.matrices)
         return Adapter(adapter.key, matrices, adapter.embedding, adapter.head)
 
     def add(self, packed: Adapter[Part]) -> None:
-        """Have it in passes from now on."""
+        """Make an adapter available to passes."""
         self.used = True
         self._known[packed.key] = packed
 
     def remove(self, key: str) -> None:
-        """Forget one that no sequence needs."""
+        """Remove an adapter that no sequence needs."""
         self._known.pop(key, None)
         self._mixed = {mix: a for mix, a in self._mixed.items() if key not in dict(mix)}
 
     def mixed(self, mix: Mix) -> Adapter[Part]:
-        """What ``mix`` does, as one adapter: the same object for the same mix in the next pass.
+        """The adapter set ``mix`` as one adapter: the same object if the next pass has it too.
 
         Raises:
-            OptionError: one of them is not here any more.
+            OptionError: one of the adapters is no longer loaded.
         """
         if any(key not in self._known for key, _ in mix):
             raise OptionError("the adapter was removed: the answer cannot go on without it")
@@ -151,7 +150,7 @@ def joined(parts: Sequence[tuple[LowRank, float]]) -> LowRank:
 
 
 def joined_factors(parts: Iterable[tuple[Floats | None, float]]) -> Floats | None:
-    """What W's own products are times: each one's change of them, weighted."""
+    """The factors of W's own products: each adapter's change of them, weighted."""
     factors: Floats | None = None
     for own, weight in parts:
         if own is not None:
@@ -163,7 +162,7 @@ def joined_factors(parts: Iterable[tuple[Floats | None, float]]) -> Floats | Non
 def adapted_rows(
     table: AdapterTable[Part], spans: Iterable[tuple[Mix, int]]
 ) -> list[tuple[slice, Adapter[Part]]]:
-    """The adapters of a pass's rows, where they have any; ``spans`` are mixes of so many rows."""
+    """The adapters of a pass's rows, if any; ``spans`` are adapter sets and row counts."""
     found, at = [], 0
     for mix, rows in spans:
         if mix:
@@ -179,7 +178,7 @@ def head_deltas(
     first_row: int,
     logits: Floats,
 ) -> None:
-    """Add to ``logits`` (rows wanted, V) what adapters of a head do, of its rows from one on.
+    """Add to ``logits`` (rows wanted, V) the adapters' changes of a head, from one of its rows on.
 
     ``normed`` gives a row's inputs (D,).
     """

@@ -1,7 +1,7 @@
 """The arrays of the compute steps, which nothing above an implementation looks into.
 
-Only this room knows what they are: numpy's own, torch tensors, or a residual stream with a sum
-still pending. Who must look at activations from outside a pass has them copied to the host.
+Only this package knows what they are: numpy's own, torch tensors, or a residual stream with a sum
+still pending. Code outside a pass copies activations to the host to read them.
 
 Memory straight from the system: page-aligned for reads and pinning, given back when freed.
 """
@@ -18,11 +18,11 @@ import numpy.typing as npt
 Array: TypeAlias = Any  # activations, (R, ...)
 Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
 Vector: TypeAlias = Any  # a norm weight or a bias, (n,)
-Pass: TypeAlias = Any  # what an implementation derives once from a Batch
+Pass: TypeAlias = Any  # derived once from a Batch by an implementation
 
 
 def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
-    """Copy activations (R, D) into ``out``; ``x`` stays what it is."""
+    """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
     if not isinstance(x, np.ndarray):
         settle = getattr(x, "settle", None)
         tensor = x if settle is None else settle()

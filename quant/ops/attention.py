@@ -1,4 +1,4 @@
-"""What attention is to the steps: its shape, behaviour and weights, ordinary and latent.
+"""Attention as the steps see it: its shape, behaviour and weights, ordinary and latent.
 
 Shapes: R rows, D hidden size, H query heads, G key/value heads, E head size. Of latent attention: P
 rotary size, L latent size, N a query's part without rotation, V a head's value, Q the queries'
@@ -6,8 +6,8 @@ rank. It knows no caches.
 
 Latent attention is DeepSeek-V2's, in its absorbed form. A token is cached as one row: a rotary key
 that all heads share, and a latent of low rank (64 + 512 numbers), from which each head's key and
-value follow by a matrix. The key's matrix is applied to the query instead, the value's to what
-attention gives, so that attention itself is over one key/value head whose values are the latents
+value follow by a matrix. The key's matrix is applied to the query instead, the value's to
+attention's result, so that attention itself is over one key/value head whose values are the latents
 (DeepSeek-V2, 2024, section 2.1). For caches, trees, trims and the planner its spec is an
 ``AttentionSpec`` like any other. The compiled kernels (``quant/cpu/csrc/latent.h``) multiply each
 head's rows by its own tiles, in any format; a block's keys are put into tiles for 32 queries at a
@@ -16,12 +16,11 @@ takes 8 MB instead of hundreds.
 
 Attention to chosen tokens (Qwen3.8-Flash-Next's QSA): an indexer scores blocks of a few tokens, and
 rows see the best ones. A block's index key is the mean of its tokens' keys, normed and rotated at
-the block's first token; its score for a row is the sum over the row's index queries of what is
-above 0 of their products with it. A row sees the tokens of the blocks with the best scores, as many
-as a budget has room for, and those behind its last whole block. So the cache grows, but not what is
-read of keys and values. What the indexer remembers is one more layer of the cache: a token's key is
-its own index key as projected, its value that of the block which it ends, and zeros where it ends
-none. Both follow from the tokens before, as keys and values do.
+the block's first token; its score for a row is the sum of the ReLU of its products with the row's
+index queries. A row sees the tokens of the blocks with the best scores, within a budget, and those
+after its last whole block. So the cache grows, but the keys and values read do not. The indexer's
+memory is one more layer of the cache: a token's key is its own index key as projected, its value
+the key of the block that it ends, or zeros. Both depend on earlier tokens, as keys and values do.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class AttentionTemperature:
             raise ValueError(f"length must be at least 1, is {self.length}")
 
     def factors(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """What queries at ``positions`` (R,) are multiplied by."""
+        """The factors of queries at ``positions`` (R,)."""
         return (1 + self.beta * np.log1p(positions // self.length)).astype(np.float32)
 
 
@@ -66,11 +65,11 @@ class AttentionSpec:
     """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
 
     With ``joint_norms``, queries are normed over all heads at once, and so are keys. A layer that
-    ``reads`` an earlier one's keys and values has neither of its own. With ``keys_as_values``,
-    values are the projected keys, before their norm and rotation. Of ``gated`` attention, each
-    head's rows of the queries' projection are followed by as many for a gate, whose sigmoid scales
-    what the head gives. With ``head_gates``, each head has one gate; their rows are the last of all
-    projections. ``norms_last``: queries and keys are normed behind their rotation.
+    ``reads`` an earlier one's keys and values has none of its own. With ``keys_as_values``, values
+    are the projected keys, before their norm and rotation. In ``gated`` attention, each head's rows
+    of the query projection are followed by as many gate rows, whose sigmoid scales the head's
+    result. With ``head_gates``, each head has one gate; their rows are the last of all projections.
+    ``norms_last``: queries and keys are normed after their rotation.
     """
 
     heads: int
@@ -84,7 +83,7 @@ class AttentionSpec:
     sinks: bool = False  # a learned logit per head joins the softmax and takes its share
     joint_norms: bool = False
     temperature: AttentionTemperature | None = None
-    reads: int | None = None  # the number of the layer whose cache it attends to
+    reads: int | None = None  # the number of the layer whose cache it reads
     keys_as_values: bool = False
     value_norm: bool = False  # each head's values are normed, without weights
     gated: bool = False
@@ -105,7 +104,7 @@ class AttentionSpec:
 
     @property
     def has_gates(self) -> bool:
-        """Whether the sigmoids of gates scale what heads give."""
+        """Whether gates scale the heads' results."""
         return self.gated or self.head_gates
 
     @property
@@ -122,7 +121,7 @@ class AttentionSpec:
 
     @property
     def projected_rows(self) -> int:
-        """Their rows, and those of gates: (H + 2G) * E of an ordinary layer."""
+        """Rows of these and of gates: (H + 2G) * E for an ordinary layer."""
         queries = 2 * self.heads if self.gated else self.heads
         rows = (queries + (self.projections - 1) * self.kv_heads) * self.head_dim
         return rows + self.heads if self.head_gates else rows
@@ -137,7 +136,7 @@ class AttentionSpec:
 class AttentionWeights:
     """One attention unit. ``qkv`` stacks the rows of q, k and v, as far as a layer has them."""
 
-    norm: Vector  # None where the rows are taken as they are
+    norm: Vector  # None if the input is not normed
     qkv: Weight  # (projected_rows, D)
     out: Weight  # (D, H * E)
     qkv_bias: Vector | None = None
@@ -202,7 +201,7 @@ class LatentSpec(AttentionSpec):
 
     @property
     def down_rows(self) -> int:
-        """Rows of what the hidden state is projected to: queries or their Q latents, then L + P."""
+        """Rows of the down projection: queries or their Q latents, then L + P."""
         return (self.query_rank or self.query_rows) + self.head_dim
 
 
@@ -244,12 +243,12 @@ class IndexSpec(AttentionSpec):
 
     @property
     def most_blocks(self) -> int:
-        """That are chosen."""
+        """The most blocks chosen."""
         return self.budget // self.block
 
     @property
     def most_tokens(self) -> int:
-        """That a row sees: those of the blocks, and of one that is not whole."""
+        """The most tokens that a row sees: chosen blocks', and those of a partial block."""
         return self.budget + self.block - 1
 
     @property
@@ -269,7 +268,7 @@ class IndexWeights:
 
 RUN = 256
 """Keys of a run: RUN in quant/cuda/src/attention.cuh."""
-_MOST_ROWS = 64  # that are split: MOST_ROWS of the products
+_MOST_ROWS = 64  # the most rows that are split: MOST_ROWS of the products
 _MOST_NBYTES = 32 << 20
 
 
@@ -278,12 +277,12 @@ _MOST_NBYTES = 32 << 20
 
 
 def run_nbytes(runs: int, heads: int, value: int) -> int:
-    """Of a row's results of ``value`` numbers."""
+    """Bytes of a row's results, of ``value`` numbers, over all runs of keys."""
     return runs * heads * (value + 2) * 4
 
 
 def rows_together(rows: int, nbytes: int) -> int:
-    """Of ``rows`` rows with ``nbytes`` each, so many that they stay small."""
+    """How many of ``rows`` rows to take at once, so that with ``nbytes`` each they stay small."""
     return max(1, min(rows, _MOST_NBYTES // nbytes))
 
 

@@ -1,9 +1,8 @@
-"""What a mixture of experts is to the compute room: routers, experts, and the choices of a pass.
+"""Mixtures of experts as the steps see them: routers, experts, and the choices of a pass.
 
 A router scores every expert for each row and chooses ``used`` of them. A *slot* is one choice of
 one row: slot ``row * used + k``. Experts fill slots, wherever they are computed; slots are combined
-in the order of k, so that the output does not depend on who was first. Knows neither files nor
-caches.
+in the order of k, so that the output does not depend on timing. Knows neither files nor caches.
 
 Shapes: R rows, D hidden size, E experts, K used experts, W ranked experts, F an expert's width.
 """
@@ -24,7 +23,7 @@ Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How experts are chosen. The defaults are Mixtral's, but for the numbers.
+    """How experts are chosen. The defaults are Mixtral's, except for the counts.
 
     The logits become scores by a softmax over all experts, or by a sigmoid each. Experts are ranked
     by score plus ``choice_bias``; with ``groups``, only those of the ``used_groups`` best groups
@@ -71,17 +70,16 @@ class RouterWeights:
     gate: Weight  # (E, D)
     gate_bias: Vector | None = None  # (E,), part of the logits
     choice_bias: Vector | None = None  # (E,), of the ranking alone
-    gate_norm: Vector | None = None  # (D,), in the place of ``norm`` for what the gate sees
-    expert_scale: Vector | None = None  # (E,), of the chosen ones' weights
+    gate_norm: Vector | None = None  # (D,), replaces ``norm`` for the gate's input
+    expert_scale: Vector | None = None  # (E,), factors of the chosen experts' weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """What an expert computes: ``down(activation(gate(x)) * up(x))``.
 
-    ``swiglu_oai`` is gpt-oss's: gate at most ``limit``, up within ``limit``,
-    ``gate * sigmoid(1.702 gate) * (up + 1)``. ``relu2`` has no gate: it squares what is above 0
-    of ``up(x)``.
+    ``swiglu_oai`` is gpt-oss's: gate at most ``limit``, up within ``limit``, ``gate * sigmoid(1.702
+    gate) * (up + 1)``. ``relu2`` has no gate: it squares the ReLU of ``up(x)``.
     """
 
     activation: ExpertActivation = "silu"
@@ -108,9 +106,9 @@ class Routing:
     """The choices of one layer in one pass.
 
     ``experts`` (R, W) int32 are each row's best experts, best first (ties: the lower number), of
-    which the first ``used`` are chosen; ``scores`` (R, W) float32 are theirs, between 0 and 1 and
-    without the choice's bias; ``weights`` (R, K) float32 are what the chosen ones count. All are in
-    host memory; an implementation may bring them there when they are first asked for.
+    which the first ``used`` are chosen; ``scores`` (R, W) float32 are their scores, between 0 and
+    1, without the choice's bias; ``weights`` (R, K) float32 are the weights of the chosen. All are
+    in host memory; an implementation may copy them there on first use.
     """
 
     experts: npt.NDArray[np.int32]
@@ -119,7 +117,7 @@ class Routing:
 
     @property
     def away(self) -> bool:
-        """Whether asking for them would wait for a device."""
+        """Whether reading the choices would wait for a device."""
         return False
 
     @property
@@ -143,17 +141,17 @@ class Routing:
 
 
 class ExpertTable(Protocol):
-    """A layer's experts as far as they are in an implementation's memory, by number."""
+    """The experts of a layer that are in an implementation's memory, by number."""
 
     @property
     def capturable(self) -> bool:
-        """Whether all of the layer's are there, and run without the host knowing the choice."""
+        """Whether all experts are there and run without the host knowing the choice."""
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """From now on ``expert`` can be computed; the table keeps its weights alive."""
 
     def drop(self, expert: int) -> None:
-        """Its memory may be used for something else."""
+        """Forget ``expert``: its memory may be reused."""
 
     def holds(self, expert: int) -> bool:
-        """Whether it can be computed."""
+        """Whether ``expert`` can be computed."""

@@ -1,4 +1,4 @@
-"""The memory of a sequence of which some layers keep keys and values, and others a state."""
+"""The cache of a sequence for models with both attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class HybridCache(Generic[Kv]):
         self.states.advance(count)
 
     def trim(self, length: int) -> int:
-        """Forget tokens from ``length`` on, and those behind the nearest state that is kept."""
+        """Forget tokens from ``length`` on, and those after the nearest kept state."""
         return self.kv.trim(self.states.trim(length))
 
     def select(self, first: int, rows: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class HybridCache(Generic[Kv]):
 def split_layers(
     layers: Sequence[AttentionSpec | RecurrentSpec],
 ) -> tuple[list[AttentionSpec], list[RecurrentSpec]]:
-    """Those that attend, and those that have a state."""
+    """Split layers into those that attend and those with a state."""
     return (
         [spec for spec in layers if isinstance(spec, AttentionSpec)],
         [spec for spec in layers if isinstance(spec, RecurrentSpec)],
@@ -93,11 +93,11 @@ def split_layers(
 
 
 def begin_states(spans: Iterable[Span]) -> list[StatePass]:
-    """What a pass does to the states of its sequences."""
+    """Begin a pass over the states of its sequences."""
     return [states_of(span.cache).begin(span.rows, span.mask) for span in spans]
 
 
 def states_of(cache: KVCache) -> StateCache:
-    """The states of a sequence that has some."""
+    """The state cache of a sequence."""
     assert isinstance(cache, HybridCache), "caches are made for their layers"
     return cache.states

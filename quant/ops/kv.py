@@ -1,13 +1,13 @@
-"""KV caches: what they can do, what all of them count, how bytes are taken out.
+"""KV caches: their contract, shared counting, and saving of blocks.
 
 ``KVCache`` is the contract. ``GrowingCache`` counts tokens held, room allocated, growth in steps,
-and trims; which arrays hold keys and values is an implementation's business. A cache that grows in
-place takes no more than its length rounded up to a step. One that copies grows by a half at a time
-and at most to its capacity, tensor by tensor: at the peak it holds one tensor of one layer twice.
+and trims; implementations choose the arrays of keys and values. A cache that grows in place takes
+no more than its length rounded up to a step. One that copies grows by a half at a time and at most
+to its capacity, tensor by tensor: at the peak it holds one tensor of one layer twice.
 
 ``BlockCache`` is a cache that can be saved to a file, or moved to another memory: its bytes are
-taken out and put back in blocks of 256 tokens, which hold all layers of their tokens; a last,
-partial one is taken whole. Bytes only go back into a cache of the same layout.
+taken out and put back in blocks of 256 tokens, which hold all layers of their tokens; a partial
+last block is taken whole. Bytes only go back into a cache of the same layout.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ReadBlocks: TypeAlias = "Callable[[int, Bytes], int]"
 FillBlocks: TypeAlias = "Callable[[int, int, ReadBlocks], None]"
 """``BlockCache.fill_blocks``."""
 
-_PIECE = 16 << 20  # bytes of the blocks that are read at once
+_PIECE = 16 << 20  # bytes of blocks read at once
 
 
 class KVCache(Protocol):
     """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable.
 
-    ``mix`` are the adapters that its tokens are computed with, from the first on.
+    ``mix`` is the adapter set that all its tokens are computed with.
     """
 
     mix: Mix
@@ -68,7 +68,7 @@ class KVCache(Protocol):
         """Count ``count`` rows that a finished pass has written as held."""
 
     def trim(self, length: int) -> int:
-        """Forget every token from ``length`` on; how many are still held.
+        """Forget every token from ``length`` on; returns how many are still held.
 
         Fewer than ``length`` where a state of recurrent layers cannot go back to it.
         """
@@ -82,11 +82,11 @@ class KVCache(Protocol):
 
 @runtime_checkable
 class BlockCache(KVCache, Protocol):
-    """One that can be taken out."""
+    """A cache whose blocks can be saved and restored."""
 
     @property
     def kv_layout(self) -> str:
-        """Names what the bytes mean: format, heads, widths. Empty: it cannot be taken out."""
+        """Names the layout of the bytes: format, heads, widths. Empty: blocks cannot be saved."""
 
     @property
     def block_bytes(self) -> int:
@@ -98,24 +98,24 @@ class BlockCache(KVCache, Protocol):
         """
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
-        """Have ``read`` give blocks ``first`` to ``first + count``, or fewer, into memory that is
-        reserved for them; ``restore`` makes their tokens count.
+        """Have ``read`` fill reserved memory with blocks ``first`` to ``first + count``, or fewer;
+        ``restore`` makes their tokens count.
         """
 
     def saved_states(self) -> Sequence[SavedState]:
-        """What recurrent layers know, beside the blocks; none where there are no such layers."""
+        """The states of recurrent layers; none without such layers."""
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
         """Hold the first ``length`` tokens, whose blocks have been filled, in an empty cache.
 
-        Returns how many are held: fewer where recurrent layers have no state for so many.
+        Returns how many are held: fewer if recurrent layers have no state for that length.
         """
 
 
 def read_pieces(
     first: int, count: int, block_bytes: int, read: ReadBlocks
 ) -> Iterator[tuple[int, Bytes]]:
-    """``fill_blocks`` where blocks cannot be read in place: some at a time, and which they are."""
+    """Read blocks a few at a time, if not possible in place; yields (number, blocks)."""
     step = max(1, _PIECE // max(1, block_bytes))
     for start in range(first, first + count, step):
         room = np.empty((min(step, first + count - start), block_bytes), np.uint8)
@@ -127,7 +127,7 @@ def read_pieces(
 
 
 def held_blocks(blocks: Bytes, first: int = 0) -> ReadBlocks:
-    """A ``ReadBlocks`` of those that are in memory, from number ``first`` on."""
+    """A ``ReadBlocks`` of blocks in memory, which are numbered from ``first``."""
 
     def read(start: int, room: Bytes) -> int:
         room[:] = blocks[start - first : start - first + len(room)]
@@ -174,7 +174,7 @@ class GrowingCache(ABC):
     def reserve(self, length: int) -> None:
         """Grow to at least ``length`` tokens, in whole steps, up to the capacity.
 
-        By a half where growth copies.
+        Grows by a half if growth copies.
         """
         if length > self._capacity:
             raise ValueError(f"{length} tokens exceed the cache's capacity of {self._capacity}")
@@ -197,13 +197,13 @@ class GrowingCache(ABC):
         return ()
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
-        """Count tokens as held whose blocks have been filled."""
+        """Count the tokens of filled blocks as held."""
         assert not self._length, "an empty cache"
         self.advance(length)
         return length
 
     def trim(self, length: int) -> int:
-        """Forget tokens from ``length`` on; memory stays for what comes next."""
+        """Forget tokens from ``length`` on; their memory is kept."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot trim a cache of {self._length} tokens to {length}")
         self._length = length
@@ -212,7 +212,7 @@ class GrowingCache(ABC):
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep token ``first + rows[i]`` as token ``first + i``, and forget all others behind.
 
-        ``rows`` ascend. A tree's accepted path comes to lie as if it had been computed alone.
+        ``rows`` ascend. A tree's accepted path is then stored as if computed alone.
         """
         if any(b <= a for a, b in pairwise(rows)) or (rows and rows[0] < 0):
             raise ValueError(f"rows must ascend from 0: {list(rows)}")

@@ -3,7 +3,7 @@
 ``KV_FORMATS`` are bf16; int8 with a float32 scale for each token and head; int4 in chunks of 32
 neighbours of a head with a scale in bf16, values in 4 bits and keys in 6. Quantized keys and values
 are kept times a Hadamard matrix, behind the rotary embedding and over the largest power of two that
-divides the head's size, at most 128. ``docs/quality.md`` has what other choices lose.
+divides the head's size, at most 128. ``docs/quality.md`` compares other choices.
 
 This module imports nothing heavy: commands list the names.
 """
@@ -31,7 +31,7 @@ _KEY_BYTES, _VALUE_BYTES = 24 + 2, 16 + 2  # of a chunk in int4: codes and their
 
 
 def parse_kv_format(name: str | None) -> KvFormat:
-    """The format of that name; bf16 for none.
+    """The format called ``name``; bf16 for None.
 
     Raises:
         OptionError: there is no such format.

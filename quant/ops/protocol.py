@@ -1,4 +1,4 @@
-"""The compute room's contract: the few fused steps that an architecture is written against.
+"""The contract of the implementations: the few fused steps that architectures are written with.
 
 An architecture hands weights in once (``weight``, ``vector``), then passes opaque arrays from step
 to step. Implementations decide dtype, device, fusion and memory layout. Nothing here knows file
@@ -61,11 +61,10 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Behaviour of an MLP, gated but for ``relu2``, the square of what is above 0.
+    """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU.
 
-    Gates are times ``gate_scale``. With a ``cutoff`` a row's gates are set off by their mean and so
-    many of their standard deviations, and none stays below 0: a fixed share of them counts
-    (Gemma 3n).
+    Gates are multiplied by ``gate_scale``. With a ``cutoff``, a row's mean gate plus ``cutoff``
+    standard deviations is subtracted, then a ReLU applied: a fixed share of gates stays (Gemma 3n).
     """
 
     activation: Activation
@@ -83,8 +82,8 @@ class MlpSpec:
 class MlpWeights:
     """One MLP unit. ``gate_up`` stacks the rows of gate and up, (2F, D), or is up alone, (F, D).
 
-    Without a ``norm`` its input is taken as it is: experts that every row sees get normed rows, and
-    some architectures norm results alone.
+    Without a ``norm`` its input is used as is: shared experts get normed rows, and some
+    architectures only norm results.
     """
 
     norm: Vector | None
@@ -97,10 +96,10 @@ class MlpWeights:
 class Span:
     """Consecutive rows of a pass that extend one sequence.
 
-    ``mask`` (rows, extra + rows) says what a new row sees of the new rows and of the last ``extra``
-    tokens held, which are a tree's rows of earlier passes (``extra`` is 0 on CUDA); None is
-    causal. Every new row sees all that the cache held before, within the layer's window. What a row
-    sees of a mask's rows are its ancestors in a tree, in their order, and itself.
+    ``mask`` (rows, extra + rows) says which new rows, and which of the last ``extra`` held tokens,
+    a new row sees; the latter are a tree's rows of earlier passes (``extra`` is 0 on CUDA). None is
+    causal. Every new row sees all tokens held before those, within the layer's window. Of a mask's
+    rows, a row sees its ancestors in the tree, in order, and itself.
     """
 
     cache: KVCache
@@ -145,28 +144,28 @@ def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
 
 
 class Recorder(Protocol):
-    """Records runs of a pass's steps, and replays each with one launch where it comes again.
+    """Records segments of a pass's steps, and replays each with one launch when it recurs.
 
-    A recording reads weights and caches where they were: whoever moves weights calls ``forget``.
+    A recording reads weights and caches at their old places: after moving weights, call ``forget``.
     """
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
         """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
 
     def takes(self, step: Pass | None) -> bool:
-        """Whether runs of this pass, the latest that has begun, are to be recorded."""
+        """Whether segments of this pass, the latest begun, are recorded."""
 
     def run(
         self, step: Pass, x: Array, key: object, body: Callable[[Pass, Array], Array]
     ) -> npt.NDArray[np.float32] | None:
-        """What ``body`` makes of ``x``, in place; ``key`` names the run in passes of one kind.
+        """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
 
-        Returns the logits if the run has the head, whose rows are those wanted. ``body`` is not
-        called where it was recorded before, and keeps nothing.
+        Returns the logits of the wanted rows if the segment has the head. ``body`` is not called if
+        it was recorded before, and must keep no state.
         """
 
     def forget(self) -> None:
-        """Weights have moved: drop what was recorded, between passes."""
+        """Drop all recordings, between passes: weights have moved."""
 
 
 class Ops(Protocol):
@@ -186,7 +185,7 @@ class Ops(Protocol):
 
     @property
     def adapters(self) -> AdapterTable[Any] | None:
-        """What is added to products, sequence by sequence; None where nothing can be."""
+        """The adapters that are added to products, by sequence; None if unsupported."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Held around every pass and around loading (torch: inference mode)."""
@@ -195,10 +194,10 @@ class Ops(Protocol):
         """Bytes free on the device's own memory; None where it computes in RAM."""
 
     def graphed(self, forward: Forward) -> Forward:
-        """``forward``, or a quicker way through the same pass (CUDA graphs)."""
+        """``forward``, or a faster way to run the same pass (CUDA graphs)."""
 
     def recorder(self) -> Recorder | None:
-        """The same for runs of steps in a pass; None where nothing is quicker."""
+        """A recorder for segments of a pass; None if recording is not faster."""
 
     # -- weights, once ---------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class Ops(Protocol):
     ) -> Weight:
         """A matrix from consecutive row blocks, which are read and converted one at a time.
 
-        A store's matrices come as tiles, each of them whole.
+        A store's matrices come whole, as tiles.
         """
 
     def vector(self, values: npt.NDArray[np.float32]) -> Vector:
@@ -220,7 +219,7 @@ class Ops(Protocol):
         """Bytes of a cache that has grown to ``length`` tokens."""
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
-        """An empty cache for one sequence. Steps number layers of one kind for themselves."""
+        """An empty cache for one sequence. Each kind of layer is numbered on its own."""
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -238,24 +237,24 @@ class Ops(Protocol):
     ) -> Array:
         """Rows of ``table`` for the batch's tokens: (R, D).
 
-        ``tokens`` (R,) takes their place where the table is not the whole vocabulary's. Of a table
-        with ``each`` rows for a token these come one after another, (R * each, D), and a token
-        that it lacks has the first one's.
+        ``tokens`` (R,) replaces them if the table is not the whole vocabulary's. A table with
+        ``each`` rows per token gives them one after another, (R * each, D); a missing token gets
+        the first token's.
         """
 
     def begin_adapters(self, batch: Batch) -> None:
-        """What ``begin`` does of adapters: for one that computes a pass's products alone."""
+        """The adapter part of ``begin``, if only a pass's products are computed here."""
 
     def adapt_tokens(self, x: Array, step: Pass, scale: float) -> Array:
-        """x (R, D), rows of the embedding times ``scale``, with what adapters add to them."""
+        """x (R, D), rows of the embedding times ``scale``, plus adapters' changes."""
 
     def norm_qkv_rope_append(
         self, x: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
     ) -> Array:
         """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
 
-        Returns the queries, (R, H, E), times the factors of the spec's temperature; behind them the
-        gates of gated attention, (2R, H, E).
+        Returns the queries, (R, H, E), times the spec's temperature; gated attention's gates
+        follow, (2R, H, E) in all.
         """
 
     def choose_tokens(
@@ -307,19 +306,19 @@ class Ops(Protocol):
         """
 
     def norm(self, x: Array, weight: Vector, eps: float) -> Array:
-        """RMSNorm of what a step gave, (R, D), which is given up."""
+        """RMSNorm of a step's result (R, D), which may be overwritten."""
 
     # -- inputs of each layer's own, several residual streams --------------------------------------
 
     def project_inputs(self, x: Array, rows: Array, weights: InputProjection) -> Array:
-        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which are given up, plus
-        what the embeddings ``x`` (R, D) are projected to.
+        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
+        plus the projected embeddings ``x`` (R, D).
         """
 
     def gate_inputs(
         self, x: Array, inputs: Array, weights: InputGateWeights, spec: InputGateSpec
     ) -> Array:
-        """What one layer makes of its part of ``inputs``: (R, D)."""
+        """Gate one layer's part of ``inputs`` and project it: (R, D)."""
 
     def low_rank(self, x: Array, weights: LowRankWeights) -> Array:
         """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
@@ -337,11 +336,11 @@ class Ops(Protocol):
     ) -> tuple[Array, Array]:
         """Every prediction plus the active one's error times a row's coefficient.
 
-        ``activated`` (R, D) is what the active one became. Returns that stream too, scaled.
+        ``activated`` (R, D) is the active stream after the layer; it is returned too, scaled.
         """
 
     def add_to_streams(self, streams: Array, y: Array) -> Array:
-        """y (R, D) added to all streams but the first; both are given up."""
+        """y (R, D) added to all streams but the first; both may be overwritten."""
 
     def join_streams(self, streams: Array, projections: Weight) -> Array:
         """The mean of the first stream and of the others' projections, as large as it: (R, D).
@@ -355,12 +354,12 @@ class Ops(Protocol):
     def read_streams(
         self, streams: Array, weights: ConnectionWeights
     ) -> tuple[Array, Array | None]:
-        """What a layer reads of all streams (R, D), and the share of its output that each takes
-        (R, S), None without a matrix for it. The streams stay as they are.
+        """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
+        None without a matrix for it. The streams stay as they are.
         """
 
     def share_out(self, streams: Array, y: Array, shares: Array) -> Array:
-        """To each stream its share of y (R, D) added; both are given up."""
+        """Add to each stream its share of y (R, D); both may be overwritten."""
 
     def add_ngrams(
         self,
@@ -371,7 +370,7 @@ class Ops(Protocol):
         step: Pass,
         layer: int,
     ) -> Array:
-        """What ``rows`` (R * H, E / H) of hashed n-grams add to the streams, which are given up."""
+        """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
 
     # -- a mixture of experts --------------------------------------------------------------------
 
@@ -381,10 +380,10 @@ class Ops(Protocol):
     def norm_route(
         self, x: Array, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Array, Routing]:
-        """RMSNorm of ``x`` (R, D), and each row's experts by it. Returns the normed rows too.
+        """RMSNorm of ``x`` (R, D), and the experts chosen for each normed row; returns both.
 
-        The router is computed in float32 whatever the compute format. Logits that are not finite
-        give weights that are not: who calls it checks.
+        The router is computed in float32 whatever the compute format. Non-finite logits give
+        non-finite weights: the caller checks.
         """
 
     def expert_slots(self, normed: Array, routing: Routing) -> Array:
@@ -399,7 +398,7 @@ class Ops(Protocol):
         slots: Array,
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Fill the slots of ``experts`` (default: all that are chosen), which the table holds."""
+        """Fill the slots of ``experts`` (default: all chosen ones), which must be in the table."""
 
     def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array) -> Array:
         """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
@@ -411,12 +410,12 @@ class Ops(Protocol):
         """
 
     def latent_rows(self, normed: Array, weight: Weight) -> Array:
-        """What experts see where that is a projection of normed rows: (R, L)."""
+        """The experts' inputs if they are projected from normed rows: (R, L)."""
 
     def widen_latents(self, rows: Array, weight: Weight, shared: Array | None) -> Array:
-        """What such experts give, (R, L), projected to (R, D), plus ``shared``.
+        """Such experts' results (R, L) projected to (R, D), plus ``shared``.
 
-        Both are given up.
+        Both may be overwritten.
         """
 
     def shared_mlp(
@@ -432,7 +431,7 @@ class Ops(Protocol):
     def add(self, x: Array, y: Array, scale: float = 1.0, total: float = 1.0) -> Array:
         """The residual sum ``(x + scale * y) * total``.
 
-        ``x`` may become the result, ``y`` a later array: both are given up.
+        ``x`` may become the result and ``y`` be reused: both may be overwritten.
         """
 
     def head(

@@ -1,25 +1,24 @@
-"""What a recurrent layer is to the compute room: its shape, behaviour and weights.
+"""Recurrent layers as the steps see them: their shape, behaviour and weights.
 
 A recurrent layer sums up a sequence in a state of fixed size, (heads, key size, value size). For
 each token, with its key k, query q, value v and a decay a from 0 to 1,
 
     state <- a * state + k d'        output = q' state
 
-where d is v for ``ssm`` (Mamba-2, Dao and Gu 2024: k, q, v are B, C, dt x) and what the state does
-not know yet for ``delta``, b (v - a k' state) (Gated DeltaNet, Yang et al. 2025; with a decay for
-each key channel, KDA, Kimi 2025). Before it, a causal convolution over the last few rows mixes
-neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alone, between gates. So
-is what ``ngram`` remembers, of a layer of hashed n-grams (``layers/ngrams.py``), and the tokens'
-ids.
+where d is v for ``ssm`` (Mamba-2, Dao and Gu 2024: k, q, v are B, C, dt x) and the correction b (v
+- a k' state) for ``delta`` (Gated DeltaNet, Yang et al. 2025; with a decay for each key channel,
+KDA, Kimi 2025). Before it, a causal convolution over the last few rows mixes neighbours, channel by
+channel; a ``conv`` layer (LFM2) is that convolution alone, between gates. So is an ``ngram``
+layer's memory (hashed n-grams, ``layers/ngrams.py``), plus the tokens' ids.
 
-Tokens are taken one after another, in one order of sums: a row's bits depend on the rows before it
-alone, not on how a prompt is cut, on threads, on trees or on other sequences. A token costs no more
-arithmetic so than in chunks, whose products save nothing but loads and stores, and these stay in a
-core's first cache, where sixteen columns of a head's state fit (``quant/cpu/csrc/recurrent.h``). On
-a GPU three kernels do the same between our products: one prepares all rows at once, one takes them
-one after another with eight columns of a head's state in the registers of each warp, one norms and
-gates what they have read (``quant/cuda/src/recurrent.cuh``). A tree's row whose parent is not the
-row before starts again from the state before the tree.
+Tokens are processed one after another, in a fixed order of sums: a row's bits depend only on
+earlier rows, not on how a prompt is cut, on threads, on trees or on other sequences. This costs no
+more arithmetic than chunks, which save only loads and stores, and those stay in a core's L1 cache,
+where sixteen columns of a head's state fit (``quant/cpu/csrc/recurrent.h``). On a GPU three kernels
+do the same between our products: one prepares all rows at once, one takes them one after another
+with eight columns of a head's state in the registers of each warp, one norms and gates what they
+have read (``quant/cuda/src/recurrent.cuh``). A tree's row whose parent is not the row before starts
+again from the state before the tree.
 
 Shapes: R rows, D hidden size, H heads, G key heads, K key size, V value size, T taps.
 """
@@ -33,21 +32,21 @@ from localrt.quant.ops.arrays import Vector, Weight
 
 RecurrentKind = Literal["delta", "ssm", "conv", "ngram"]
 
-_MOST_SIZE, _MOST_TAPS = 256, 8  # what the compiled kernels have room for
+_MOST_SIZE, _MOST_TAPS = 256, 8  # limits of the compiled kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSpec:
     """Shape and behaviour of one recurrent layer.
 
-    ``heads`` share ``key_heads`` keys and queries: neighbours do, or with ``tiled`` every
+    ``heads`` share ``key_heads`` keys and queries: neighbouring heads, or with ``tiled`` every
     ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA). The result is normed
     over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates, before the norm
-    with ``gate_first``; ``norm_eps`` is that norm's where it is not ``eps``. What is written of a
-    value is multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two
-    steps, by way of so many numbers each. Of ``ssm``, time steps stay within ``time_steps``. Of
-    ``conv`` and ``ngram``, heads and sizes are 1, and ``width`` is the number of channels. A
-    convolution's taps are ``dilation`` rows apart.
+    with ``gate_first``; ``norm_eps`` is that norm's epsilon if not ``eps``. Written values are
+    multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two steps,
+    through so many numbers each. For ``ssm``, time steps stay within ``time_steps``. For ``conv``
+    and ``ngram``, heads and sizes are 1, and ``width`` is the number of channels. A convolution's
+    taps are ``dilation`` rows apart.
     """
 
     kind: RecurrentKind
@@ -91,12 +90,12 @@ class RecurrentSpec:
 
     @property
     def stateful(self) -> bool:
-        """Whether there is more to it than a convolution."""
+        """Whether the layer has a state besides a convolution."""
         return self.kind not in ("conv", "ngram")
 
     @property
     def back(self) -> int:
-        """Rows before a row that its convolution looks back on."""
+        """Earlier rows that a row's convolution reads."""
         return (self.taps - 1) * self.dilation
 
     @property
@@ -116,8 +115,8 @@ class RecurrentSpec:
 
     @property
     def factors(self) -> int:
-        """Numbers of a row beside its channels: decays, and how much of a value is written; of
-        ``ngram`` its token's id.
+        """Numbers of a row besides its channels: decays and write strengths; for ``ngram`` the
+        token's id.
         """
         if not self.stateful:
             return 1 if self.kind == "ngram" else 0
@@ -125,14 +124,14 @@ class RecurrentSpec:
 
     @property
     def mix_rows(self) -> int:
-        """Numbers that a row is projected to at first."""
+        """Numbers of a row after the first projection."""
         if self.low_rank:
             return self.channels + self.heads + 2 * self.low_rank
         return self.projected_rows
 
     @property
     def projected_rows(self) -> int:
-        """Numbers that a row is projected to in the end."""
+        """Numbers of a row after all projections."""
         if not self.stateful:
             return 3 * self.width
         steps = self.factors if self.kind == "delta" else self.heads
@@ -147,7 +146,7 @@ class RecurrentSpec:
 
     @property
     def row_size(self) -> int:
-        """Numbers that are kept of a row until the state has it."""
+        """Numbers of a row that are kept until it is added to the state."""
         return self.channels + self.factors
 
     @property
@@ -158,7 +157,7 @@ class RecurrentSpec:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of a row beside its projections."""
+        """Multiply-accumulates of a row, without its projections."""
         state = 4 * self.heads * self.key_size * self.value_size if self.stateful else 0
         return state + self.taps * self.channels
 
@@ -167,11 +166,10 @@ class RecurrentSpec:
 class RecurrentWeights:
     """One unit of a recurrent layer.
 
-    ``mix`` stacks what the hidden state is projected to, in this order: of ``delta`` queries, keys,
-    values, gates (H V), strengths b (H), decays (H); of ``ssm`` gates (H V), values, keys B,
-    queries C, time steps (H); of ``conv`` the gate before (D), the gate behind, values. With a low
-    rank L, gates and decays are L numbers each in ``mix``, of which ``gate_up`` and ``decay_up``
-    make those.
+    ``mix`` stacks the projections of the hidden state in this order. ``delta``: queries, keys,
+    values, gates (H V), strengths b (H), decays (H); ``ssm``: gates (H V), values, keys B, queries
+    C, time steps (H); ``conv``: input gate (D), output gate, values. With a low rank L, gates and
+    decays are L numbers each in ``mix``, which ``gate_up`` and ``decay_up`` expand.
     """
 
     norm: Vector  # (D,), None where rows are taken as they are
@@ -181,10 +179,10 @@ class RecurrentWeights:
     taps_bias: Vector = None  # (channels,)
     decay: Vector = None  # (H,): negative rates
     decay_bias: Vector = None  # (H,)
-    skip: Vector = None  # (H,): of ``ssm``, how much of a value goes past the state
-    out_norm: Vector = None  # (V,) of each head's; (H V,) where it is normed over more than a head
+    skip: Vector = None  # (H,): for ``ssm``, how much of a value bypasses the state
+    out_norm: Vector = None  # (V,) for each head; (H V,) if the norm spans several heads
     mix_bias: Vector = None
-    mix_scale: Vector = None  # of what a row is projected to, bias and all
+    mix_scale: Vector = None  # of the projected row, bias included
     out_bias: Vector = None
     post_norm: Vector = None
     gate_up: Weight | None = None  # (H V, L)

@@ -1,18 +1,18 @@
-"""The memory of recurrent layers of one sequence: states, which cannot be cut, and the way back.
+"""The memory of a sequence's recurrent layers: states, and how to return to earlier tokens.
 
-``StateCache`` is a ``KVCache`` beside which no other is needed: tokens are appended, taken back,
-selected from a tree. A ``StateSet`` is what all layers know of the tokens so far: each layer's
-state after ``position`` tokens, and the rows since (with those before that its convolution looks
-back on). The rows of a short pass wait there until the next pass adds them to the state: taking
-them back costs nothing, and a tree's rows leave no trace. A long pass makes a new set, but for its
-last four rows; the old one remains until the pass counts, so a cancelled pass leaves no trace.
+``StateCache`` is a complete ``KVCache``: tokens are appended, trimmed, selected from a tree. A
+``StateSet`` is the state of all layers: each layer's state after ``position`` tokens, and the rows
+since (plus earlier ones that its convolution reads). The rows of a short pass wait there until the
+next pass adds them to the state, so trimming them costs nothing, and a tree's rows leave no trace.
+A long pass makes a new set of all but its last four rows; the old set remains until ``advance``, so
+a cancelled pass leaves no trace.
 
-A set that is *kept* does not change any more: the next pass leaves it and makes another. So a
-sequence goes back to where a set was kept, and to each of the few tokens before, without computing
-anything; from anywhere else, tokens since the nearest kept set are read again, and ``trim`` returns
-how many are still held. Kept are the ends of what was read at once (every pass of a prompt), and
-every 256 tokens of an answer, as many sets as take 256 MB, one at least; the one goes that saves
-returns the least. It knows no devices: arrays come from an implementation.
+A *kept* set no longer changes: the next pass makes another. So a sequence can return to a kept set,
+and to each of the few tokens before it, without computing; for any other place, tokens since the
+nearest kept set are computed again, and ``trim`` returns how many are still held. Sets are kept at
+the end of every pass of a prompt and every 256 tokens of an answer, as many as fit 256 MB, at least
+one; the set that saves the least recomputation is dropped first. This module knows no devices:
+arrays come from an implementation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORT_ROWS = 4
 
 _KEPT_NBYTES = 256 << 20
 _MOST_KEPT = 32
-_KEEP_EVERY = 256  # tokens of an answer
+_KEEP_EVERY = 256  # tokens of an answer between kept sets
 
 Alloc = Callable[[int], Any]
 """A zeroed float32 array of so many numbers."""
@@ -42,8 +42,8 @@ Alloc = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """A set as it is saved: ``data`` has the states after ``position`` tokens and the rows from
-    there to ``length``, and those that these look back on. It serves every length in between.
+    """A saved set: ``data`` has the states after ``position`` tokens, the rows from there to
+    ``length``, and earlier rows that these read. It serves every length in between.
     """
 
     position: int
@@ -52,7 +52,7 @@ class SavedState:
 
 
 class _Saved(Protocol):
-    """A state that was saved, or what is known of one."""
+    """A saved state, or its description."""
 
     @property
     def position(self) -> int: ...
@@ -62,15 +62,15 @@ class _Saved(Protocol):
 
 
 def reachable(states: Sequence[_Saved], length: int) -> int:
-    """How many of the first ``length`` tokens can be held again with ``states``; all without any,
-    for then none are needed.
+    """How many of the first ``length`` tokens ``states`` can restore; all if there are no states,
+    since none are needed then.
     """
     fitting = (min(length, state.length) for state in states if state.position <= length)
     return max(fitting, default=0) if states else length
 
 
 class StateLayout:
-    """Where the layers of ``specs`` lie in a set: states one after another, then rows."""
+    """The layout of a set for layers of ``specs``: states one after another, then rows."""
 
     def __init__(self, specs: Sequence[RecurrentSpec]) -> None:
         self.specs = tuple(specs)
@@ -79,9 +79,7 @@ class StateLayout:
         self.rows = list(accumulate((spec.row_size for spec in specs), initial=0))
 
     def ring(self, waiting: int) -> int:
-        """Rows of a ring in which ``waiting`` rows wait beside those that convolutions look back
-        on.
-        """
+        """Rows of a ring for ``waiting`` rows and the earlier rows that convolutions read."""
         return self.back + max(waiting, 2 * SHORT_ROWS)
 
     def nbytes(self, waiting: int = 0) -> int:
@@ -90,34 +88,34 @@ class StateLayout:
 
     @property
     def name(self) -> str:
-        """What the numbers of a set mean."""
+        """A name for the layout of a set's numbers."""
         alike = groupby((spec.state_size, spec.row_size, spec.back + 1) for spec in self.specs)
         parts = (f"{len(list(same))}x{'.'.join(map(str, sizes))}" for sizes, same in alike)
         return f"states 1 {'+'.join(parts)}"
 
     def saved_nbytes(self, position: int, length: int) -> int:
-        """Bytes of a set that is saved."""
+        """Bytes of a saved set."""
         return 4 * (self.states[-1] + (length - self.first(position)) * self.rows[-1])
 
     def first(self, position: int) -> int:
-        """The first token whose row is needed behind a state."""
+        """The first token whose row is needed besides a state."""
         return max(0, position - self.back)
 
     @property
     def kept(self) -> int:
-        """Sets that may be kept of a sequence."""
+        """The most sets kept for a sequence."""
         return min(_MOST_KEPT, max(1, _KEPT_NBYTES // max(1, self.nbytes())))
 
     def sets(self, length: int) -> int:
-        """Sets of a sequence of ``length`` tokens, at most: two, and those kept so far."""
+        """The most sets of a sequence of ``length`` tokens: two, plus those kept so far."""
         return 2 + min(self.kept, -(-length // _KEEP_EVERY))
 
     def sequence_nbytes(self, length: int) -> int:
-        """Bytes of a sequence of ``length`` tokens, at most."""
+        """The most bytes of a sequence of ``length`` tokens."""
         return sum(self.layer_nbytes(length))
 
     def layer_nbytes(self, length: int) -> Iterator[int]:
-        """The same of each layer."""
+        """The same for each layer."""
         if self.specs:
             sets, ring = self.sets(length), self.ring(0)
             for spec in self.specs:
@@ -127,8 +125,8 @@ class StateLayout:
 class StateSet:
     """Each layer's state after ``positions[layer]`` tokens, and a ring of the rows since.
 
-    Token n's row is row ``n % ring`` of a layer's ring, (ring, row size). ``length`` is how many
-    tokens there are rows for, once the set is kept.
+    Token n's row is row ``n % ring`` of a layer's ring, (ring, row size). ``length`` is the number
+    of tokens with rows, once the set is kept.
     """
 
     def __init__(self, layout: StateLayout, alloc: Alloc, waiting: int = 0) -> None:
@@ -146,7 +144,7 @@ class StateSet:
 
     @property
     def position(self) -> int:
-        """Tokens that cannot be taken back."""
+        """Tokens that cannot be trimmed."""
         return int(self.positions.max(initial=0))
 
     def state(self, layer: int) -> Any:
@@ -160,7 +158,7 @@ class StateSet:
         return self.rows[self.ring * first : self.ring * last].reshape(self.ring, last - first)
 
     def save(self, length: int) -> SavedState | None:
-        """What is needed to come back to ``length`` tokens; None where layers have come apart."""
+        """The state to return to ``length`` tokens; None if layers' positions differ."""
         position = self.position
         if (self.positions != position).any():
             return None
@@ -171,14 +169,14 @@ class StateSet:
         return SavedState(position, length, data.view(np.uint8))
 
     def load(self, saved: SavedState, alloc: Alloc) -> None:
-        """The opposite; ``saved`` is used up."""
+        """The inverse of ``save``; takes over the memory of ``saved``."""
         if self.ring < self.layout.ring(saved.length - saved.position):
             self.widen(alloc, saved.length - saved.position, 0)
         numbers = saved.data.view(np.float32)
         tokens = np.arange(self.layout.first(saved.position), saved.length)
         states = numbers[: self.layout.states[-1]]
         if isinstance(self.states, np.ndarray):
-            self.states = states  # nobody else has them, and fresh memory is slow
+            self.states = states  # no one else uses this memory, and fresh memory is slow
         else:
             put_from_host(self.states, states)
         at = self.layout.states[-1]
@@ -192,7 +190,7 @@ class StateSet:
         self.positions[:], self.length = saved.position, saved.length
 
     def widen(self, alloc: Alloc, waiting: int, length: int) -> None:
-        """Have room for ``waiting`` rows; those of the last tokens of ``length`` stay."""
+        """Make room for ``waiting`` rows; the rows of the last of ``length`` tokens stay."""
         old = [self.ring_of(layer) for layer in range(len(self.positions))]
         tokens = np.arange(max(0, length - self.ring), length)
         before, self.ring = self.ring, self.layout.ring(waiting)
@@ -206,8 +204,8 @@ class StatePass:
     """What a pass does to a sequence's states.
 
     ``target`` will have the states after ``fold`` tokens, and the rows from there on; it is
-    ``source`` itself where that may change. ``parents`` are those of a tree's rows (see
-    ``tree_parents``), ``extra`` of which are held already.
+    ``source`` itself if that may change. ``parents`` are of a tree's rows (see ``tree_parents``);
+    ``extra`` of these rows are held already.
     """
 
     source: StateSet
@@ -229,7 +227,7 @@ class StateCache:
         self._kept: list[StateSet] = []  # by their lengths
         self._spare: StateSet | None = None
         self._pass: StatePass | None = None
-        self._reads = self._grows = False  # the pass in flight: tokens in order, a tree's rows
+        self._reads = self._grows = False  # the running pass: tokens in order, a tree's rows
 
     @property
     def length(self) -> int:
@@ -247,7 +245,7 @@ class StateCache:
 
     @property
     def waiting(self) -> int:
-        """The last tokens held that a layer's state does not have yet."""
+        """The number of last held tokens that are not yet in a layer's state."""
         return self._length - int(self._now.positions.min(initial=self._length))
 
     def reserve(self, length: int) -> None:
@@ -256,7 +254,7 @@ class StateCache:
             raise ValueError(f"{length} tokens exceed the cache's capacity of {self._capacity}")
 
     def tokens_behind(self, layer: int, count: int) -> npt.NDArray[np.int64]:
-        """The last ``count`` tokens held, or all of fewer, as an ``ngram`` layer knows them."""
+        """The last ``count`` tokens held, or all if fewer, as an ``ngram`` layer stores them."""
         now = self._now
         tokens = np.arange(max(0, self._length - count), self._length)
         return to_host(now.ring_of(layer)[tokens % now.ring][:, -1]).astype(np.int64)
@@ -264,9 +262,9 @@ class StateCache:
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, rows: int, mask: npt.NDArray[np.bool_] | None) -> StatePass:
-        """A pass of ``rows`` begins, behind the tokens held; ``advance`` makes it count.
+        """Begin a pass of ``rows`` after the held tokens; ``advance`` makes it count.
 
-        ``mask`` is a ``Span``'s: tokens of the tree that it is of are not taken into a state.
+        ``mask`` is a ``Span``'s: tokens of its tree are not added to a state.
         """
         self._give_up()
         tree, extra = mask is not None, 0 if mask is None else mask.shape[1] - rows
@@ -289,12 +287,12 @@ class StateCache:
         return self._pass
 
     def layer_done(self, layer: int) -> None:
-        """A layer's part of the target is made."""
+        """Note that a layer's part of the target is done."""
         assert self._pass is not None, "a pass has begun"
         self._pass.target.positions[layer] = self._pass.fold
 
     def advance(self, count: int) -> None:
-        """Count the rows of the pass that has ended as held."""
+        """Count the finished pass's rows as held."""
         done = self._pass
         assert done is not None, "rows must be computed before they count"
         self._pass = None
@@ -305,11 +303,11 @@ class StateCache:
                 self._spare = old
         if not self._reads:
             self._spare = None  # as long as tokens come one by one
-        if not self._grows:  # else ``select`` says which of its rows stay
+        if not self._grows:  # otherwise ``select`` says which of its rows stay
             self._keep(self._length, always=self._reads)
 
     def _keep(self, length: int, *, always: bool = False) -> None:
-        """Have the first ``length`` tokens be a place to come back to, if it is worth it."""
+        """Keep a set for returning to the first ``length`` tokens, if worth it."""
         now, last = self._now, self._kept[-1].length if self._kept else 0
         if not always and length - last < _KEEP_EVERY:
             return
@@ -323,7 +321,7 @@ class StateCache:
     # -- saving and restoring --------------------------------------------------------------------
 
     def saved(self) -> list[SavedState]:
-        """What is held, and all that was kept on the way: to be read before the next pass."""
+        """The held state and all kept sets, to be read before the next pass."""
         sets = {id(each): (each, each.length) for each in self._kept}
         if self._length:
             sets[id(self._now)] = self._now, self._length
@@ -331,10 +329,10 @@ class StateCache:
         return sorted((one for one in found if one is not None), key=lambda one: one.length)
 
     def restore(self, states: Sequence[SavedState], length: int) -> int:
-        """Hold the most tokens that ``states`` have of the first ``length``; how many that is.
+        """Restore as many of the first ``length`` tokens as ``states`` can; returns how many.
 
         Raises:
-            ValueError: numbers of another layout.
+            ValueError: the states have another layout.
         """
         self.trim(0)
         for state in states:
@@ -355,7 +353,7 @@ class StateCache:
     # -- going back ------------------------------------------------------------------------------
 
     def trim(self, length: int) -> int:
-        """Forget tokens from ``length`` on; how many stay, fewer where no state is kept there."""
+        """Forget tokens from ``length`` on; returns how many stay, fewer without a kept state."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot trim a cache of {self._length} tokens to {length}")
         self._give_up()
@@ -378,7 +376,7 @@ class StateCache:
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
 
-        Which of them are still a tree's, the next pass says.
+        The next pass says which of them are still part of a tree.
         """
         if any(b <= a for a, b in pairwise(rows)) or (rows and rows[0] < 0):
             raise ValueError(f"rows must ascend from 0: {list(rows)}")
@@ -396,7 +394,7 @@ class StateCache:
     # -- parts -----------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
-        """A pass that did not end: its target is of no use."""
+        """Discard the target of a pass that did not end."""
         done, self._pass = self._pass, None
         if done is not None and done.target is not self._now:
             self._spare = done.target
@@ -406,10 +404,10 @@ class StateCache:
         self._kept.remove(gone)
 
     def _least(self) -> StateSet:
-        """The kept set without which returns would read the fewest tokens more.
+        """The kept set whose loss would cost the fewest extra tokens on returns.
 
-        A return is the likelier, the closer it is to the end. An answer is generated again, and a
-        turn written anew, from the last two, which stay.
+        Returns near the end are likelier. Regenerating an answer and rewriting a turn return to the
+        last two sets, which stay.
         """
         places = [0, *(each.length for each in self._kept)]
         behind = [places[-1] - place + _KEEP_EVERY for place in places]
@@ -422,10 +420,10 @@ class StateCache:
 
 
 def tree_parents(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """The parent of each of a tree's rows: those held already, then the new ones.
+    """The parent of each of a tree's rows: held rows first, then new ones.
 
-    ``mask`` is a ``Span``'s, (rows, held + rows). -1 is the token before the tree, -2 a row that no
-    new one follows.
+    ``mask`` is a ``Span``'s, (rows, held + rows). -1 is the token before the tree, -2 a row without
+    new children.
     """
     parents = np.full(mask.shape[1], -2, np.int32)
     for row in mask:

@@ -1,4 +1,4 @@
-"""Several residual streams, inputs that layers have of their own, and hashed n-grams.
+"""Several residual streams, per-layer inputs, and hashed n-grams.
 
 AltUp (Gemma 3n; Baykal et al. 2023): a layer first predicts all streams, each from all of them,
 runs on the predicted active one, and then corrects every stream by what the layer made of it.
@@ -49,7 +49,7 @@ class StreamSpec:
 class StreamWeights:
     """One layer's router of streams, with the coefficients of predictions or of corrections."""
 
-    norm: Vector  # (D,), times what the router's input is scaled by
+    norm: Vector  # (D,), times the scale of the router's input
     router: Weight  # (S, D)
     coefficients: Vector  # (S * S * S,) of predictions, (S * S,) of corrections
     scale: Vector | None = None  # (D,), of the active stream for what follows the layer
@@ -68,10 +68,10 @@ class LowRankWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionWeights:
-    """How a layer reads ``count`` streams, n of which are normed each for itself.
+    """How a layer reads ``count`` streams; n are the streams, each normed by itself.
 
     The layer's input is the mean over streams of ``sigmoid(up(silu(down(n) / S))) * n``; a stream
-    takes ``2 * sigmoid(share(n) / S)`` of its output. Behind the last layer nothing is shared out.
+    takes ``2 * sigmoid(share(n) / S)`` of its output. After the last layer there are no shares.
     """
 
     count: int
@@ -85,7 +85,7 @@ class ConnectionWeights:
 def rows_of_tokens(tokens: npt.NDArray[np.int64], each: int, rows: int) -> npt.NDArray[np.int64]:
     """The ``each`` rows of every token in a table of ``rows``, (R * each,).
 
-    A token that the table lacks has the first one's.
+    A token that the table lacks gets the first token's rows.
     """
     known = np.where(tokens < rows // each, tokens, 0)
     return (known[:, None] * each + np.arange(each)).reshape(-1)
@@ -93,7 +93,7 @@ def rows_of_tokens(tokens: npt.NDArray[np.int64], each: int, rows: int) -> npt.N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProjection:
-    """What embeddings add to the tables' rows: their projection, normed by P."""
+    """The projection of embeddings, normed over P numbers, that is added to the tables' rows."""
 
     matrix: Weight  # (L * P, D)
     norm: Vector  # (P,)
