@@ -91,7 +91,7 @@ def load(
             ``"int8"``, 32 of them with a scale, as on the CPU (None is the same), or ``"bf16"``,
             which keeps bf16 precision and takes more time in passes of many rows.
         chat_template: a file with the Jinja2 template to chat with, for a model that brings none
-            or a wrong one. How tools are called and thinking is written follows from it.
+            or a wrong one. It also determines the syntax of tool calls and thinking.
         pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name
             (``"qwen2"``), for a file that names none or a wrong one; loading says so in a note.
         draft: what drafts tokens: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
@@ -100,7 +100,7 @@ def load(
             may choose again.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         shrinkable: on the CPU, a model that fits whole can leave its memory to others later
-            (``Model.leave_ram``, ``set_budget``). It is packed once, as one that is streamed.
+            (``Model.leave_ram``, ``set_budget``). It is packed once, like a streamed model.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
         progress: called with ``Progress`` from the loading thread; one of the stage ``"note"`` says

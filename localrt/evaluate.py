@@ -1,14 +1,13 @@
 """How well a model predicts a text: its perplexity, and its distance from another model.
 
-Windows are llama.cpp's: ``ctx`` tokens each, the first one replaced by BOS where the model wants
-it, and only the second half scored, so that every scored token has half a window before it. It
-knows models and texts, and neither files nor printing; the arithmetic is in ``scoring``.
+Windows are llama.cpp's: ``ctx`` tokens each, the first one replaced by BOS if the model wants it,
+and only the second half scored, so that every scored token has half a window before it. It knows
+models and texts, and neither files nor printing.
 
-Numbers from log-probabilities: perplexity, and how far a model is from a reference.
+``Tally`` computes the numbers from log-probabilities, and knows neither models nor texts.
 
 Every figure comes with its standard error over positions, and a change of perplexity with that of
-the paired differences, which is far smaller than either perplexity's own. It knows neither models
-nor texts.
+the paired differences, which is far smaller than either perplexity's own.
 """
 
 from __future__ import annotations

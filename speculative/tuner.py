@@ -123,7 +123,7 @@ _LOOKUP_NODES = 64
 _LOOKING, _LONGEST_REST = 0.005, 24
 _MARGIN_RESIDENT = 1.08  # a draft takes the processor and its caches from the target
 _FEW = 8  # tokens that a draft may have to catch up with at negligible cost
-_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth, if it may not pay
+_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of uncertain attempts
 
 
 class Tuner:
@@ -356,7 +356,7 @@ class Run:
         return self._lost + seconds - self._plain <= TOLERANCE * self._plain * tokens
 
     def _judge_gaps(self) -> None:
-        """Judge drafting during the last pass by the seconds it would take now."""
+        """Credit drafting during the last pass with the seconds that it would take now."""
         name, self._went_ahead = self._went_ahead, ""
         if not name or name in self._failures:
             return
@@ -397,9 +397,7 @@ class Run:
         return tokens * row
 
     def _worth_reading(self, name: str, source: Source, rate: float) -> bool:
-        """Whether reading the prompt pays at ``rate`` tokens per second: twice, by the answer's
-        end.
-        """
+        """Whether ``rate`` saves twice the time of reading the prompt by the answer's end."""
         seconds, plain = self._reading(name, source), self._plain
         if self._affordable(plain + seconds):
             return True

@@ -266,7 +266,7 @@ class GapWorth:
         self._retry.wait -= 1
 
     def drafted(self, spared: float, shared: float) -> None:
-        """Drafting during waits ``spared`` seconds later, and ``shared`` seconds of CPU."""
+        """Record drafting during a pass: seconds it ``spared``, seconds of CPU it ``shared``."""
         self._gain += _BLEND * (spared - shared - self._gain)
         self._retry.tried(paid=self._gain >= 0)
 

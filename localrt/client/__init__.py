@@ -1,4 +1,4 @@
-"""A model behind a server that speaks OpenAI's dialect, with the face of a local one."""
+"""A model behind a server with OpenAI's protocol, used like a local one."""
 
 from localrt.client.model import RemoteModel, connect
 

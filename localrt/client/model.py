@@ -30,7 +30,7 @@ from localrt.service.status import ModelInfo
 _LOCAL_ANSWER_S = 10.0  # for a server on this machine
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
-_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # in refusals of tools
+_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # in a server's refusal of tools
 _BYTES_A_TOKEN = 4  # an estimate: a template adds about this many tokens per message
 # Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server also
 # know.

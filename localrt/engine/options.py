@@ -66,14 +66,14 @@ class Options:
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
-    stop string cuts it short. With tools, a schema binds answers that are no calls.
+    stop string cuts it short. With tools, a schema binds only answers that are not calls.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"`` (one
-    call with ``parallel_tool_calls=False``), or the name of the one that it has to call.
+    call with ``parallel_tool_calls=False``), or the name of the tool to call.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
-    ``"medium"`` and ``"high"`` say how much, to models that can be told. After
-    ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
+    ``"medium"`` and ``"high"`` set the effort, for models that support it. After
+    ``thinking_tokens`` of thinking, it is ended and the answer begins; 0 is off. A model
     whose answer is bound thinks before it only if ``thinking`` says so.
-    ``adapter`` is the name of one that the model has, several with a factor each
+    ``adapter`` is an adapter's name, several names with a factor each
     (``{"style": 0.7, "facts": 0.3}``), or ``"none"``.
     """
 

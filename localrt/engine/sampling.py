@@ -3,9 +3,9 @@
 Order: repetition penalty, frequency and presence penalties, logit bias, DRY, temperature, top-k,
 typical, top-p, min-p, XTC; each filter renormalizes for the next. It knows no engine or session.
 
-DRY ("don't repeat yourself", Weidmann 2024; llama.cpp's names and defaults): where the text ends in
-something that it has had before, the token that followed there loses ``dry_multiplier * dry_base **
-(length - dry_allowed_length)``; ``length`` counts the tokens that repeat.
+DRY ("don't repeat yourself", Weidmann 2024; llama.cpp's names and defaults): if the last ``length``
+tokens occurred before, the token that followed them there is penalized by ``dry_multiplier *
+dry_base ** (length - dry_allowed_length)``.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class Sampling:
     ``presence_penalty`` the answer alone (OpenAI's definition). ``typical_p`` is locally typical
     sampling (Meister et al. 2022), ``min_p`` a floor relative to the best token.
 
-    ``dry_multiplier`` above 0 switches DRY on (``localrt.engine.sampling``): what would repeat more
-    than ``dry_allowed_length`` tokens of the last ``dry_penalty_last_n`` (-1: of all), and has none
-    of ``dry_sequence_breakers`` within, becomes less likely by ``dry_base`` for every further
-    token. ``xtc_probability`` is how often XTC ("exclude top choices", Weidmann 2024) leaves out
-    all tokens with at least ``xtc_threshold`` of the probability, before the temperature, but the
-    least likely of them; above 0.5 it never does. Both have llama.cpp's names and defaults.
+    ``dry_multiplier`` above 0 switches DRY on (``localrt.engine.sampling``): it penalizes a token
+    that would extend a repetition of at least ``dry_allowed_length`` tokens within the last
+    ``dry_penalty_last_n`` (-1: all), by a factor ``dry_base`` more for every further token;
+    ``dry_sequence_breakers`` end a repetition. ``xtc_probability`` is how often XTC ("exclude top
+    choices", Weidmann 2024) removes all tokens whose probability before the temperature is at least
+    ``xtc_threshold``, except the least likely of them; above 0.5 it removes none. Both have
+    llama.cpp's names and defaults.
     """
 
     temperature: float = 0.8
@@ -281,8 +282,8 @@ def _renormalized(
 def ends_middle(logits: Logits, ends: Collection[int]) -> bool:
     """Whether text that fills a gap ends where the next token has these logits (V,).
 
-    llama.cpp's rule for editors: the less sure the likely tokens are, the less of an end it takes.
-    Without it, small models and those trained to chat write on what is behind the gap already.
+    llama.cpp's rule for editors: the less certain the next token is, the sooner the text ends.
+    Without it, small models and chat models repeat the text after the gap.
     """
     tokens = _top_k(logits, _MIDDLE_TOP_K)
     probs = np.exp(logits[tokens].astype(np.float64) - float(logits[tokens[0]]))

@@ -161,7 +161,7 @@ def without_folders(text: str) -> str:
 
 
 def _in_a_request(name: str, value: object) -> str:
-    """Return an option's name in requests, or the server's flag."""
+    """Spell an option as requests do, or as the server's flag."""
     spelling = on_command_line if name in _OF_THE_SERVER else python_option
     return spelling(name, value)
 

@@ -47,7 +47,7 @@ from localrt.service.live import AsyncAnswer
 
 T = TypeVar("T")
 
-_SILENT_S = 15.0  # of silence, after which a stream shows that it is alive
+_SILENT_S = 15.0  # seconds of silence before a stream shows that it is alive
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
@@ -201,7 +201,7 @@ class _Work(AsyncExitStack):
             await self._read(served, adapting.get("adapter"))
         for one in () if call.only_reads else call.submissions():
             self._answers.append(await served.live.asubmit(client=client, **one, **adapting))
-            if service.stopping:  # stopped during the submission
+            if service.stopping:  # the server stopped meanwhile
                 self._answers[-1].cancel()
 
     async def _read(self, served: ServedModel, adapter: str | None) -> None:
@@ -397,7 +397,7 @@ def echo_of(
 def _scores(
     model: Model, ids: Sequence[int], top: int, adapter: str | None, cancel: threading.Event
 ) -> Iterator[TokenLogprob]:
-    """Score every token; the first has no score, since nothing precedes it."""
+    """Return every token's score; the first has none, since nothing precedes it."""
     spelled = model.tokenizer.token_text
     if ids:
         yield TokenLogprob(ids[0], spelled(ids[0]), nan)

@@ -1,13 +1,10 @@
 """What a loaded model is (``Model.info``) and is doing just now (``Model.status()``).
 
-Memory against its budgets, what the pipeline has read and computed, the generation in progress.
-Counts grow from the loading on: two snapshots give rates (``Status.since``). Taking one costs well
-under a millisecond, waits for no pass, and works from any thread. What would help is another's
-business (``localrt/planning/preview.py``).
-
-Makes the snapshots of ``Model.status()``: it sees every session and every chunk of a model.
-
-It waits for no pass and takes no lock that a pass holds. What it counts is ``status.py``'s.
+Memory and its budgets, what the pipeline has read and computed, the generation in progress. Counts
+start at loading: two snapshots give rates (``Status.since``). A snapshot takes well under a
+millisecond, waits for no pass, and works from any thread. ``localrt/planning/preview.py`` says what
+would help. ``Watch`` makes the snapshots: it sees every session and every chunk of a model, and
+takes no lock that a pass holds.
 """
 
 from __future__ import annotations
@@ -27,17 +24,14 @@ from localrt.models.weight_store import Task
 from localrt.offload.memory import current_rss, ram_budget
 
 _NAMES = {"ssd": "The disk", "link": "The link to the GPU", "cpu": "The CPU", "gpu": "The GPU"}
-_BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
+_BUSY = 0.6  # a resource that is busy for a smaller share does not set the pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
-    ``notes`` are lines that a user should see: a plain chat format, a shortened context.
-    ``quantization`` is its name in ``list_models``, or what weights are unpacked to where that was
-    chosen.
-    ``pooling`` is what an embedding model's files say of it, ``"rank"`` a reranker's; "" of others.
+    ``notes`` are lines for the user: a plain chat format, a shortened context.
     """
 
     name: str
@@ -51,10 +45,10 @@ class ModelInfo(EngineInfo):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use, and the most that may be; None where nothing bounds them.
+    """Bytes in use, and their limit; None if there is no limit.
 
-    ``forecast`` is what loading has expected of caches and passes as they have been so far: the
-    peak, not what is used now. None where nobody knows.
+    ``forecast`` is the peak that loading expected for the caches and passes so far, not the present
+    use. None if unknown.
     """
 
     used: int
@@ -85,8 +79,8 @@ class LaneUse:
 
 @dataclass(frozen=True, slots=True)
 class PassTrace:
-    """The last pass through a streamed model: how long it took, its lanes, and the seconds in which
-    nothing was computed, since weights were not there yet.
+    """The last pass through a streamed model: its duration, its lanes, and the seconds in which
+    nothing was computed because weights were missing.
     """
 
     seconds: float
@@ -96,10 +90,10 @@ class PassTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Rates between two snapshots; None where a thing is not known or did not happen.
+    """Rates between two snapshots; None if unknown or if nothing happened.
 
-    ``busy`` are shares of the time, ``pass_bytes`` what one pass has read from the SSD, ``why`` is
-    one sentence on what sets the pace.
+    ``busy`` has shares of the time, ``pass_bytes`` is what one pass has read from the SSD, ``why``
+    says in one sentence what sets the pace.
     """
 
     seconds: float
@@ -114,13 +108,13 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A snapshot. Bytes, seconds, counts since loading; None where the engine does not tell.
+    """A snapshot. Bytes, seconds, counts since loading; None if the engine does not report it.
 
-    ``kv`` is what caches take, against one full context. ``metrics`` are those of the generation in
-    progress (``generating``), or of the last one. ``streamed``: weights are read or copied in each
-    pass; ``token_bytes`` is what one token needs of the weights, once ``Model.advise`` has found
-    out. ``ceiling_tok_s`` and ``predicted_tok_s`` are the plan's, without drafts. ``clock_s`` is
-    when it was taken, as ``time.perf_counter`` has it.
+    ``kv`` is the size of caches, against one full context. ``metrics`` belong to the generation in
+    progress (``generating``), or to the last one. ``streamed``: weights are read or copied in each
+    pass; ``token_bytes`` is how many weight bytes one token needs, once ``Model.advise`` knows it.
+    ``ceiling_tok_s`` and ``predicted_tok_s`` come from the plan, without drafts. ``clock_s`` is the
+    time of the snapshot by ``time.perf_counter``.
     """
 
     clock_s: float

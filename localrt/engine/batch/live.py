@@ -112,7 +112,7 @@ class LiveAnswer(Iterator[Chunk]):
         return self._full
 
     def put(self, chunks: Chunks) -> bool:
-        """Add a pass's chunks; return False if ``notify`` fails, since the event loop is closed."""
+        """Add a pass's chunks; return False if the reader cannot be notified any more."""
         with self._changed:
             if self._over:
                 return True
@@ -144,7 +144,7 @@ _FORGET_S = 600.0  # until unused caches are freed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveLimits:
-    """Limits of a running batch.
+    """The limits of a running batch.
 
     ``ctx`` is the longest sequence in tokens. At most ``most`` answers share a pass, fewer if
     memory is short. An answer pauses when its reader is ``buffer`` chunks behind, and is cancelled

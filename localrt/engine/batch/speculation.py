@@ -32,7 +32,7 @@ _LOOKING, _LONGEST_REST = 0.01, 64
 
 
 class BatchTuner:
-    """Decides which draft tokens shared passes verify, by a ``tuner``. Not thread-safe."""
+    """Decides by ``tuner`` which draft tokens a shared pass verifies. Not thread-safe."""
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
@@ -179,7 +179,7 @@ class BatchSpeculation(Generic[Owner]):
     # -- parts -----------------------------------------------------------------------------------
 
     def _tuner_of(self, proposers: Sequence[Proposer | None]) -> BatchTuner | None:
-        """Return the tuner, which belongs to the model, whichever sequence asks."""
+        """Return the tuner of the model, whichever sequence knows it."""
         tuner = next((proposer.tuner for proposer in proposers if proposer is not None), None)
         if tuner is None:
             return None

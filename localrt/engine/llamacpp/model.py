@@ -1,12 +1,12 @@
 """A GGUF file loaded by llama.cpp, and the contexts that compute with it.
 
-What engine, sessions and tokenizer share: it opens and describes the file, checks memory, and frees
+Engine, sessions and tokenizer share it: it opens and describes the file, checks memory, and frees
 the weights once the last context is gone. It runs nothing.
 
-The llama.cpp library: found, initialized once, and silent.
+It also finds the llama.cpp library and initializes it once, without output.
 
 llama.cpp has one log sink and one backend per process, so this module holds one `Library` for all
-engines. What the library would print is kept as the reason for the next error instead.
+engines. The library's log lines become the reason of the next error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """The library, with its backend started and its log kept from the terminal.
+    """Return the library, with its backend started and its log kept from the terminal.
 
     Raises:
         MissingExtraError: llama-cpp-python is not installed, or its library cannot be loaded.
@@ -144,9 +144,9 @@ class LlamaCppModel:
     ) -> LlamaCppModel:
         """Load ``path``, a GGUF file (of a split model: its first part).
 
-        ``ctx`` tokens of cache are checked against memory at once, so that a context that cannot
-        fit fails here; ``threads`` defaults to the physical cores. An exception that ``progress``
-        raises stops the load and comes out of it.
+        A cache of ``ctx`` tokens is checked against memory at once, so that a context that cannot
+        fit fails here; ``threads`` defaults to the physical cores. An exception from ``progress``
+        stops the load and is raised here.
 
         Raises:
             CheckpointError: the file is missing or malformed.
@@ -212,7 +212,8 @@ class LlamaCppModel:
     def new_context(
         self, size: int, *, user: object = None, outputs: int = 1, embeddings: bool = False
     ) -> Any:
-        """A llama.cpp context with room for ``size`` tokens, until ``user`` calls ``release``.
+        """Return a llama.cpp context of ``size`` tokens, which ``user`` gives back with
+        ``release``.
 
         ``outputs`` is the number of rows of a pass whose logits are kept or, with ``embeddings``,
         whose unpooled hidden states are.
@@ -288,7 +289,7 @@ def _metadata(api: Any, model: Any, key: str) -> str | None:
 
 
 def _kv_bytes_per_token(api: Any, model: Any) -> int:
-    """Bytes of keys and values per token in half precision, from the model's own dimensions."""
+    """Return the bytes of keys and values per token in half precision, by the model's sizes."""
     architecture = _metadata(api, model, "general.architecture")
     heads = max(1, api.llama_model_n_head(model))
     head_dim = api.llama_model_n_embd(model) // heads

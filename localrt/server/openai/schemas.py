@@ -44,7 +44,7 @@ _SAMPLING: dict[str, Schema] = {
     "n": integer(1, 1024),
     "logit_bias": {
         "type": ["object", "null"],
-        "maxProperties": 4096,  # every token of the answer waits for them
+        "maxProperties": 4096,  # each one slows down every token
         "patternProperties": {"^[0-9]{1,9}$": _BIAS},
         "additionalProperties": False,
     },
