@@ -28,14 +28,14 @@ LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
     "plain": {"repack": False, "flash_attention": False},
     "plain, flash attention": {"repack": False, "flash_attention": True},
 }
-"""llama.cpp's, by name: which is fastest depends on machine and model."""
+"""llama.cpp's settings, by name: which one is fastest depends on machine and model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """Which engine to load, and how. ``settings`` are the engine's own, by name.
 
-    The native engine's are options of ``localrt.load``.
+    The native engine's settings are options of ``localrt.load``.
     """
 
     engine: str
@@ -48,21 +48,21 @@ class Launch:
 class BenchEngine(Protocol):
     """A loaded model that can be timed.
 
-    One that keeps a trace has ``trace_events`` as well, and one that can look at its GPU
+    An engine that keeps a trace also has ``trace_events``; one that can measure its GPU has
     ``gpu_use``.
     """
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What runs, as plain values; ``format`` names the setting if there is only one."""
+        """The model and engine, as plain values; ``format`` names the setting if there is one."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without special tokens."""
+        """Return the token ids of ``text``, without special tokens."""
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
-        """Generate exactly ``tokens`` greedy tokens after ``prompt``; returns their metrics.
+        """Generate exactly ``tokens`` greedy tokens after ``prompt``; return their metrics.
 
-        ``on_first`` is called once, after the first token: decoding begins there.
+        ``on_first`` is called once, after the first token, when decoding begins.
         """
 
 
@@ -112,13 +112,13 @@ class _LocalrtEngine:
         return last.metrics
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
-        """The fields of a ``GpuUse``, measured after ``prompt``."""
+        """Return the fields of a ``GpuUse``, measured after ``prompt``."""
         from localrt.bench.gpu import gpu_use
 
         return asdict(gpu_use(self._model, prompt))
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
-        """The latest tasks, recorded from the first call on; None without a pipeline."""
+        """Yield the latest tasks; the first call starts recording. Empty without a pipeline."""
         for task in self._engine.weights.tasks(_TRACED_TASKS):
             times = {"start_s": task.start, "end_s": task.end}
             yield {"resource": task.resource, "name": task.name, **times}
@@ -134,7 +134,7 @@ def _load_native(launch: Launch) -> Core:
 
 
 def llamacpp_core(launch: Launch) -> Core:
-    """Like ``localrt.load``, plus llama.cpp's own settings."""
+    """Load as ``localrt.load`` does, with llama.cpp's own settings."""
     from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings

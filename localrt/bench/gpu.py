@@ -1,8 +1,8 @@
-"""A GPU in ``localrt bench``: what it does while a model decodes, or would do if it were here.
+"""Measures how ``localrt bench`` uses a GPU while a model decodes, or forecasts it without one.
 
-Shares of a GPU and its link are the profiler's, those of the rest the pipeline's own.
-``--gpu-memory`` without a GPU is answered by a plan for a known one, with this machine's disk,
-memory and processor: it has the form of a measurement and says ``simulated`` throughout.
+The profiler measures the busy shares of GPU and link, the pipeline those of the rest. For
+``--gpu-memory`` without a GPU, the result is a plan for a known GPU with this machine's disk,
+memory and processor: it has the form of a measurement and is marked ``simulated``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 _TOKENS = 16
 _NAMES = {"gpu": "GPU", "link": "link to the GPU", "cpu": "CPU", "ssd": "disk"}
-_BUSY = 0.6  # a part that is busy for less of the time does not set the pace
+_BUSY = 0.6  # a part that is busy for a smaller share is no bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """``busy`` are shares of the time by resource; the others are of a token, None if not counted.
+    """``busy`` maps a resource to its busy share; the counts are per token, None if not counted.
 
-    ``helps`` is one sentence.
+    ``helps`` is one sentence on what would help.
     """
 
     busy: Mapping[str, float]
@@ -49,7 +49,7 @@ class GpuUse:
 
 
 def use_line(found: Mapping[str, Any]) -> str:
-    """One line for people, of a ``GpuUse`` as plain values."""
+    """Format the fields of a ``GpuUse`` as one line for people."""
     busy = found["busy"]
     shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
     line = f"busy while decoding: {shares or 'not known'}"
@@ -60,7 +60,7 @@ def use_line(found: Mapping[str, Any]) -> str:
 
 
 def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
-    """Decode some tokens behind ``prompt`` and look; recorded graphs are recorded before that."""
+    """Decode tokens after ``prompt`` and measure, once CUDA graphs have been recorded."""
     room = max(1, model.info.ctx - 3 * _TOKENS - 1)
     stream = model.stream(
         token_ids=prompt[:room], max_tokens=3 * _TOKENS + 1, ignore_eos=True, temperature=0
@@ -97,7 +97,7 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
 
 
 def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
-    """Which part is busiest, and the best of the ``changes`` that were planned."""
+    """Say which part is busiest, and which of the planned ``changes`` helps most."""
     text = ""
     if busy:
         name = max(busy, key=lambda each: busy[each])
@@ -116,16 +116,16 @@ def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
 
 
 def wants_forecast(options: BenchOptions) -> bool:
-    """Whether GPU memory was asked for, of whatever GPU there is, and there is none."""
+    """Whether the options give GPU memory for any GPU, and this machine has none."""
     any_gpu = options.gpu_memory is not None and options.device in (None, "auto")
     return any_gpu and not hardware.gpus()
 
 
 def gpu_for(gpu_memory: int) -> GpuModel:
-    """The smallest known GPU with that much memory; of several, the most common one.
+    """Return the smallest known GPU with that much memory, preferring the default GPU.
 
     Raises:
-        OptionError: none has it.
+        OptionError: no known GPU has so much.
     """
     large = [gpu for gpu in GPUS.values() if gpu.vram_bytes >= gpu_memory]
     if not large:
@@ -138,11 +138,11 @@ def gpu_for(gpu_memory: int) -> GpuModel:
 
 
 def forecast(options: BenchOptions, settings: Settings) -> Outcome:
-    """Plan the model for the GPU that ``options.gpu_memory`` means, and predict the workload.
+    """Plan the model for the GPU chosen by ``options.gpu_memory``, and predict the workload.
 
     Raises:
         MemoryBudgetError: it does not fit GPU, RAM and disk.
-        LocalrtError: the model cannot be read, or no such GPU is known.
+        LocalrtError: the model cannot be read, or no known GPU has so much memory.
     """
     assert options.gpu_memory is not None
     work, gpu = options.workload, gpu_for(options.gpu_memory)

@@ -1,9 +1,9 @@
-"""A benchmark's child process, which holds one engine: both ends of the pipe.
+"""Runs one engine in a child process of the benchmark: both ends of the pipe.
 
-Each engine gets a process of its own, so that its peak memory is its own and a crash is only its
-own. Requests and answers are one JSON object per line, on the stdin and stdout that the child was
-started with; whatever a library prints goes to stderr. When stdin closes, because the parent is
-done or gone, the child ends at once, in the middle of a run if need be.
+Each engine has its own process, so that its peak memory is measured alone and a crash affects no
+other. Requests and answers are one JSON object per line, on the child's stdin and stdout; output of
+libraries goes to stderr. When stdin closes, because the parent is done or has died, the child ends
+at once, even in the middle of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from localrt.common.option_names import on_command_line
 
 
 class ChildError(LocalrtError):
-    """A child refused or failed. ``kind`` is the error's class there, or ``"died"``."""
+    """A child refused or failed. ``kind`` is the class of the child's error, or ``"died"``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -36,18 +36,18 @@ class ChildError(LocalrtError):
 
 
 def child_command(module: str = "localrt.bench.process", python: str = sys.executable) -> list[str]:
-    """The command that runs ``main`` of ``module`` with this localrt, installed or a checkout."""
+    """Return the command that runs ``main`` of ``module`` with this copy of localrt."""
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
     return [python, "-c", start, root]
 
 
 class ChildProcess(Closing):
-    """A running child. As a context manager it is gone at the end, whatever happened."""
+    """A running child. As a context manager it ends the child in every case."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        # In a session of its own: Ctrl+C reaches the parent alone, which then ends the children.
+        # In its own session, Ctrl+C reaches only the parent, which then ends the children.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class ChildProcess(Closing):
         """Send a request and wait for its answer.
 
         Raises:
-            ChildError: the child could not do it, or died.
+            ChildError: the child refused or failed, or died.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -85,7 +85,7 @@ class ChildProcess(Closing):
         return message["answer"]
 
     def close(self) -> None:
-        """End the child and free what it holds. Never waits for its work."""
+        """Kill the child without waiting for its work, and free its resources."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -109,12 +109,12 @@ class ChildProcess(Closing):
 
 
 def main() -> None:
-    """Hold an engine for one parent."""
+    """Serve one parent with an engine."""
     serve(Requests())
 
 
 class Requests:
-    """The answers of a child that first loads an engine, then uses it: a method for a request."""
+    """The child's requests, one method each: ``load`` an engine first, then use it."""
 
     _loaded: BenchEngine | None = None
 
@@ -125,43 +125,43 @@ class Requests:
         return self._loaded
 
     def load(self, launch: dict[str, Any]) -> dict[str, Any]:
-        """What runs, from the fields of a `Launch`."""
+        """Load the engine of a `Launch`, given as its fields; return the engine's info."""
         self._loaded = load_engine(Launch(**launch))
         return dict(self._loaded.info)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
+        """Return the token ids of ``text``."""
         return self._engine.encode(text)
 
     def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """One generation's `Metrics`, and what the process read from disk while it decoded."""
+        """Generate; return the `Metrics`, and the bytes read from disk while decoding."""
         counts = [disk_bytes_read()]
         metrics = self._engine.generate(
             prompt, tokens, lambda: counts.append(disk_bytes_read())
         ).to_dict()
         counts.append(disk_bytes_read())
         started, first, ended = counts
-        if started is None or first is None or ended is None:  # not known on this system
+        if started is None or first is None or ended is None:  # unknown on this system
             return {**metrics, "decode_read_bytes": None}
         if metrics["ssd_read_bytes"] is None:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any] | None:
-        """The fields of a ``GpuUse``; None from an engine that does not say."""
+        """Return the fields of a ``GpuUse``; None if the engine cannot measure it."""
         look = getattr(self._engine, "gpu_use", None)
         return None if look is None else dict(look(prompt))
 
     def trace(self) -> list[dict[str, Any]] | None:
-        """The pipeline's tasks since this was first asked, in seconds; None without a pipeline."""
+        """Return the pipeline's tasks since the first call, in seconds; None without a trace."""
         events = getattr(self._engine, "trace_events", None)
         return None if events is None else list(events())
 
 
 def serve(requests: object) -> None:
-    """Answer one parent's requests on stdin and stdout by the methods of ``requests``.
+    """Answer one parent's requests on stdin and stdout with the methods of ``requests``.
 
-    A request names the method as ``do`` and has its arguments beside it.
+    In a request, ``do`` names the method; the other keys are its arguments.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # so that a library's print cannot spoil the protocol
@@ -179,10 +179,10 @@ def serve(requests: object) -> None:
 
 
 def disk_bytes_read() -> int | None:
-    """Bytes that this process has had read from storage; None where not known.
+    """Return the bytes that this process has read from storage; None if unknown.
 
-    By the kernel's account: page faults on mapped files, buffered and direct reads count, what the
-    page cache already holds does not. So every engine's reading is measured alike.
+    The kernel counts page faults on mapped files, buffered reads and direct reads, but not hits in
+    the page cache. So all engines are measured alike.
     """
     if sys.platform != "linux":
         return None
@@ -193,13 +193,13 @@ def disk_bytes_read() -> int | None:
 
 
 def _until_closed() -> Iterator[dict[str, Any]]:
-    """Requests in order. A thread reads them, to notice that the parent is gone while we work."""
+    """Yield requests in order. A thread reads them, to notice at once if the parent has gone."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # nothing here needs to be put in order, and an engine may be busy for minutes
+        os._exit(0)  # nothing needs cleaning up, and an engine may be busy for minutes
 
     threading.Thread(target=read, daemon=True).start()
     while True:

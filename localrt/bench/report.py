@@ -1,4 +1,4 @@
-"""A benchmark's outcome: JSON for programs, a table for people, a trace for Perfetto and Chrome."""
+"""Formats a benchmark's outcome: JSON, a table for people, a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def to_json(
     versions: Mapping[str, str],
     command: str,
 ) -> dict[str, Any]:
-    """The run as JSON: ``results`` has an entry per engine and setting; the best are flagged."""
+    """Return the run as JSON: ``results`` has an entry per engine and setting; best ones marked."""
     best = _best(outcome.results)
     return {
         "machine": machine.to_dict(),
@@ -68,7 +68,7 @@ def to_json(
 
 
 def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine) -> str:
-    """The run as a table for people."""
+    """Return the run as a table for people."""
     best = _best(outcome.results)
     work = options.workload
     measured = any(result.samples for result in outcome.results)
@@ -126,7 +126,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
 def _details(
     results: Sequence[Result], details: Mapping[str, tuple[str, Callable[[Any], str]]]
 ) -> Iterator[tuple[str, Callable[[Result], str]]]:
-    """The columns worth showing: not those where every engine reads 0 bytes, say."""
+    """Yield the columns in which some engine has a value other than 0."""
 
     def cell(show: Callable[[Any], str], name: str, result: Result) -> str:
         return show(result.metrics.get(name))
@@ -158,13 +158,13 @@ _DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _best(results: Sequence[Result]) -> dict[str, Result]:
-    """Each engine's fastest setting for the whole workload."""
+    """Return each engine's fastest setting for the whole workload."""
     slowest_first = sorted(results, key=lambda result: result.workload_s, reverse=True)
     return {result.engine: result for result in slowest_first}
 
 
 def _baseline(results: Sequence[Result], metric: str) -> float | None:
-    """llama.cpp's best figure over its settings: the fair baseline."""
+    """Return llama.cpp's best figure over its settings, which is the fair baseline."""
     return max((r.metrics[metric] for r in results if r.engine == _BASELINE), default=None)
 
 
@@ -182,10 +182,10 @@ def _why(skip: Skipped) -> str:
 
 
 def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str, Any]:
-    """Events of ``{"name", "resource", "start_s", "end_s"}`` in the Trace Event Format, as Perfetto
-    and Chrome read it, in microseconds.
+    """Convert events ``{"name", "resource", "start_s", "end_s"}`` to the Trace Event Format (in
+    microseconds), which Perfetto and Chrome read.
 
-    Time starts at the first event; resources are numbered in the order they first appear.
+    Time starts at the first event; resources are numbered in the order of first appearance.
     """
     start = min((event["start_s"] for event in events), default=0.0)
     threads: dict[tuple[str, int], int] = {}

@@ -1,9 +1,8 @@
-"""Run a workload on several engines, fairly, and collect every sample.
+"""Runs a workload on several engines, fairly, and collects every sample.
 
-With room for all models at once the engines take turns run by run, so that whatever else happens on
-the machine hits all of them alike; otherwise, and whenever one of them reads its weights while it
-runs, they run one after another. Each is warmed up first. This module does not load models itself,
-and does not print.
+If all models fit in memory at once, the engines take turns run by run, so that other load on the
+machine affects all alike. Otherwise, or if one reads its weights while it runs, they run one after
+another. Each is warmed up first. This module does not load models itself, and does not print.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
-# Several settings of an engine are measured, and its best counts.
+# An engine's settings, by name: all are measured, and the best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "llamacpp": LLAMACPP_SETTINGS,
 }
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 
-# Peak memory of a process as a multiple of the model's files, generously: what may run together.
+# Upper estimate of a process's peak memory, as a multiple of the model's files.
 _MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
 _PROCESS_BYTES = 500 << 20
 
@@ -60,7 +59,7 @@ class _Running:
     peak_ram_bytes: int | None = None
     trace: list[Mapping[str, Any]] | None = None
     samples: list[Mapping[str, Any]] = field(default_factory=list)
-    once: dict[str, Any] = field(default_factory=dict)  # what is measured once, after the runs
+    once: dict[str, Any] = field(default_factory=dict)  # measured once, after the runs
 
 
 def run_bench(
@@ -70,11 +69,11 @@ def run_bench(
     start: Callable[[str], ChildProcess] = lambda engine: ChildProcess(child_command()),
     alone: bool = False,
 ) -> Outcome:
-    """Run every engine that can be run; ``notify`` gets a line before each step that takes time,
-    and one with what it measured.
+    """Run every engine that can run. ``notify`` gets a line before each step that takes time, and
+    one with its result.
 
-    Ctrl+C ends it with what was measured until then. ``start`` makes the process of an engine;
-    with ``alone`` no two of them are there at once.
+    Ctrl+C ends the benchmark with the results so far. ``start`` starts an engine's process;
+    ``alone`` allows only one at a time.
     """
     return _Bench(options, notify, start, alone).run()
 
@@ -108,7 +107,7 @@ class _Bench:
         return Outcome(results, self._skipped, together, interrupted)
 
     def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
-        """Load, warm up and run the members of a group in turns; those that fail drop out."""
+        """Load, warm up and run the engines of a group in turns; drop those that fail."""
         with ExitStack() as children:
             running = [r for r in (self._start(*c, children) for c in group) if r is not None]
             running = [r for r in running if self._try(self._warm_up, r)]
@@ -121,7 +120,7 @@ class _Bench:
     def _start(self, setting: str, launch: Launch, children: ExitStack) -> _Running | None:
         engine, options = launch.engine, self._options
         if any(skip.engine == engine and not skip.setting for skip in self._skipped):
-            return None  # the engine as a whole cannot
+            return None  # the engine cannot run with any setting
         self._notify(f"loading {_name(engine, setting)}")
         child = children.enter_context(self._start_child(engine))
         started = time.perf_counter()
@@ -149,18 +148,18 @@ class _Bench:
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
 
     def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
-        """The model's tokenizer, here: a vocabulary would count as an engine's memory."""
+        """Load the tokenizer here: its vocabulary must not count as an engine's memory."""
         try:
             with closing(open_checkpoint(self._options.path)) as checkpoint:
                 tokenizer = load_tokenizer(checkpoint)
-        except LocalrtError:  # of a kind that the engine may know
+        except LocalrtError:  # the engine may know this kind of tokenizer
             return lambda text: list(child.ask("encode", text=text))
         return lambda text: tokenizer.encode(text, add_special=False)
 
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
         traced = last and self._options.trace and running.engine == "native"
-        before = running.child.ask("trace") if traced else None  # recording begins when asked for
+        before = running.child.ask("trace") if traced else None  # this starts recording
         sample = self._generate(running, index)
         running.samples.append(sample)
         rates = [format_rate(sample.get(name)) for name in ("prefill_tok_s", "decode_tok_s")]
@@ -177,7 +176,7 @@ class _Bench:
         return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
     def _look(self, running: _Running) -> None:
-        """What is measured once: a long prompt's first token, and a GPU. Results stay without."""
+        """Measure a long prompt's first token and the use of a GPU once; only note a failure."""
         name, child = _name(running.engine, running.setting), running.child
         assert self._prompts is not None
         try:
@@ -249,7 +248,7 @@ def _result(running: _Running) -> Result:
 
 
 def _median(samples: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Of those samples that have it."""
+    """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None
 
@@ -257,7 +256,7 @@ def _median(samples: Sequence[Mapping[str, Any]], name: str) -> Any:
 def _new_events(
     before: Sequence[Mapping[str, Any]] | None, after: list[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]] | None:
-    """Those that began after all of ``before`` had ended; None without a trace."""
+    """Return the events that began after all of ``before`` had ended; None without a trace."""
     if after is None:
         return None
     seen = max((event["end_s"] for event in before or ()), default=float("-inf"))
@@ -269,7 +268,7 @@ def _name(engine: str, setting: str) -> str:
 
 
 def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]]) -> bool:
-    """Whether all models may be loaded at once: never where one reads weights while it runs."""
+    """Whether all engines may load at once: they fit, and none has a RAM limit."""
     if options.ram is not None or len(candidates) < 2:
         return False
     size = sum(path.stat().st_size for path in model_files(options.path))
@@ -278,7 +277,7 @@ def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files of a model: those of its folder and below, or all parts of a split GGUF."""
+    """Return a model's files: all below its folder, or all parts of a split GGUF."""
     if path.is_dir():
         return [file for file in path.rglob("*") if file.is_file()]
     stem, separator, rest = path.name.partition("-00001-of-")

@@ -1,6 +1,6 @@
 """A Hugging Face model in bf16 on the CPU: a folder, or a GGUF file the way transformers reads it.
 
-Imported in a child alone, once torch and transformers are known to be there.
+Imported only in a child process, once torch and transformers are known to be installed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FAILURES = (ValueError, KeyError, OSError, RuntimeError, TypeError, NotImplemen
 class HuggingFaceEngine:
     """A causal model with its own KV cache. ``path`` is the model under test.
 
-    ``encode`` gives token ids without special tokens, by default by localrt's tokenizer; ``owner``
-    is whose hooks load the weights.
+    ``encode`` returns token ids without special tokens; the default is localrt's tokenizer.
+    ``owner`` keeps alive the object whose hooks load the weights.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class HuggingFaceEngine:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without special tokens."""
+        """Return the token ids of ``text``, without special tokens."""
         if self._encode is not None:
             return self._encode(text)
         with closing(open_checkpoint(self._path)) as checkpoint:
             return load_tokenizer(checkpoint).encode(text, add_special=False)
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
-        """Exactly ``tokens`` greedy ones: a pass over the prompt, then one token a pass."""
+        """Generate exactly ``tokens`` greedy tokens: a pass over the prompt, then one per token."""
 
         with torch.inference_mode():
             started = time.perf_counter()
@@ -116,7 +116,7 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
 
 @contextmanager
 def loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
-    """What goes wrong is one line; warnings are not shown."""
+    """Turn a failure in the block into a one-line error, and hide warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -126,7 +126,7 @@ def loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
 
 
 def set_up_torch(threads: int | None) -> None:
-    """Threads of the CPU, and no talk from transformers."""
+    """Set the number of CPU threads, and silence transformers."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if threads is not None:
@@ -134,6 +134,6 @@ def set_up_torch(threads: int | None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message; its class where that is empty."""
+    """Return the first line of an error's message, or its class if that is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a benchmark is asked for and what comes of it: a workload, options, results.
+"""The values of a benchmark: its workload, options and results.
 
 A prompt's text is the same on every machine and for every engine, so results can be compared. This
 module knows no engine; the tokenizer comes from the model under test.
@@ -17,7 +17,7 @@ from localrt.common.option_names import option
 LONG_ANSWER = 2
 """Tokens after a long prompt: only the first is timed."""
 
-# Prompts start this many tokens apart in one text: no engine can reuse the cache of another run.
+# Prompts start this many tokens apart in one text, so that no run can reuse another's cache.
 _STRIDE = 17
 
 _SENTENCES = (
@@ -36,9 +36,9 @@ _LEAST = {"prompt_tokens": 1, "tokens": 2, "runs": 1, "long_prompt_tokens": 0}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``prompt_tokens`` of prompt and ``tokens`` of answer, greedily, ``runs`` times.
+    """Answer ``prompt_tokens`` with ``tokens`` greedy ones, ``runs`` times.
 
-    The first token of a prompt of ``long_prompt_tokens`` is timed once, if there are any.
+    If ``long_prompt_tokens`` is not 0, the first token after such a prompt is timed once.
     """
 
     prompt_tokens: int = 512
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def ctx(self) -> int:
-        """The shortest context that holds it."""
+        """The shortest context that holds prompt and answer."""
         return max(self.prompt_tokens + self.tokens, self.long_prompt_tokens + LONG_ANSWER)
 
 
@@ -63,9 +63,9 @@ class Workload:
 class BenchOptions:
     """What to run. Sizes are in bytes.
 
-    ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are the native engine's;
-    ``ctx`` is every engine's context, by default just long enough. ``settings`` names those of an
-    engine to measure, by default all. ``trace`` asks for the native engine's tasks in its last run.
+    ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are for the native engine;
+    ``ctx`` is every engine's context, by default just long enough. ``settings`` names an engine's
+    settings to measure, by default all. ``trace`` records the last run of the native engine.
     """
 
     path: Path
@@ -95,18 +95,18 @@ class BenchOptions:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a GPU was asked for: then what it does is measured, too."""
+        """Whether the options name a GPU, so that its use is measured too."""
         return self.gpu_memory is not None or (self.device or "").startswith("cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One engine and setting: medians by the names of `Metrics`, and every sample behind them.
+    """One engine and setting: medians under the names of `Metrics`, and every sample.
 
-    ``peak_ram_bytes`` is that of loading and of the warm-up: what one generation takes. There are
-    also ``read_bytes_per_token`` (from disk, while decoding), ``long_ttft_s`` of a long prompt, and
-    the fields of ``GpuUse`` where a GPU was asked for. ``trace`` has the tasks of the last run,
-    where they were asked for and there are any.
+    ``peak_ram_bytes`` covers loading and the warm-up: what one generation takes. ``metrics`` also
+    has ``read_bytes_per_token`` (from disk, while decoding), ``long_ttft_s`` of a long prompt, and
+    the fields of ``GpuUse`` if a GPU is used. ``trace`` has the tasks of the last run, if they
+    were recorded.
     """
 
     engine: str
@@ -119,7 +119,7 @@ class Result:
 
     @property
     def workload_s(self) -> float:
-        """Seconds of the whole workload, by the medians: what the best setting is chosen by."""
+        """Seconds of the whole workload, from the medians; the best setting has the fewest."""
         later = self.metrics["completion_tokens"] - 1
         return float(self.metrics["ttft_s"] + later * self.metrics["tpot_s"])
 
@@ -140,10 +140,10 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it, in the order asked for.
+    """The results of a benchmark, in the order of the options.
 
-    ``interrupted``: some runs are missing. Where nothing ran, ``forecast`` is the GPU and the plan
-    that the results were predicted from, and ``heading`` says so.
+    ``interrupted``: some runs are missing. If nothing ran, ``forecast`` has the GPU and the plan
+    from which the results were predicted, and ``heading`` says so.
     """
 
     results: Sequence[Result]
@@ -155,7 +155,7 @@ class Outcome:
 
 
 def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """One prompt of exactly ``workload.prompt_tokens`` ids for the warm-up and for every run."""
+    """Make prompts of exactly ``workload.prompt_tokens`` ids, for the warm-up and for every run."""
     needed = workload.prompt_tokens + workload.runs * _STRIDE
     count = 16
     while len(ids := encode(_text(count))) < needed:
@@ -165,13 +165,13 @@ def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list
 
 
 def make_long_prompt(workload: Workload, encode: Callable[[str], list[int]]) -> list[int]:
-    """One of ``workload.long_prompt_tokens`` ids, like no other prompt from its first token on."""
+    """Make a prompt of ``workload.long_prompt_tokens`` ids that shares no start with the others."""
     one = Workload(workload.long_prompt_tokens, runs=workload.runs + 1)
     return make_prompts(one, encode)[-1]
 
 
 def _text(sentences: int) -> str:
-    """``sentences`` sentences; a longer text starts with the shorter ones."""
+    """Return a text of ``sentences`` sentences; a longer text begins with the shorter one."""
     lines = []
     for index in range(sentences):
         a, b = 3 + index * 7 % 89, 5 + index * 11 % 97

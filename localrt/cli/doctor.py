@@ -1,7 +1,7 @@
-"""``localrt doctor``: what this machine is, what is installed, where things lie, what is missing.
+"""``localrt doctor``: shows this machine, what is installed, the folders, and what is missing.
 
-``--quick`` tells only what is known at once; without it memory and disk are measured
-and the GPU is asked, which takes a few seconds. Neither imports torch or any other heavy package.
+``--quick`` shows only what needs no measuring. Otherwise memory and disk are measured and the GPU
+is queried, which takes a few seconds. Neither imports torch or any other heavy package.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; always 0: what is missing is an answer, not a failure."""
+    """Print the report; always return 0, as missing parts are not a failure."""
     report = _examine(quick=args.quick)
     print(json.dumps(report) if args.json else "\n".join(_lines(report)))
     return 0
@@ -98,7 +98,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
 
 
 def _gpu_state(cache: Path, name: str) -> dict[str, Any]:
-    """What is compiled for the first GPU and measured on it; loading a model does both."""
+    """Say what was compiled for and measured on the first GPU; loading a model does both."""
     kept, rates = kept_of(cache, name), known_rates(cache, name)
     key, cuts = kept.get("key"), kept.get("cuts")
     cases = cuts.get("cases") if isinstance(cuts, dict) else None
@@ -140,7 +140,7 @@ def _demo_model(settings: Settings) -> Path | None:
 def _advice(
     versions: dict[str, str | None], *, demo: Path | None, gpu: bool, isa: str | None
 ) -> Iterator[str]:
-    """What would help most first."""
+    """Return advice, the most helpful first."""
     if demo is None:
         yield "the demo model is not here: localrt pull smollm2"
     torch = versions["torch"]
@@ -170,7 +170,7 @@ def _advice(
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people."""
+    """Return the report for people."""
     machine = report["machine"]
     cpu, memory, disk = machine["cpu"], machine["memory"], machine["disk"]
     cores = f"{cpu['physical_cores']} cores, {cpu['usable_cores']} threads"
@@ -223,7 +223,7 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
 
 
 def _gpu_rows(gpu: dict[str, Any]) -> Iterator[list[str]]:
-    """Two lines at most: kernels, rates."""
+    """Return at most two rows: kernels, rates."""
     with_ = ", ".join(part for part in gpu["measured_with"] if part.startswith(("driver", "NV")))
     text = f"{gpu['compiled_kernels']} compiled"
     if gpu["measured_products"]:

@@ -1,8 +1,8 @@
-"""What commands say of themselves: help texts, and one line on stderr while long work goes on.
+"""Help texts of commands, and the status line on stderr during long work.
 
 A command's file has its examples as ``EXAMPLES``: pairs of a command and what it does. Options that
-few people need go into the group ``advanced(parser)``, which ``--help`` lists last. Knows no
-command.
+few people need go into the group ``advanced(parser)``, which ``--help`` lists last. This module
+knows no command.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from localrt.common.progress import NOTE, Progress
 Examples = Sequence[tuple[str, str]]
 _ADVANCED = "advanced"
 _WIDEST = 100  # columns
-_COLUMN = 30  # where what an option does begins
+_COLUMN = 30  # at which the help of an option begins
 
 
 def advanced(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The group of options that few people need; help shows it last."""
+    """Return the group for options that few people need; help shows it last."""
     for group in parser._action_groups:
         if group.title == _ADVANCED:
             return group
@@ -41,20 +41,20 @@ class HelpfulParser(argparse.ArgumentParser):
     _usage = ""
 
     def format_usage(self) -> str:
-        """One line: what must be given, and that there are options; made once, since argparse hides
-        the positionals while it takes flags between them.
+        """Return one line with the required arguments and ``[OPTIONS]``. Made once, since argparse
+        hides the positionals while it parses flags between them.
         """
         self._usage = self._usage or self._make_usage()
         return self._usage
 
     def error(self, message: str) -> NoReturn:
-        """Usage, and what is wrong, as all other errors are said."""
+        """Print the usage and the error, in the form of all other errors; exit."""
         self.print_usage(sys.stderr)
         said = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
         self.exit(2, f"localrt: {said}\n")
 
     def unknown(self, words: Sequence[str]) -> str:
-        """What to say of arguments that are not known, with an option that may have been meant."""
+        """Return the error for unknown arguments, with the closest option as a suggestion."""
         said = f"unrecognized arguments: {' '.join(words)}"
         flag = words[0].partition("=")[0]
         flags = {_python_name(each): each for each in self._option_string_actions}
@@ -88,7 +88,7 @@ class HelpfulParser(argparse.ArgumentParser):
         return f"usage: {' '.join(filter(None, words))}\n"
 
     def format_help(self) -> str:
-        """Usage, what it does, examples, arguments, notes."""
+        """Return the help: usage, description, examples, arguments, notes."""
         formatter = _Formatter(self.prog)
         parts = [self.format_usage()]
         if self.description:
@@ -110,7 +110,7 @@ def _python_name(flag: str) -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """As wide as the terminal, up to what reads well."""
+    """Formats as wide as the terminal, up to 100 columns."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns - 2, _WIDEST)
@@ -118,7 +118,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _format_examples(examples: Examples, columns: int) -> str:
-    """Two columns; where they are too wide, what an example does is in a line below it."""
+    """Format examples in two columns; if too wide, put each description on its own line."""
     width = max(len(command) for command, _ in examples) + 2
     between = "" if width + max(len(does) for _, does in examples) + 2 <= columns else "\n      "
     lines = [
@@ -129,7 +129,7 @@ def _format_examples(examples: Examples, columns: int) -> str:
 
 
 def _value(action: argparse.Action) -> str:
-    """``[MODEL]``, ``MODEL ...``, ``{bash,zsh,fish}``."""
+    """Return an argument's placeholder: ``[MODEL]``, ``MODEL ...``, ``{bash,zsh,fish}``."""
     if action.metavar is not None:
         name = str(action.metavar)
     else:
@@ -155,7 +155,7 @@ _VERBS = {
 
 
 class StatusLine(Closing):
-    """A line that is rewritten on a terminal (``live``); elsewhere nothing is shown."""
+    """A line that is rewritten on a terminal (``live``); elsewhere it shows nothing."""
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self.stream = stream or sys.stderr
@@ -175,8 +175,8 @@ class StatusLine(Closing):
 class ProgressLine(StatusLine):
     """Shows each ``Progress`` that it is called with.
 
-    Without a terminal it says at the end what was downloaded, or shows a line every ``plain_s``
-    seconds where that is given.
+    Without a terminal it says at the end what was downloaded, or if ``plain_s`` is given, prints a
+    line every ``plain_s`` seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, *, plain_s: float | None = None) -> None:
@@ -189,7 +189,7 @@ class ProgressLine(StatusLine):
         self.downloaded = 0
 
     def __call__(self, progress: Progress) -> None:
-        """Show one step. What an earlier run had done does not count for the rate."""
+        """Show one step. The rate does not count bytes from an earlier run."""
         if progress.stage == NOTE:
             self.show("")
             line = spelled(progress.detail, on_command_line)

@@ -1,4 +1,4 @@
-"""The model that a command's arguments ask for: of this machine, of the hub, or of a server.
+"""Loads the model of a command's arguments: from this machine, the hub, or a server.
 
 The library is imported with the first model, and the remote client with the first server.
 """
@@ -26,19 +26,19 @@ from localrt.planning import chooser
 
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
-    """``localrt.load`` with a line of progress."""
+    """Call ``localrt.load`` with a progress line."""
     with ProgressLine() as line:
         model = localrt.load(name, progress=line, **options)
     if adapters := options.get("adapters"):
-        model.defaults["adapter"] = next(iter(adapters))  # instead of the model's own adapter
+        model.defaults["adapter"] = next(iter(adapters))  # this replaces the model's own adapter
     return model
 
 
 def load_model(args: argparse.Namespace, *, reads_text: bool = True) -> localrt.Model:
-    """The model of this machine that the arguments ask for; its notes go to stderr.
+    """Load the arguments' model on this machine; print its notes to stderr.
 
     Raises:
-        TokenizerError: it has to read text, and has no tokenizer.
+        TokenizerError: the command needs text, and the model has no tokenizer.
     """
     model = load(args.model, load_options(args))
     if reads_text:
@@ -52,7 +52,7 @@ def load_model(args: argparse.Namespace, *, reads_text: bool = True) -> localrt.
 
 
 def load_chat_model(args: argparse.Namespace) -> ChatModel:
-    """As ``load_model``, or a server's."""
+    """Load the arguments' model as ``load_model`` does, or connect to the server's."""
     if args.endpoint is None:
         return load_model(args)
     model = connect_endpoint(args)
@@ -68,7 +68,7 @@ def _print_notes(model: ChatModel) -> None:
 def resolve_model(
     args: argparse.Namespace, settings: Settings, line: ProgressLine
 ) -> ResolvedModel:
-    """The files of ``args.model``, downloaded where they are missing."""
+    """Find the files of ``args.model``; download them if they are missing."""
     return resolve(
         args.model,
         settings=settings,
@@ -83,11 +83,11 @@ def resolve_model(
 
 
 def choose_model(args: argparse.Namespace) -> None:
-    """Check ``--endpoint`` against the other flags. Without it, MODEL gets its default, and is
-    taken from a server of this user that has it.
+    """Check ``--endpoint`` against the other flags. Without it, give MODEL its default, and use one
+    of this user's servers if it has the model.
 
     Raises:
-        OptionError: they do not go together.
+        OptionError: the flags cannot be combined.
     """
     args.note = ""
     if args.endpoint is None:
@@ -113,16 +113,16 @@ _HERE = (
 
 
 def _is_plain(args: argparse.Namespace) -> bool:
-    """Whether a server's model will do: no flag says how to load one, or to run it here."""
+    """Whether a server may be used: no flag says how to load the model, or needs it here."""
     given = {**load_options(args), **{name: getattr(args, name, None) for name in _HERE}}
     return all(value in (None, "auto", False) for value in given.values())
 
 
 def _use_running_server(args: argparse.Namespace) -> None:
-    """Where a server of this user has MODEL, use that one, and say so.
+    """If one of this user's servers has MODEL, use it, and say so in ``args.note``.
 
-    A server that does not answer, or does not list it, is left alone: it may be gone, or may have
-    been started with other folders.
+    Skips servers that do not answer or do not list the model: they may have ended, or use other
+    folders.
     """
     from localrt.client.servers import local_servers
 
@@ -130,13 +130,13 @@ def _use_running_server(args: argparse.Namespace) -> None:
     servers = local_servers(settings)
     if not servers:
         return
-    from localrt.client.model import models_of  # the client takes its time to import
+    from localrt.client.model import models_of  # slow to import
 
     try:
         found = resolve(args.model, settings=settings, download=False)
         path: Path | None = found.path.resolve()
     except LocalrtError:
-        path = None  # it may be the server's own name for one
+        path = None  # it may be a name that only the server knows
     for server in servers:
         try:
             listed = {each.name for each in models_of(server)}
@@ -161,7 +161,7 @@ def connect_endpoint(
     *,
     name: str | None = None,
 ) -> ChatModel:
-    """The server's model that the arguments ask for, or the one of this name."""
+    """Connect to the server's model of this name, or else of the arguments."""
     from localrt.client.model import connect
 
     name = name or args.model or None
@@ -171,10 +171,10 @@ def connect_endpoint(
 
 
 def endpoint_models(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The names of the server's models, and what it tells of each.
+    """Return the names of the server's models, with a description of each.
 
     Raises:
-        LocalrtError: it cannot be reached, or lists none.
+        LocalrtError: the server cannot be reached, or lists no model.
     """
     from localrt.client.model import list_remote
     from localrt.client.servers import read_address
@@ -190,7 +190,7 @@ def _context(tokens: int) -> str:
 
 
 def model_title(args: argparse.Namespace) -> str:
-    """The name to show until the model is loaded."""
+    """Return the name to show until the model is loaded."""
     if args.model:
         return str(args.model)
     from localrt.client.servers import read_address

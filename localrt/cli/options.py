@@ -183,7 +183,7 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
-    """Declare ``flags``. One that is not given is its default, else None, or False for a switch."""
+    """Declare ``flags``. A missing flag has its default, else None, or False for a switch."""
     for name, kind, metavar, text in flags:
         how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
         if kind is bool:
@@ -204,7 +204,7 @@ def _whole_number(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """What converts the text of a number."""
+    """Convert the text of a number."""
     try:
         return float(text)
     except ValueError:
@@ -215,7 +215,7 @@ _NUMBERS: dict[Any, Any] = {int: _whole_number, float: number}
 
 
 def flag_values(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """What was given for ``flags``, by option."""
+    """Return the values of ``flags``, by option."""
     options = [_option(name) for name, *_ in flags]
     return {option: getattr(args, option) for option in options}
 
@@ -225,41 +225,41 @@ def _option(flag: str) -> str:
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, default: str | None = DEMO_NAME) -> None:
-    """MODEL, by default the demo model."""
+    """Add MODEL, by default the demo model."""
     text = f"{BARE_MODEL_HELP} (default: {DEMO_NAME})"
     parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=text)
 
 
 def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of a model of the hub."""
+    """Add flags for a hub model."""
     add_flags(advanced(parser), HUB_FLAGS, offline=None)
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for a model behind a server with OpenAI's protocol."""
+    """Add flags for a model on a server with OpenAI's protocol."""
     add_flags(parser.add_argument_group("server"), _ENDPOINT)
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of ``localrt.load``."""
+    """Add flags of ``localrt.load``."""
     add_flags(parser.add_argument_group("model"), _LOADING, device="auto")
     add_flags(advanced(parser), _LOADING_ADVANCED, engine="auto", offline=None)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of a generation; those left out follow the model's own defaults."""
+    """Add generation flags; missing ones take the model's own defaults."""
     add_flags(parser.add_argument_group("generation"), _SAMPLING)
     add_flags(advanced(parser), _SAMPLING_ADVANCED)
 
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that constrain the form of the answer."""
+    """Add flags that constrain the form of the answer."""
     group = parser.add_argument_group("form of the answer")
     add_flags(group.add_mutually_exclusive_group(), _CONSTRAINTS)
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for ``localrt.load``."""
+    """Return the keyword arguments for ``localrt.load``."""
     options = flag_values(args, (*_LOADING, *_LOADING_ADVANCED))
     given = options.pop("adapter")
     if given:
@@ -269,10 +269,10 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def adapters_by_name(given: Iterable[str]) -> dict[str, str]:
-    """``--adapter [NAME=]PATH``: without a name, the last part of the path is one.
+    """Parse ``--adapter [NAME=]PATH``; the default name is the last part of the path.
 
     Raises:
-        OptionError: a name twice, or no path.
+        OptionError: a name is used twice, or a path is missing.
     """
     found: dict[str, str] = {}
     for text in given:
@@ -288,7 +288,7 @@ def adapters_by_name(given: Iterable[str]) -> dict[str, str]:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Generation options that were given."""
+    """Return the given generation options."""
     given = flag_values(args, (*_SAMPLING, *_SAMPLING_ADVANCED))
     options = {name: value for name, value in given.items() if value is not None}
     breakers = options.pop("dry_sequence_breaker", None)
@@ -299,10 +299,10 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The given options that constrain the answer; files of schemas and grammars are read.
+    """Return the given options that constrain the answer; read schema and grammar files.
 
     Raises:
-        OptionError: the file cannot be read, or what it holds is no schema or grammar.
+        OptionError: a file cannot be read, or is not a valid schema or grammar.
     """
     options: dict[str, Any] = {}
     schema = getattr(args, "json_schema", None)

@@ -92,12 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, answer, remember the conversation for ``-c``."""
+    """Load the model, answer, and save the conversation for ``-c``."""
     if args.resume and args.endpoint is None:
         _continue_with_its_model(args)
     given = None if args.endpoint else args.model or DEMO_NAME
     choose_model(args)
-    constraint_options(args)  # what is wrong with them is said before a model is loaded
+    constraint_options(args)  # reports errors before a model is loaded
     completes = "--raw" if args.suffix is None else "--suffix"
     args.raw = args.raw or args.suffix is not None
     if args.raw and (args.resume or args.system):
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _continue_with_its_model(args: argparse.Namespace) -> None:
-    """``run -c PROMPT`` goes on with the model of the last run."""
+    """Let ``run -c PROMPT`` use the model of the last run."""
     if (
         args.model is not None
         and args.prompt is None
@@ -131,8 +131,8 @@ def _continue_with_its_model(args: argparse.Namespace) -> None:
 def answer(
     args: argparse.Namespace, prompt: str, remember: Path | None, given: str | None = None
 ) -> int:
-    """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given, with the
-    MODEL that was ``given``.
+    """Print the answer to ``prompt``; save the conversation and the ``given`` MODEL to ``remember``
+    if that is not None.
     """
     options = {**sampling_options(args), **constraint_options(args)}
     if getattr(args, "raw", False):
@@ -169,7 +169,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
                 out.write(printable(last.text) if out.isatty() else last.text)
                 out.flush()
     finally:
-        # Interrupted or not, what was said ends with a line end; closing records the turn.
+        # Interrupted or not, end the output with a newline; closing records the turn.
         close = getattr(stream, "close", None)
         if close is not None:
             close()
@@ -214,10 +214,10 @@ def _stats(m: Metrics) -> str:
 
 
 def prompt_of(args: argparse.Namespace, command: str) -> str:
-    """The prompt that ``localrt COMMAND`` was given.
+    """Return the prompt given to ``localrt COMMAND``.
 
     Raises:
-        ModelNotFoundError: there is none, and MODEL reads like one.
+        ModelNotFoundError: there is no prompt, and MODEL looks like one.
     """
     try:
         return read_prompt(args.prompt, whole=getattr(args, "suffix", None) is not None)
@@ -232,7 +232,7 @@ def prompt_of(args: argparse.Namespace, command: str) -> str:
 
 
 def read_prompt(prompt: str | None, *, whole: bool = False) -> str:
-    """The prompt from the command line, from stdin when that is not a terminal, or both.
+    """Read the prompt from the command line, from stdin unless it is a terminal, or from both.
 
     ``whole`` takes one of them as it is, even if it is empty.
 
@@ -253,12 +253,12 @@ def read_prompt(prompt: str | None, *, whole: bool = False) -> str:
 
 
 def last_run_path() -> Path:
-    """Where ``run`` keeps its last conversation."""
+    """Return the file of the last conversation of ``run``."""
     return Settings.from_environment().data_dir / "last-run.json"
 
 
 def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
-    """A conversation that cannot be kept is worth a line, not a failure."""
+    """Save the conversation; if that fails, print a line but do not fail."""
     try:
         private_folder(path.parent)
         keep_private(path.parent)

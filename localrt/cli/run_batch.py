@@ -1,9 +1,9 @@
-"""``localrt run MODEL --batch FILE``: the answers to a file of prompts, in its order.
+"""``localrt run MODEL --batch FILE``: answers a file of prompts in its order.
 
-FILE has one prompt a line: text, or JSON objects with ``prompt`` or ``messages``; one with a wrong
-line is refused whole, before a model is loaded. An answer is printed as soon as those before it
-are. A prompt that cannot be answered, since it is too long, has its error there, the others are
-answered, and the exit status is 1.
+FILE has one prompt per line: text, or JSON objects with ``prompt`` or ``messages``. A file with an
+invalid line is refused before a model is loaded. Each answer is printed once all earlier ones are.
+If a prompt cannot be answered, for example because it is too long, its error is printed instead;
+the others are answered, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEYS = ("prompt", "messages", "id")
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """One prompt of a file: a text or messages, its line (from 1), and the ``id`` it brought."""
+    """One prompt of a file: a text or messages, its line (from 1), and its ``id`` if any."""
 
     line: int
     prompt: Any
@@ -54,13 +54,13 @@ def run_batch(args: argparse.Namespace) -> int:
 
 
 def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
-    """The prompts in ``text``; empty lines are left out.
+    """Return the prompts in ``text``, skipping empty lines.
 
-    They are JSON where all are objects, where one has ``prompt`` or ``messages``, or where ``name``
-    ends in ``.jsonl``; an ``id`` comes back with the answer.
+    Lines are JSON if all are objects, if one has ``prompt`` or ``messages``, or if ``name`` ends in
+    ``.jsonl``. The ``id`` of a prompt is printed with its answer.
 
     Raises:
-        OptionError: no prompts, text among JSON objects, or an object that is none.
+        OptionError: no prompts, text among JSON objects, or an object that is not a prompt.
     """
     # Not splitlines: a prompt may hold the other line ends that Unicode has.
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
@@ -84,7 +84,7 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """The JSON object that a line is, right or wrong; None where it is text."""
+    """Parse a line as a JSON object, without checking its keys; None if it is text."""
     if line.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
             value = json.loads(line)
@@ -121,10 +121,10 @@ def _is_message(value: Any) -> bool:
 
 
 def read_stdin() -> str:
-    """All text on stdin.
+    """Read all text on stdin.
 
     Raises:
-        OptionError: it is not UTF-8.
+        OptionError: stdin is not UTF-8.
     """
     return _decoded(sys.stdin.buffer.read(), "stdin")
 
@@ -143,7 +143,7 @@ def _decoded(data: bytes, name: str) -> str:
 
 
 def _with_system(prompt: BatchPrompt, system: str) -> BatchPrompt:
-    """With a system prompt before it, unless its messages bring one."""
+    """Add a system prompt, unless the prompt's messages have one."""
     messages = prompt.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -200,7 +200,7 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
 
 
 def _in_order(stream: Iterator[tuple[int, Chunk]]) -> Iterator[Chunk]:
-    """Whole answers in the order of their prompts, each as soon as it can be."""
+    """Yield whole answers in the order of their prompts, each as soon as possible."""
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk] = {}
     following = 0

@@ -1,5 +1,5 @@
 """Tools of MCP servers (Model Context Protocol) for a chat.
 
 ``config.py`` reads the servers of ``config.toml``, ``servers.py`` runs them with the official SDK
-in a thread of its own, ``toolbox.py`` says what a model is offered and which calls need a question.
+in its own thread, ``toolbox.py`` offers tools to a model and says which calls need a question.
 """

@@ -1,4 +1,4 @@
-"""MCP servers as ``config.toml`` names them, and what the parts of this room hand each other.
+"""Reads MCP servers from ``config.toml``, and defines the values that this package shares.
 
     [mcp.servers.files]
     command = "npx"
@@ -11,8 +11,8 @@
     headers = { Authorization = "Bearer ${WEB_TOKEN}" }
     timeout = 20
 
-``${NAME}`` in ``env`` and ``headers`` is a variable of the environment, so that secrets need not be
-in the file. A server that cannot be used is left out, with a line that says why.
+``${NAME}`` in ``env`` and ``headers`` is an environment variable, so that secrets need not be in
+the file. A server that cannot be used is left out, and a line says why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ending = Literal["done", "failed", "refused", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool in its server's words; ``schema`` is the JSON schema of its arguments."""
+    """A tool as its server describes it; ``schema`` is the JSON schema of its arguments."""
 
     server: str
     name: str
@@ -46,19 +46,19 @@ class Tool:
 
     @property
     def title(self) -> str:
-        """``files.read_file``: how people see it."""
+        """The name shown to people, such as ``files.read_file``."""
         return f"{self.server}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model is told of a call, and how the call ended."""
+    """The text that the model gets for a call, and how the call ended."""
 
     text: str
     ending: Ending = "done"
 
     def cut(self, most: int) -> ToolResult:
-        """At most ``most`` characters of it, and a line that says so."""
+        """Cut the text to ``most`` characters, and add a line that says so."""
         if len(self.text) <= most:
             return self
         note = f"\n[cut: {most:,} of {len(self.text):,} characters]"
@@ -67,7 +67,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """A server now. ``problem`` goes on from its name: why it failed, in one line."""
+    """A server's state. ``problem`` follows its name in a sentence: why it failed, in one line."""
 
     name: str
     state: Literal["starting", "ready", "failed"]
@@ -84,9 +84,9 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 class ServerConfig:
     """A program to start (``command``), or an address to reach by streamable HTTP (``url``).
 
-    ``allow`` and ``deny`` are names of tools, in which ``*`` stands for any characters: those of
-    ``deny`` are never offered, those of ``allow`` run without a question. ``timeout``, in seconds,
-    is for the start and for each call.
+    ``allow`` and ``deny`` are names of tools, with ``*`` for any characters. Tools in ``deny`` are
+    never offered; tools in ``allow`` run without a question. ``timeout``, in seconds, applies to
+    the start and to each call.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ServerConfig:
             raise OptionError(f"timeout must be more than 0 seconds, is {self.timeout:g}")
 
     def offers(self, tool: str) -> bool:
-        """Whether the model may be offered a tool."""
+        """Whether a tool may be offered to the model."""
         return not _any(self.deny, tool)
 
     def allows(self, tool: str) -> bool:
@@ -127,9 +127,9 @@ class ServerConfig:
 def read_servers(
     folder: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[tuple[ServerConfig, ...], tuple[str, ...]]:
-    """The servers of the config file in ``folder``, and lines about what was left out.
+    """Read the servers of the config file in ``folder``; also return lines about those left out.
 
-    ``environ`` has the variables that ``${NAME}`` stands for.
+    ``environ`` has the variables for ``${NAME}``.
     """
     try:
         table = TomlFile(folder / _FILE).read().get("mcp", {})
@@ -162,7 +162,7 @@ def _server(name: str, entry: Any, environ: Mapping[str, str]) -> ServerConfig:
 
 
 def _value(key: str, value: Any, environ: Mapping[str, str]) -> Any:
-    """The value of a setting, checked."""
+    """Return the checked value of a setting."""
     if key == "timeout":
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise OptionError(f"timeout must be a number of seconds, is {value!r}")
@@ -181,7 +181,7 @@ def _value(key: str, value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _expanded(text: str, environ: Mapping[str, str]) -> str:
-    """``text`` with the variables that it names."""
+    """Replace the variables in ``text`` by their values."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in environ:

@@ -1,6 +1,6 @@
-"""One MCP server through the official SDK: started, asked for its tools, called, started again.
+"""Runs one MCP server through the official SDK: starts and restarts it, lists and calls its tools.
 
-Runs in the event loop of ``servers.py``. Imported only there, since it brings the SDK.
+It runs in the event loop of ``servers.py``, and is imported only there, because it imports the SDK.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from localrt.common.formatting import one_line
 from localrt.common.version import __version__
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
-_MOST_PAGES = 100  # of tools
+_MOST_PAGES = 100  # of the list of tools
 _LAST_WORDS = 4096  # bytes of a server's stderr that may say why it ended
 _CONNECT_SECONDS = 10.0
 _INFO = types.Implementation(name="localrt", version=__version__)
 
 
 class Connection:
-    """``run`` keeps it open. A server that ended is started again by the next call."""
+    """A connection that ``run`` keeps open. The next call restarts a server that ended."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._status = ServerStatus(config.name, "starting")
-        self._tools: tuple[Tool, ...] = ()  # of one that ended too: a call starts it again
+        self._tools: tuple[Tool, ...] = ()  # kept after the server ended, as a call restarts it
         self._client: mcp.Client | None = None
         self._incoming: object = None  # the transport's stream of messages
         self._stderr: TextIO | None = None
         self._words = ""
-        self._settled = asyncio.Event()  # it runs, or failed
+        self._settled = asyncio.Event()  # set once the server runs or has failed
         self._over = asyncio.Event()
         self._wanted = asyncio.Event()
 
     @property
     def status(self) -> ServerStatus:
-        """How it is now; may be read from any thread."""
+        """The server's state now; may be read from any thread."""
         if self._status.state == "ready" and self._is_closed:
             return ServerStatus(self._config.name, "failed", self._tools, self._ended())
         return self._status
 
     def start_again(self) -> None:
-        """Start it again where it has failed; from the event loop."""
+        """Restart the server if it has failed; call this in the event loop."""
         if self.status.state == "failed":
             self._settled.clear()
             self._over.set()
             self._wanted.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Keep the server running until cancelled."""
         while True:
             self._status = ServerStatus(self._config.name, "starting")
             self._over.clear()
@@ -89,7 +89,7 @@ class Connection:
             self._wanted.clear()
 
     async def call(self, tool: str, arguments: Mapping[str, Any], most: int) -> ToolResult:
-        """Call a tool; failures are results too, of at most ``most`` characters."""
+        """Call a tool; return a result of at most ``most`` characters, for failures too."""
         name, timeout = self._config.name, self._config.timeout
         try:
             async with asyncio.timeout(timeout):
@@ -129,7 +129,7 @@ class Connection:
 
     @contextmanager
     def _kept_words(self) -> Iterator[TextIO]:
-        """A file for what a program writes to stderr; its last line may say why it ended."""
+        """Open a file for a program's stderr; its last line may say why the program ended."""
         with tempfile.TemporaryFile("w+") as self._stderr:
             try:
                 yield self._stderr
@@ -138,27 +138,27 @@ class Connection:
 
     @asynccontextmanager
     async def _watched(self, transport: Transport) -> AsyncIterator[TransportStreams]:
-        """``transport``, which also notices when its server is gone."""
+        """Open ``transport``, and keep its incoming stream to notice when its server ends."""
         async with transport as (incoming, outgoing):
             self._incoming = incoming
             yield incoming, outgoing
 
     @property
     def _is_closed(self) -> bool:
-        """Whether a program has ended; a server that is far away shows it at the next call."""
+        """Whether a local program has ended; a remote server shows it only at the next call."""
         stream = self._incoming
         return isinstance(stream, MemoryObjectReceiveStream) and (
             stream.statistics().open_send_streams == 0
         )
 
     def _ended(self) -> str:
-        """``ended: its last words``."""
+        """Return ``ended: LAST LINE OF STDERR``."""
         stderr = self._stderr
         words = self._words if stderr is None else _last_line(stderr)
         return f"ended: {words}" if words else "ended"
 
     def _explained(self, error: BaseException) -> str:
-        """Why a server cannot be used, to go on from its name."""
+        """Say why a server cannot be used; the text follows its name in a sentence."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, mcp.MCPError):
@@ -188,7 +188,7 @@ class Connection:
 
 
 def _last_line(file: TextIO) -> str:
-    """The last line of a file that another process writes."""
+    """Return the last line of a file that another process writes."""
     number = file.fileno()
     size = os.fstat(number).st_size
     text = os.pread(number, _LAST_WORDS, max(0, size - _LAST_WORDS)).decode(errors="replace")
@@ -196,7 +196,7 @@ def _last_line(file: TextIO) -> str:
 
 
 def _text(found: types.CallToolResult) -> str:
-    """What a tool gave, as text; a model here reads nothing else."""
+    """Return a tool's result as text; models here read nothing else."""
     parts = [_part(block) for block in found.content]
     if not parts and found.structured_content is not None:
         parts = [json.dumps(found.structured_content, ensure_ascii=False)]

@@ -1,7 +1,7 @@
-"""The MCP servers of a config, in a thread with an event loop of their own.
+"""Runs the MCP servers of a config in a thread with its own event loop.
 
-Callers read ``statuses``; calls return futures. The thread imports the SDK, so that it does not
-delay the program's start. Knows no model and no conversation.
+Callers read ``statuses``; calls return futures. The thread imports the SDK, so that the import does
+not delay the program's start. This module knows no model and no conversation.
 """
 
 from __future__ import annotations

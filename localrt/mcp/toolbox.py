@@ -1,7 +1,8 @@
-"""The tools of a chat: what a model is offered, and what becomes of its calls.
+"""The tools of a chat: offers them to a model, and runs its calls.
 
-Servers name their tools as they like and may share names; a model gets names of letters, digits,
-``_`` and ``-``, each once. Asks nobody: ``PendingCall.asks`` says that a call needs a question.
+Servers may use any names for tools, even the same ones; a model gets unique names of letters,
+digits, ``_`` and ``-``. This module asks nobody: ``PendingCall.asks`` says that a call needs a
+question.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from localrt.engine.types import ToolCall
 from localrt.mcp.config import ServerStatus, Tool, ToolResult, read_servers
 from localrt.mcp.servers import ToolServers
 
-ROUNDS = 20  # of calls for one message; then the model has to answer without
+ROUNDS = 20  # of calls per message; then the model must answer without calls
 REFUSED = ToolResult("The user did not allow this call.", "refused")
 STOPPED = ToolResult("The user stopped this call.", "stopped")
 
 _LONGEST_NAME = 64
-_MOST_CHARACTERS = 100_000  # of a result
-_CHARACTERS_PER_TOKEN = 1.5  # so that a result takes about half of the context at most
+_MOST_CHARACTERS = 100_000  # in a result
+_CHARACTERS_PER_TOKEN = 1.5  # so that a result takes at most about half of the context
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A model's call of ``tool``. ``problem`` is what the model is told where it cannot be run."""
+    """A model's call of ``tool``. ``problem`` tells the model why the call cannot run, if so."""
 
     id: str
     name: str
@@ -43,7 +44,7 @@ class PendingCall:
 
     @property
     def title(self) -> str:
-        """``files.read_file``, or the name that the model made up."""
+        """The tool's title (``files.read_file``), or the name that the model made up."""
         return self.name if self.tool is None else self.tool.title
 
 
@@ -54,13 +55,13 @@ class Toolbox:
         self.servers = servers
         self._configs = {config.name: config for config in servers.configs}
         self._allowed: set[tuple[str, str, str]] = set()  # by the user: conversation, server, tool
-        self.without_tools: set[str] = set()  # models that take none, as the user was told
+        self.without_tools: set[str] = set()  # models without tools, once the user was told
         self._news = list(notes)
         self._told: dict[str, str] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Toolbox:
-        """A toolbox of the servers in ``folder``'s config file, which begin to start."""
+        """Create a toolbox for the servers in ``folder``'s config file, and start them."""
         configs, notes = read_servers(folder)
         toolbox = cls(ToolServers(configs), notes)
         toolbox.servers.start()
@@ -71,7 +72,7 @@ class Toolbox:
         self.servers.close()
 
     def take_news(self) -> list[str]:
-        """Lines about servers that cannot be used, each once."""
+        """Return new lines about servers that cannot be used, each only once."""
         news, self._news = self._news, []
         for status in self.servers.statuses:
             before, self._told[status.name] = self._told.get(status.name, ""), status.problem
@@ -81,23 +82,23 @@ class Toolbox:
 
     @property
     def starting(self) -> bool:
-        """Whether a server still starts."""
+        """Whether a server is still starting."""
         return any(status.state == "starting" for status in self.servers.statuses)
 
     def wait(self, cancelled: threading.Event) -> None:
-        """Until every server has started or failed, or ``cancelled`` is set."""
+        """Wait until every server has started or failed, or ``cancelled`` is set."""
         self.servers.wait(cancelled)
 
     # -- what a model is offered -----------------------------------------------------------------
 
     @property
     def offered(self) -> dict[str, Tool]:
-        """What a model may call, by the names that it knows."""
+        """The tools that a model may call, by the names that it gets."""
         every = [tool for status in self.servers.statuses for tool in status.tools]
         return model_names([t for t in every if self._configs[t.server].offers(t.name)])
 
     def definitions(self) -> list[dict[str, Any]]:
-        """The offered tools in OpenAI's form."""
+        """Return the offered tools in OpenAI's format."""
         return [
             {
                 "type": "function",
@@ -113,7 +114,7 @@ class Toolbox:
     # -- calls -----------------------------------------------------------------------------------
 
     def read(self, call: ToolCall, conversation: str) -> PendingCall:
-        """The tool that a model's call names, in the conversation of this id."""
+        """Check a model's call in the conversation with this id; return it with its tool."""
         offered = self.offered
         tool = offered.get(call.name)
         if tool is None:
@@ -138,8 +139,8 @@ class Toolbox:
     def run(self, call: PendingCall, *, ctx: int = 0) -> Future[ToolResult]:
         """Run a call; the future never fails, and may be cancelled.
 
-        ``ctx`` is how many tokens the model's context holds, 0 if that is not known: a longer
-        result is cut.
+        ``ctx`` is the model's context in tokens, 0 if unknown; a result that would take more than
+        about half of it is cut.
         """
         if call.tool is None or call.problem:
             told: Future[ToolResult] = Future()
@@ -151,7 +152,7 @@ class Toolbox:
     # -- /tools ----------------------------------------------------------------------------------
 
     def command(self, argument: str, conversation: str) -> str:
-        """``/tools``: servers, their state and their tools; ``retry`` starts those that failed.
+        """Run ``/tools``: list servers, their state and tools; ``retry`` restarts failed servers.
 
         Raises:
             OptionError: another argument.
@@ -186,8 +187,8 @@ class Toolbox:
 
 
 def model_names(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """Each tool under the name that a model knows: its own, behind its server's where several
-    servers have one of that name.
+    """Map the names that a model gets to tools: a tool's own name, with its server's name in front
+    if several servers have a tool of that name.
     """
     plain = Counter(_plain(tool.name) for tool in tools)
     names: dict[str, Tool] = {}

@@ -1,8 +1,8 @@
-"""The best plan, or ways out where nothing fits; and what would make a plan better.
+"""Makes the best plan, or says what would fit if nothing does; and what would make a plan better.
 
-What cannot fit is refused with ways out, each of which was found to work: it is slow only where the
-answer is no. What would help (more RAM, a faster disk, a smaller format, fewer bits) and how long
-contexts may be is estimated with and without, and told in proportion to the plan, if it pays.
+A request that cannot fit is refused with alternatives, each checked to fit; only then is planning
+slow. The gain of a change (more RAM, a faster disk, a smaller format, fewer bits) is the ratio of
+two estimates, applied to the plan's speed; changes that gain little are left out.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from localrt.offload.shapes import ModelShape, aligned
 from localrt.quant.formats import FORMATS
 
 LEAST_GAIN = 1.05
-"""Times as fast: less is not worth a line."""
+"""The least speedup that is worth a line."""
 
 _MOST_LINES = 5
 _LAYERS = ("attention", "mlp", "expert")
 _TABLE = FORMATS["int8-g32"]
 _SMALLEST_FORMAT = "int4-g128"
-_AS_FAST = 0.9  # of the plan's speed, where that is below reading speed
+_AS_FAST = 0.9  # of the plan's speed, if that is below reading speed
 _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """The best plan for ``request``.
+    """Return the best plan for ``request``.
 
     Raises:
-        MemoryBudgetError: it cannot fit; says what does.
-        OptionError: a ``kv_format`` that latents are not kept in.
+        MemoryBudgetError: it cannot fit; the message says what would.
+        OptionError: latent attention does not support the ``kv_format``.
     """
     if request.kv_format == "int4" and any(layer.latent for layer in request.shape.kv):
         raise OptionError(
@@ -58,7 +58,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _refusal(request: PlanRequest) -> MemoryBudgetError:
-    """The error for a request that has no plan."""
+    """Return the error for a request that has no plan."""
     shape, budgets = request.shape, request.budgets
     kv = request.sequences * sum(shape.kv_nbytes(request.kv_format, request.ctx))
     largest = max(unit.nbytes for unit in shape.units if unit.use)
@@ -81,7 +81,7 @@ def _refusal(request: PlanRequest) -> MemoryBudgetError:
 
 
 def least_ram(request: PlanRequest) -> int | None:
-    """The smallest RAM budget that works, in whole megabytes; None if no RAM is enough."""
+    """Return the smallest RAM budget that works, in whole megabytes; None if none does."""
     high = 2 * (
         request.shape.nbytes
         + request.sequences * sum(request.shape.kv_nbytes(request.kv_format, request.ctx))
@@ -99,7 +99,7 @@ def least_ram(request: PlanRequest) -> int | None:
 
 def _options(request: PlanRequest) -> Iterator[str]:
     trained = request.shape.context_length
-    if request.ctx > trained:  # no more than the model has is of use
+    if request.ctx > trained:  # a longer context than the model's is useless
         own = replace(request, ctx=trained)
         if fits(own):
             yield f"all of it fits ({option('ctx', trained)})"
@@ -139,7 +139,7 @@ def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
 
 
 def helpful_changes(plan: Plan) -> tuple[Change, ...]:
-    """The changes that make the plan faster, best first."""
+    """Return the changes that make the plan faster, best first."""
     now = estimate(plan.request)
     if now is None:
         return ()
@@ -153,7 +153,7 @@ def helpful_changes(plan: Plan) -> tuple[Change, ...]:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | None]]:
-    """(what is changed, the changed request, the option that does it)."""
+    """Yield changes to try: (description, changed request, option that does it)."""
     request, budgets = plan.request, plan.request.budgets
     machine = request.machine
     moved = plan.prediction.nbytes["ssd"]
@@ -184,16 +184,16 @@ def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | N
 
 
 def _round(nbytes: float) -> int:
-    """To two digits, upwards: people buy round numbers."""
+    """Round up to two digits: people buy round numbers."""
     step = 10 ** max(6, len(str(int(nbytes))) - 2)
     return int(-(-nbytes // step) * step)
 
 
 def largest_contexts(plan: Plan) -> tuple[PlannedContext, ...]:
-    """Halves of the model's context are tried.
+    """Return the largest context that fits, and the largest that is also fast enough when full.
 
-    First the largest that fits; then, where answers come below reading speed with all of it held,
-    the largest with which they do not. A plan below reading speed is compared with itself.
+    Tries the model's context and its halves. Fast enough is reading speed, or 90 % of the plan's
+    speed if that is less.
     """
     request = plan.request
     whole = request.shape.context_length
@@ -216,9 +216,9 @@ def largest_contexts(plan: Plan) -> tuple[PlannedContext, ...]:
 
 
 def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelShape:
-    """The model with every matrix that takes more bits packed in ``format``: an estimate.
+    """Estimate the shape with every larger matrix packed in ``format``.
 
-    With ``always`` those that take fewer bits too.
+    With ``always``, matrices with fewer bits are repacked too.
     """
     target = FORMATS[format]
     units = []
@@ -231,9 +231,9 @@ def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelS
 
 
 def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
-    """The model with ``bits`` for each weight of its layers, mostly in ``format``: an estimate.
+    """Estimate the shape with ``bits`` per weight of its layers, labelled as ``format``.
 
-    Embedding and head take eight bits if they have more, as quantizing leaves them.
+    Embedding and head take eight bits if they have more, as after quantizing.
     """
     units = []
     for unit in shape.units:
@@ -249,6 +249,6 @@ def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
 
 
 def layer_bits(shape: ModelShape) -> float:
-    """Bits per weight of the layers."""
+    """Return the mean bits per weight of the layers."""
     units = [unit for unit in shape.units if unit.kind in _LAYERS]
     return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)

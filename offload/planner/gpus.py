@@ -1,10 +1,10 @@
-"""GPUs: one that was measured, and those that may not be here, for what-if plans.
+"""Profiles of GPUs: a measured one, and others for hypothetical plans.
 
-A table of GPUs that people have, with their maker's figures: the memory's size and rate, and the
-cores and boost clocks that arithmetic follows from, as NVIDIA's architecture papers (Turing, GA102,
-Ada, Blackwell) and its comparison of GPUs and of laptops (nvidia.com/geforce) have them. A laptop
-may hold its GPU to a lower clock. A link is PCIe by generation and lanes, of which pinned copies
-reach four fifths. A made-up GPU is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
+The table lists common GPUs with their maker's figures: the memory's size and rate, and arithmetic
+from cores and boost clocks. The sources are NVIDIA's architecture papers (Turing, GA102, Ada,
+Blackwell) and its comparisons of GPUs and of laptops (nvidia.com/geforce). A laptop may run its GPU
+at a lower clock. Links are PCIe by generation and lanes; pinned copies reach four fifths of that
+rate. A made-up GPU is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from localrt.quant.cuda.gpu_file import ROWS, GpuRates
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
-# Kernels reach about this much of a GPU's memory bandwidth.
+# Kernels reach about this share of a GPU's memory bandwidth.
 _REACHED = 0.85
-# A dense layer's step is ten, and the layer two units.
+# A dense layer launches ten kernels, and has two units.
 _UNIT_LAUNCHES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU by its maker's figures: bytes, bytes per second, and dense operations per second on
-    16-bit numbers with float32 sums, which GeForce GPUs do at half the rate of float16 sums.
+    """A GPU by its maker's figures: bytes, bytes per second, and operations per second of dense
+    16-bit products with float32 sums (GeForce GPUs do half as many as with float16 sums).
     """
 
     name: str
@@ -44,7 +44,7 @@ class GpuModel:
 
     @property
     def profile(self) -> GpuProfile:
-        """What kernels reach of it."""
+        """The rates that kernels reach on it."""
         virtual = self.reached == 1.0
         return GpuProfile(
             name=self.name,
@@ -66,7 +66,7 @@ _LINKS = {
     "5x16": 50.0,
 }
 
-# GiB of memory, PCIe, GB/s of the memory, TFLOPS: of GPUs of one name the usual one comes first.
+# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. The usual GPU of a name comes first.
 _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
     ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
@@ -163,7 +163,7 @@ DEFAULT_GPU = "RTX 4060 8GB"
 
 
 def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
-    """A GPU of this machine by what was measured on it."""
+    """Return the profile of this machine's GPU from its measured rates."""
     return GpuProfile(
         name=name,
         vram_bytes=vram_bytes,
@@ -176,7 +176,7 @@ def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
     )
 
 
-# GPUs of AMD, Intel and Apple, and NVIDIA's before Turing.
+# Names of unsupported GPUs: AMD, Intel, Apple, and NVIDIA before Turing.
 _OTHERS = re.compile(
     r"\bRX ?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"
     r"|\barc\b|\biris\b|\bu?hd graphics\b|\bxe\b|intel graphics|\bapple\b|\bi?mac|\bM[1-9]\b"
@@ -187,17 +187,17 @@ _OTHERS = re.compile(
 
 
 def other_gpu(text: str) -> str:
-    """A line about a GPU that localrt's kernels are not for; empty where ``text`` names none."""
+    """Return a line about an unsupported GPU; empty if ``text`` names none."""
     if _OTHERS.search(text) is None or find_gpu(text) is not None:
         return ""
     return f"localrt uses NVIDIA GPUs from GTX 16 and RTX 20 on: {text.strip()} is left out"
 
 
 def find_gpu(name: str, vram_bytes: int | None = None) -> GpuModel | None:
-    """The GPU that a name means, however a driver or a person writes it: None if none is close.
+    """Find a GPU of the table by a name as drivers or people write it; None if none matches.
 
-    Of GPUs of one name the one that comes closest to ``vram_bytes``, else the usual one. A GPU
-    that only laptops have needs no word for it.
+    Of several with one name, choose the one closest to ``vram_bytes``, else the usual one. The word
+    "laptop" may be left out for a GPU that only laptops have.
     """
     return _find(_words(name), vram_bytes) or _find([*_words(name), "laptop"], vram_bytes)
 
@@ -217,12 +217,12 @@ def _find(wanted: list[str], vram_bytes: int | None) -> GpuModel | None:
 
 
 def parse_gpu(text: str) -> GpuModel:
-    """A GPU of the table by its name, or ``virtual:SIZE@LINK,MEMORY,ARITHMETIC``.
+    """Parse a GPU's name in the table, or ``virtual:SIZE@LINK,MEMORY,ARITHMETIC``.
 
-    ``virtual:NAME`` is the GPU of the table too.
+    ``virtual:NAME`` also means the GPU of the table.
 
     Raises:
-        OptionError: neither.
+        OptionError: the text is neither.
     """
     if text.startswith("virtual:") and "@" in text:
         match = _VIRTUAL.fullmatch(text)
@@ -251,10 +251,10 @@ def parse_gpu(text: str) -> GpuModel:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of ``"12GB/s"``, ``"900 MB/s"``.
+    """Parse ``"12GB/s"`` or ``"900 MB/s"`` as bytes per second.
 
     Raises:
-        OptionError: not a bandwidth.
+        OptionError: the text is not a bandwidth.
     """
     size, slash, second = text.strip().rpartition("/")
     if not slash or second.strip().lower() not in ("s", "sec"):
@@ -275,7 +275,7 @@ def _parse_flops(text: str) -> float:
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words, joined to what makes them another GPU: "RTX 4060 Ti" is no "RTX 4060"."""
+    """Split a name into lower-case words. "4060 Ti" becomes one word, as it is another GPU."""
     text = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
     text = re.sub(r"\b(mobile|max-q|notebook)\b", "laptop", text)
     text = re.sub(r"\b(\d{4}(?:\s*ti)?)m\b", r"\1 laptop", text)

@@ -1,7 +1,7 @@
-"""A machine in the numbers that time depends on: disk, memory, link, kernels, GPU.
+"""Describes a machine by the rates that time depends on: disk, memory, link, kernels, GPU.
 
-Where the numbers come from is another's business: ``measure.py`` for this machine, ``gpus.py`` for
-one that is not here. A profile says of each whether it was measured. It knows no model.
+``measure.py`` measures the rates of this machine; ``gpus.py`` has GPUs that it lacks. A profile
+says of each rate whether it was measured. It knows no model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TYPICAL_CORES = 8
 
 @dataclass(frozen=True, slots=True)
 class KernelRate:
-    """Seconds per weight of a product with ``rows`` rows at once, for a few numbers of rows.
+    """Seconds per weight of a matrix product, for several numbers of rows at once.
 
-    Weights come from memory: reading them is part of it. For attention a weight is one
+    This includes reading the weights from memory. For attention a weight is one
     multiply-accumulate of one row.
     """
 
@@ -35,7 +35,7 @@ class KernelRate:
             raise ValueError("rows must ascend and rates be above zero")
 
     def at(self, rows: int) -> float:
-        """Seconds per weight: straight lines between what was measured, in proportion beyond."""
+        """Return the seconds per weight: linear between measured rows, proportional beyond."""
         if rows <= self.rows[0]:
             return self.seconds[0]
         points = list(zip(self.rows, self.seconds, strict=True))
@@ -45,11 +45,11 @@ class KernelRate:
         return self.seconds[-1] * rows / self.rows[-1]
 
     def slower(self, times: float) -> KernelRate:
-        """With ``times`` the seconds."""
+        """Return a rate with ``times`` the seconds."""
         return KernelRate(self.rows, tuple(times * s for s in self.seconds))
 
     def scaled(self, bits: float) -> KernelRate:
-        """For weights of ``bits`` times the bits: few rows wait for memory, many for arithmetic."""
+        """Scale to ``bits`` times the bits. Only up to 4 rows slow down: they wait for memory."""
         return KernelRate(
             self.rows,
             tuple(
@@ -61,12 +61,12 @@ class KernelRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProfile:
-    """A GPU: memory, and what copies and kernels reach of it, in bytes and operations.
+    """A GPU: its memory, and the bytes and operations per second that its kernels reach.
 
-    ``call_s`` is what a unit's kernels take beside their work. ``kernels`` are rates by format, as
-    they were measured; without any, products follow from ``bytes_s`` and ``flops``. While the CPU
-    reads RAM too, copies over the link have ``busy_link`` of their rate, and the CPU ``busy_cpu``
-    of its own; None is not known.
+    ``call_s`` is the overhead of a unit's kernels. ``kernels`` are measured rates by format;
+    without any, products follow from ``bytes_s`` and ``flops``. While copies and the CPU both read
+    RAM, copies reach ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own; None means
+    unknown.
     """
 
     name: str
@@ -84,19 +84,19 @@ class GpuProfile:
                 raise ValueError(f"{name} must be above zero, is {getattr(self, name)}")
 
     def kernel(self, format: str) -> KernelRate | None:
-        """The rate for a format, as ``MachineProfile.kernel``; None where nothing was measured."""
+        """Return the rate for a format, as ``MachineProfile.kernel``; None if none was measured."""
         return _rate_of(self.kernels, format) if self.kernels else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """Rates in bytes and operations per second, times in seconds.
+    """A machine's rates in bytes and operations per second, and times in seconds.
 
-    ``kernels`` holds a rate for each format that was measured; others follow from the nearest by
-    their bits. ``ssd_cpu_s`` is processor time per byte read, of one thread. ``call_s`` is what a
-    unit costs beside its arithmetic, ``token_s`` what a pass costs beside its units, for each entry
-    of the vocabulary. ``sources`` says of each figure whether it was measured, was given, or is
-    typical, as a GPU's published figures are.
+    ``kernels`` has the rate of each measured format; other formats are scaled by their bits from
+    the nearest one. ``ssd_cpu_s``: one thread's CPU time per byte read. ``call_s``: a unit's
+    overhead. ``token_s``: a pass's overhead besides its units, per entry of the vocabulary.
+    ``sources`` says of each figure whether it was measured, given, or typical (as a GPU's published
+    figures are).
     """
 
     name: str
@@ -122,30 +122,30 @@ class MachineProfile:
             raise ValueError("a machine with a GPU has a link to it: link_bytes_s is missing")
 
     def kernel(self, format: str) -> KernelRate:
-        """The rate for a format: its own, or that of the measured one with the nearest bits."""
+        """Return the rate for a format; unmeasured ones scale the one with the nearest bits."""
         return _rate_of(self.kernels, format)
 
     def with_cpu(self, times: float) -> MachineProfile:
-        """The same where computing on the CPU takes ``times`` as long."""
+        """Return the machine with a CPU that takes ``times`` as long to compute."""
         kernels = {name: rate.slower(times) for name, rate in self.kernels.items()}
         attention, call_s = self.attention.slower(times), self.call_s * times
         return replace(self, kernels=kernels, attention=attention, call_s=call_s)
 
     def with_ram_speed(self, ram_bytes_s: float) -> MachineProfile:
-        """The same with other memory: products of a few rows wait for it."""
+        """Return the machine with another RAM speed, which scales products of a few rows."""
         times = self.ram_bytes_s / ram_bytes_s
         kernels = {name: rate.scaled(times) for name, rate in self.kernels.items()}
         return replace(self, kernels=kernels, ram_bytes_s=ram_bytes_s)
 
     def with_cores(self, cores: int) -> MachineProfile:
-        """The same with so many cores: products of many rows wait for them."""
+        """Return the machine with ``cores`` cores, which scales products of many rows."""
         times = self.threads / cores
         kernels = {n: rate.slower(times).scaled(1 / times) for n, rate in self.kernels.items()}
         attention = self.attention.slower(times)
         return replace(self, kernels=kernels, attention=attention, threads=cores)
 
     def without_gpu(self) -> MachineProfile:
-        """The same with nothing but its processor."""
+        """Return the machine without its GPU."""
         return replace(self, gpu=None, link_bytes_s=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,9 +156,9 @@ class MachineProfile:
 def typical_machine(
     *, ram_bytes_s: float = 41e9, cores: int = 8, ssd_bytes_s: float = 2e9
 ) -> MachineProfile:
-    """A desktop, by default with two channels of DDR4-3200 and an NVMe disk: what was not measured.
+    """Return a typical desktop, for rates not measured; by default dual DDR4-3200 and an NVMe disk.
 
-    A few rows wait for memory; with many the cores count.
+    The speed of a few rows depends on the memory, that of many rows on the cores.
     """
     each = _TYPICAL_CORES / cores
 

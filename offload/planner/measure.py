@@ -1,8 +1,8 @@
-"""This machine's rates, measured once: CPU kernels on random tiles, memory, and the disk.
+"""Measures this machine's rates once: CPU kernels on random tiles, memory, and the disk.
 
-They are kept as JSON beside a fingerprint of all that they depend on; another processor, kernel
-library or version measures again. Measuring takes some seconds and a hundred megabytes, so a
-short-lived process does it: neither stays in the one that runs the model.
+Rates are saved as JSON with a fingerprint of what they depend on; with another processor, kernel
+library or version they are measured again. Measuring takes a few seconds and a hundred megabytes,
+so a short-lived process does it, and the process that runs the model keeps none of that memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from localrt.quant.ops.protocol import Batch
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
 WORKING_SET = 96 << 20
-"""Bytes beyond any cache, so that weights come from memory."""
+"""Bytes to measure with: more than any CPU cache, so that weights come from memory."""
 
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
-_BUDGET_S = 0.12  # of one rate
+_BUDGET_S = 0.12  # to measure one rate
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"
 _BUSY_PERCENT = 30.0
@@ -59,12 +59,12 @@ def machine_profile(
     room: int | None = None,
     sample: bool = False,
 ) -> tuple[DiskProfile, MachineProfile]:
-    """The disk that ``folder`` lies on, and the machine; ``formats`` are those to know kernels for.
+    """Return the profiles of ``folder``'s disk and of the machine, with kernels for ``formats``.
 
-    What the cache folder knows is not measured again. Measuring takes ``room`` bytes of RAM at
-    most; with too little, what was not measured before is assumed. A disk is measured by the files
-    in ``folder``, or by a ``sample`` that is written there; a model's own files tell better.
-    Rates of a busy machine are marked, and measured again once it is not.
+    Rates saved in the cache folder are not measured again. Measuring takes at most ``room`` bytes
+    of RAM; with too little room, unmeasured rates are assumed. The disk is measured with the files
+    in ``folder``, or with a ``sample`` written there, which is less exact. Rates measured on a busy
+    machine are marked, and measured again once it is idle.
 
     Raises:
         MissingExtraError: the kernels are not compiled.
@@ -84,12 +84,12 @@ def machine_profile(
 
 
 def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | None:
-    """What ``cache`` has, with the disk that ``folder`` lies on if it is known, else any.
+    """Return the rates saved in ``cache``, with those of ``folder``'s disk, or of any if unknown.
 
-    For whoever must not load the machine: nothing is measured. A file of another processor or
-    version is taken all the same: nothing better is known.
+    For callers that must not load the machine: nothing is measured. A file of another processor or
+    version is used too, since nothing better is known.
     """
-    import psutil  # most uses measure, and need it not
+    import psutil  # not needed where rates are measured
 
     try:
         known, disks = _read(cache / _FILE), _read(cache / _DISKS)
@@ -104,9 +104,9 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
 def measure(
     folder: Path, cache: Path, formats: list[str], remeasure: bool, working_set: int, sample: bool
 ) -> tuple[DiskProfile, MachineProfile]:
-    """``machine_profile`` in this process; ``working_set`` is the memory to measure with.
+    """Measure in this process, as ``machine_profile``, with ``working_set`` bytes of memory.
 
-    Rates of a smaller one are measured again where there is more.
+    Rates that were measured with less memory are measured again.
     """
     ops, path = NativeOps(), cache / _FILE
     known = {} if remeasure else _known(cache, working_set)
@@ -132,15 +132,15 @@ def measure(
 
 
 def main(arguments: list[str]) -> None:
-    """The process that measures, with the arguments of ``measure``."""
+    """Run the measuring process; its argument is those of ``measure`` as JSON."""
     folder, cache, *others = json.loads(arguments[0])
     measure(Path(folder), Path(cache), *others)
 
 
 def _measure_aside(job: list[Any]) -> bool:
-    """Whether it was done."""
+    """Measure in a process of its own; return whether that worked."""
     if getattr(sys, "frozen", False):
-        return False  # a packaged app has no interpreter: it would start itself again
+        return False  # a packaged app has no interpreter: it would start a second app
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
         "from localrt.offload.planner.measure import main; main(sys.argv[2:])"
@@ -157,7 +157,7 @@ def _measure_aside(job: list[Any]) -> bool:
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        return False  # it is measured here then
+        return False  # the caller then measures in this process
     return done.returncode == 0
 
 
@@ -165,7 +165,7 @@ def _measure_aside(job: list[Any]) -> bool:
 
 
 def _known(cache: Path, working_set: int) -> dict[str, Any]:
-    """The rates of this very machine; a damaged or foreign file is as good as none."""
+    """Read the saved rates of this machine; empty if the file is damaged or another machine's."""
     values = _read(cache / _FILE)
     if values.pop("fingerprint", None) != _fingerprint(NativeOps()):
         return {}
@@ -184,13 +184,13 @@ def _fingerprint(ops: NativeOps) -> list[str]:
 
 
 def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
-    """Of the usual formats and ``formats``, those without a rate."""
+    """Return the formats without a rate, out of the default ones and ``formats``."""
     wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
     return sorted(wanted - known.get("kernels", {}).keys())
 
 
 def _known_disk(folder: Path, cache: Path, *, sample: bool) -> DiskProfile | None:
-    """As it was measured before; by a ``sample`` only where that will do."""
+    """Return the disk's saved profile; one measured with a sample only if ``sample`` is set."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         found = _read(cache / _DISKS)[str(folder.stat().st_dev)]
         if sample or not found.get("sample"):
@@ -225,7 +225,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    """A cache that cannot be written is measured again next time."""
+    """Save values, ignoring errors: unsaved rates are measured again next time."""
     with suppress(OSError):
         write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)
 
@@ -234,10 +234,10 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def is_busy(root: Path = Path("/")) -> bool:
-    """Whether others use the processor now, so that rates would come out too low."""
+    """Whether other programs use the CPU now, so that measured rates would be too low."""
     try:
         before = _cpu_times(root)
-    except (OSError, ValueError):  # not Linux, where loading needs no package's help
+    except (OSError, ValueError):  # not Linux
         import psutil
 
         return psutil.cpu_percent(interval=_WATCHED_S) > _BUSY_PERCENT
@@ -247,20 +247,20 @@ def is_busy(root: Path = Path("/")) -> bool:
 
 
 def _cpu_times(root: Path) -> tuple[int, int]:
-    """Ticks of all cores since the start, busy and idle, as Linux counts them."""
+    """Return the (busy, idle) ticks of all cores since boot, as Linux counts them."""
     with (root / "proc/stat").open(encoding="ascii") as file:
         _, *fields = file.readline().split()
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests' are in those of users
+    # user, nice, system, idle, iowait, irq, softirq, steal; user includes guests
     user, nice, system, idle, iowait, *others = (int(each) for each in fields[:8])
     return user + nice + system + sum(others), idle + iowait
 
 
 def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) -> list[float]:
-    """Seconds per weight at each of the numbers of rows, from memory; about half a second."""
+    """Measure the seconds per weight for each of ``_ROWS``, with weights read from memory."""
     rows, columns = _SHAPE
     nbytes = rows * FORMATS[format].row_bytes(columns)
     rng = np.random.default_rng(0)
-    # Any two of these bytes are a sane float16: only NaN and denormals could change the speed.
+    # Any two of these bytes make a normal float16; NaN and denormals could change the speed.
     block = rng.integers(0x20, 0x40, nbytes, dtype=np.uint8)
     copies = aligned_buffer(max(2, working_set // nbytes) * nbytes).reshape(-1, nbytes)
     copies[:] = block
@@ -280,7 +280,7 @@ def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) 
 
 
 def _best(call: Callable[[int], object]) -> float:
-    """Seconds of one call: the lower quartile of short runs: others disturb some."""
+    """Return the seconds of one call: the lower quartile, as other programs disturb some runs."""
     call(0)
     samples, number, end = list[float](), 1, time.perf_counter() + _BUDGET_S
     while len(samples) < 5 or time.perf_counter() < end:
@@ -298,7 +298,7 @@ def _measure_memory(ops: NativeOps, working_set: int) -> float:
 
 
 def _measure_call(ops: NativeOps) -> float:
-    """What a unit costs beside its weights: two small products, and adding the result."""
+    """Measure a unit's overhead besides its weights: two tiny products, and an addition."""
     shape = (256, 256)
     format_ = FORMATS["q8_0"]
     data = np.full(shape[0] * format_.row_bytes(shape[1]), 0x2C, np.uint8)
@@ -314,7 +314,7 @@ def _measure_call(ops: NativeOps) -> float:
 
 
 def _measure_attention(ops: NativeOps) -> list[float]:
-    """Seconds per multiply-accumulate of a query with a held token, at 1 and at 64 rows."""
+    """Measure the seconds per multiply-accumulate of attention to the cache, for 1 and 64 rows."""
     hidden, held = 256, 2048
     spec = AttentionSpec(heads=16, kv_heads=4, head_dim=64, scale=0.125, eps=1e-6, rope=None)
     width = spec.heads * spec.head_dim
@@ -353,7 +353,7 @@ def _measure_attention(ops: NativeOps) -> list[float]:
 
 def _measurable(name: str) -> bool:
     known = FORMATS.get(name)
-    if known is None or known.name == "f32":  # vectors; whole models of it follow from the others
+    if known is None or known.name == "f32":  # used for vectors; models scale from others
         return False
     return layout_of(known) is not None and not _SHAPE[1] % tile_span(known)
 
@@ -365,9 +365,9 @@ def _cores() -> int:
 
 
 def _measure_sample(folder: Path) -> DiskProfile:
-    """By a fresh file, which is deleted."""
+    """Measure the disk with a new file, and delete it."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
-        block = os.urandom(4 << 20)  # not compressible: some disks would cheat
+        block = os.urandom(4 << 20)  # random, as some disks compress
         for _ in range(_SAMPLE_BYTES // len(block)):
             file.write(block)
         file.flush()
@@ -376,7 +376,7 @@ def _measure_sample(folder: Path) -> DiskProfile:
 
 
 def _large_files(folder: Path) -> list[Path]:
-    """The store's files, or the model's own."""
+    """Return the model's file, or the files in its folder of at least 1 MiB."""
     if folder.is_file():
         return [folder]
     return sorted(

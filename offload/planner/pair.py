@@ -1,8 +1,8 @@
-"""Where a draft goes beside its target: on the GPU, in RAM, or nowhere.
+"""Chooses where a draft model goes: on the GPU, in RAM, or nowhere.
 
-Each placement reserves the draft's memory, and the target is planned with the rest as it is planned
-alone. The tokens that drafting brings are a forecast from one acceptance; while a model runs, the
-tuner measures, and does not draft where that is slower.
+Each placement reserves the draft's memory and plans the target with the rest. The gain from
+drafting is a forecast from one acceptance rate; while a model runs, the tuner measures, and stops
+drafting if it is slower.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape
 
 ACCEPTANCE = 0.7
-"""The share of a draft's first choices that are right, where nothing else is known: on code more,
-on prose less."""
+"""The assumed share of a draft's first choices that are right, if it is unknown: code has more,
+prose less."""
 
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 
 DRAFT_CTX, DRAFT_NODES = 2048, 128
-"""Tokens of history that a draft sees by default, and the draft tokens behind it."""
+"""Tokens of history that a draft sees by default, and the draft tokens after them."""
 
-# The head of more than 64 rows is counted as a prompt's, which has one row.
+# Numbers of draft tokens. Costs count only one row of the head in passes of more than 64 rows.
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PLANNED_ROWS = (1, 6, 24)
-_AS_GOOD = 0.98  # of the best: the first of these is taken
-_CHOOSE_S = 4e-9  # of choosing the likeliest tokens, for each logit, on the CPU
+_AS_GOOD = 0.98  # times the best speed; the first placement that reaches it is chosen
+_CHOOSE_S = 4e-9  # CPU seconds per logit to choose the likeliest tokens
 _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCandidate:
-    """One placement. ``plan`` is the target's; None where it does not fit, ``problem`` says why.
+    """One placement. ``plan`` is the target's; None if it does not fit, and ``problem`` says why.
 
-    Rates are tokens per second: ``tok_s`` the better of drafting and not drafting, ``plain_tok_s``
-    without. A pass of the best tree (``draft_tokens`` in ``levels``) takes ``verify_s`` of the
-    target and ``draft_s`` of the draft, which takes ``vram`` and ``ram`` bytes.
+    Rates are tokens per second: ``plain_tok_s`` without drafting, ``tok_s`` the better of with and
+    without. For the best tree (``draft_tokens`` in ``levels``) the target takes ``verify_s`` and
+    the draft ``draft_s``. The draft takes ``vram`` and ``ram`` bytes.
     """
 
     place: Place
@@ -62,7 +62,7 @@ class PairCandidate:
     ram: int = 0
 
     def words(self) -> str:
-        """The placement in words, and why it does not work."""
+        """Return the placement in words, and why it does not work if so."""
         on_gpu = self.plan is not None and self.plan.placement.uses_gpu
         if self.problem:
             return f"{self.place}: {self.problem}"
@@ -86,7 +86,7 @@ class PairPlan:
     best: PairCandidate
 
     def why(self) -> str:
-        """The choice and its reason, in one line."""
+        """Return the choice and its reason, in one line."""
         best = self.best
         others = [
             each.words() + ("" if each.plan is None else f" {format_rate(each.tok_s)}")
@@ -98,7 +98,7 @@ class PairPlan:
         return f"{best.words()}: {forecast}"
 
     def table(self) -> list[str]:
-        """A line for each placement, the best marked, with what a pass takes."""
+        """Return a line per placement with the times of a pass; the best is marked."""
         headers = ("tok/s", "pass", "drafting", "draft tokens", "tokens/pass", "")
         rows = []
         for each in self.candidates:
@@ -145,10 +145,10 @@ def plan_pair(
     draft_ctx: int | None = None,
     draft_vram: int | None = None,
 ) -> PairPlan | None:
-    """The placements of target and draft within ``target``'s budgets, and the best forecast.
+    """Forecast each placement of target and draft within ``target``'s budgets; choose the best.
 
     The draft sees ``draft_ctx`` tokens and takes ``draft_vram`` bytes on a GPU (None: by its
-    shape). None where not even the target alone fits.
+    shape). Returns None if the target does not fit even alone.
 
     Raises:
         OptionError: an acceptance that is not from 0 to 1.
@@ -195,7 +195,7 @@ def plan_pair(
 def _forecast(
     empty: PairCandidate, target: PlanRequest, draft: ModelShape, acceptance: float, ctx: int
 ) -> PairCandidate:
-    """The best plan of the target with what is left to it, and the best tree, if one pays."""
+    """Find the target's best plan in the rest of the memory, and the best tree if one pays."""
     best = replace(empty, problem="the target does not fit")
     drafted, on_gpu = empty.place != "no draft", empty.place == "draft on GPU"
     level_s = cache(partial(_level_s, draft, target, ctx, on_gpu=on_gpu))
@@ -208,7 +208,7 @@ def _forecast(
         found = replace(empty, plan=plan, verify_s=verify(1), tok_s=plain, plain_tok_s=plain)
         for draft_tokens, levels, tokens in _trees(acceptance) if drafted else ():
             verify_s = verify(1 + draft_tokens)
-            # A pass for the root, and one for each level that has children.
+            # The draft runs one pass for the root, and one for each level that has children.
             draft_s = level_s(1) + (levels - 1) * level_s(-(-draft_tokens // levels))
             tok_s = tokens / (verify_s + draft_s)
             if tok_s > found.tok_s:
@@ -226,14 +226,14 @@ def _forecast(
 
 
 def _pass_s(plan: Plan, rows: int) -> float:
-    """A pass of so many rows under the plan's placement."""
+    """Return the seconds of a pass of ``rows`` rows under the plan's placement."""
     return simulate(plan.request.costs(rows=rows), plan.placement, passes=2, warm_up=2).seconds
 
 
 def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_gpu: bool) -> float:
-    """A pass of a resident draft over ``rows`` nodes, and choosing their children.
+    """Return the seconds of a resident draft's pass over ``rows`` nodes and of choosing children.
 
-    Of a draft on a GPU, only token ids and logits cross the link.
+    For a draft on a GPU, only token ids and logits cross the link.
     """
     machine, logits = target.machine, draft.vocab * rows
     costs = Costs(draft, machine, rows=rows, held=min(target.held_tokens, ctx))
@@ -245,10 +245,10 @@ def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_
 
 @cache
 def _trees(acceptance: float) -> tuple[tuple[int, int, float], ...]:
-    """The likeliest trees: draft tokens, levels, and the tokens expected of a pass, its own too.
+    """Return the likeliest trees: draft tokens, levels, expected tokens per pass (target included).
 
-    A draft's first choice is right with one probability ``p`` at every position, its second with
-    that share of the rest, and so on. Trees grow by the likeliest node that is left.
+    A draft's first choice is right with probability ``acceptance`` at every position, its second
+    with that share of the rest, and so on. Trees grow by the likeliest remaining node.
     """
     found = []
     for depth in _DEPTHS:

@@ -1,9 +1,9 @@
-"""The PC to plan for: this one, or one from a line of words.
+"""Describes the PC to plan for: this one, or one given as a line of words.
 
-``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``: parts come in any order, and what is left out is
-typical. A preset is such a line with a name. It knows figures of kinds of memory and disks; GPUs
-are ``gpus.py``'s. Memory that is not named is of the kind that processors and GPUs of that year
-came with. This PC is measured once; whoever must not load it takes what is known of it.
+``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``: parts come in any order, and missing parts are
+assumed typical. A preset is a named line of this kind. This module has the rates of memory and
+disks by kind; ``gpus.py`` has GPUs. Memory that is not named is of the kind usual with the named
+processor or GPU. This PC is measured once; callers that must not load it use saved rates.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ PRESETS: Mapping[str, str] = MappingProxyType(
 )
 """PCs by name, as ``parse_pc`` reads them."""
 
-# Of what memory modules can do, plain reading reaches about this much.
+# Plain reading reaches about this share of the memory modules' rate.
 _MEMORY_REACHED = 0.8
-_TRANSFER_BYTES = 8  # of a channel
-_USUAL_TRANSFERS = {"3": 1600, "4": 3200, "5": 5600}  # millions a second
+_TRANSFER_BYTES = 8  # per channel
+_USUAL_TRANSFERS = {"3": 1600, "4": 3200, "5": 5600}  # millions per second
 _MEMORY = re.compile(r"(?:LP)?DDR(?P<kind>[345])X?(?:[- ]?(?P<rate>\d{4,5}))?", re.IGNORECASE)
 _SIZE = re.compile(
     r"(?:(?P<count>\d)\s*x\s*)?(?P<size>\d+(?:\.\d+)?\s*GI?B)\b(?!/s)", re.IGNORECASE
@@ -62,7 +62,7 @@ _CORES = re.compile(
 _CORE_WORDS = {"dual": 2, "quad": 4, "hexa": 6, "octa": 8}
 _CHANNELS = re.compile(r"(?P<count>\d|single|dual|quad)[- ]channels?", re.IGNORECASE)
 _CHANNEL_WORDS = {"single": 1, "dual": 2, "quad": 4}
-# A processor's series, and its generation. What it has of cores, where they are not given.
+# A processor's series and generation. Its tier gives the cores if they are not given.
 _INTEL = re.compile(
     r"\b(?:core\s*)?i(?P<tier>[3579])[- ]?(?P<generation>\d{1,2})\d{3}", re.IGNORECASE
 )
@@ -72,13 +72,13 @@ _RYZEN = re.compile(
 )
 _TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}
 _APPLE = re.compile(r"\bM(?P<generation>[1-9])\b(?:\s*(?P<more>pro|max|ultra))?", re.IGNORECASE)
-# GB/s that the cores of Apple's chips reach, by generation; of the larger ones twice that.
+# GB/s that the CPU cores of Apple's chips reach, by generation; larger chips reach twice that.
 _APPLE_GB_S = {"1": 60, "2": 90, "3": 90, "4": 108, "5": 135}
-_NEW_MEMORY = "DDR5-5600"  # with GPUs from the RTX 40 on, and with processors of their years
+_NEW_MEMORY = "DDR5-5600"  # with RTX 40 GPUs and later, and with processors as recent
 _NEW_GPU = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
 _NEW_OTHER = re.compile(r"\bRX ?[79]\d{3}|\barc B", re.IGNORECASE)
 _NO_GPU = re.compile(r"(no|without)( an?)? (card|gpu|graphics card)", re.IGNORECASE)
-# Bytes per second that large reads reach, by the words of a kind; the first that fits counts.
+# Bytes per second that large reads reach, by kind of disk; the first pattern that matches counts.
 _DISKS = (
     (r"gen\s*5|pcie\s*5", 10e9),
     (r"gen\s*4|pcie\s*4", 5e9),
@@ -86,14 +86,14 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-# Left to the desktop and other programs, of RAM and of the GPU's memory.
+# RAM left to the desktop and other programs (at most, and its share); the GPU's share to use.
 _DESKTOP_BYTES, _DESKTOP_SHARE = 4_000_000_000, 0.25
 _GPU_SHARE = 0.92
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pc:
-    """Bytes and bytes per second; ``sources`` says of a figure if it was given or is typical."""
+    """A described PC; ``sources`` says of each figure whether it was given or is typical."""
 
     gpu: GpuModel | None = None
     ram_bytes: int = 16_000_000_000
@@ -102,20 +102,20 @@ class Pc:
     ssd_bytes_s: float = field(default_factory=lambda: typical_machine().ssd_bytes_s)
     sources: Mapping[str, str] = field(default_factory=dict)
     new_memory: bool | None = None
-    """Whether the processor that was named came with DDR5; None where none was."""
+    """Whether the named processor is as recent as DDR5; None if none was named."""
 
     @property
     def ram_budget(self) -> int:
-        """Bytes of RAM that the desktop leaves."""
+        """Bytes of RAM that the desktop leaves free."""
         return self.ram_bytes - min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * self.ram_bytes))
 
     @property
     def vram_budget(self) -> int:
-        """Bytes of the GPU's memory that the desktop leaves."""
+        """Bytes of GPU memory that the desktop leaves free."""
         return 0 if self.gpu is None else int(_GPU_SHARE * self.gpu.vram_bytes)
 
     def machine(self) -> MachineProfile:
-        """Its processor, memory and disk; the planner adds the GPU."""
+        """Return the profile of its processor, memory and disk; the planner adds the GPU."""
         typical = typical_machine(
             ram_bytes_s=self.ram_bytes_s, cores=self.cores, ssd_bytes_s=self.ssd_bytes_s
         )
@@ -123,10 +123,10 @@ class Pc:
 
 
 def parse_pc(text: str) -> Pc:
-    """The PC that a line of parts means, or a preset's name with parts that replace its own.
+    """Parse a line of parts, or a preset's name followed by parts that replace the preset's.
 
     Raises:
-        OptionError: a part means nothing that is known.
+        OptionError: a part is not understood.
     """
     first, _, rest = text.partition(",")
     preset = PRESETS.get(first.strip().lower())
@@ -141,10 +141,10 @@ def parse_pc(text: str) -> Pc:
 
 
 def parse_memory_speed(text: str) -> float:
-    """Bytes per second of ``"DDR5-5600"`` (two channels), or of a rate such as ``"60GB/s"``.
+    """Parse ``"DDR5-5600"`` (two channels) or a rate such as ``"60GB/s"`` as bytes per second.
 
     Raises:
-        OptionError: neither.
+        OptionError: the text is neither.
     """
     found = _MEMORY.fullmatch(text.strip())
     if found is not None:
@@ -158,7 +158,7 @@ def parse_memory_speed(text: str) -> float:
 
 
 def _with_part(pc: Pc, part: str) -> Pc:
-    """``pc`` with what one part says."""
+    """Return ``pc`` changed by one part of the description."""
     if cores := _CORES.search(part):
         count = int(cores["count"] or _CORE_WORDS[cores["word"].lower()])
         return _given(replace(pc, cores=max(1, count)), cores="given")
@@ -172,7 +172,7 @@ def _with_part(pc: Pc, part: str) -> Pc:
         rate = 1e9 * _APPLE_GB_S.get(apple["generation"], 135) * (2 if apple["more"] else 1)
         pc = _given(replace(pc, gpu=None, ram_bytes_s=rate), ram_bytes_s="typical")
         return _with_memory(pc, part, _SIZE.search(part), None)
-    if other_gpu(part):  # who plans says so
+    if other_gpu(part):  # the plan notes it
         return replace(pc, gpu=None, new_memory=pc.new_memory or bool(_NEW_OTHER.search(part)))
     size, memory = _SIZE.search(part), _MEMORY.search(part)
     if memory or (
@@ -188,12 +188,12 @@ def _with_part(pc: Pc, part: str) -> Pc:
 
 
 def _with_processor(pc: Pc, part: str) -> Pc | None:
-    """``pc`` with a processor's cores, and whether it came with DDR5; None where none is named."""
+    """Return ``pc`` with the cores and age of a named processor; None if none is named."""
     found = _INTEL.search(part) or _ULTRA.search(part) or _RYZEN.search(part)
     if found is None:
         return None
     named = found.groupdict()
-    # Intel's 13th generation, Ryzen 6000 of laptops and 7000, and all that were renamed since.
+    # DDR5: Intel from the 13th generation, Ryzen from 6000 (laptops) and 7000, and newer names.
     first = 13 if found.re is _INTEL else 6
     new = (
         found.re is _ULTRA or "ai" in part.lower().split() or int(named["generation"] or 9) >= first
@@ -218,7 +218,7 @@ def _with_memory(pc: Pc, part: str, size: re.Match[str] | None, memory: re.Match
     if memory is not None:
         word = "2" if channels is None else channels["count"].lower()
         rate = _memory_rate(memory, _CHANNEL_WORDS.get(word) or int(word))
-        # The modules were given; how much of their rate is reached is typical.
+        # The modules were given, but the reached share of their rate is typical.
         pc = _given(replace(pc, ram_bytes_s=rate), ram_bytes_s="typical")
     return pc
 
@@ -252,7 +252,7 @@ _LEAST_SAMPLE = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The hardware to plan for, as a person writes it; None is this machine's."""
+    """The hardware to plan for, as a person writes it; None means this machine's."""
 
     ram: str | int | None = None
     gpu_memory: str | int | None = None
@@ -265,7 +265,7 @@ class Hardware:
 
     @property
     def hypothetical(self) -> tuple[str, ...]:
-        """The options that describe another machine than this one."""
+        """The given options that describe another machine than this one."""
         imagined = {
             "--pc": self.pc is not None,
             "--ram-speed": self.ram_speed is not None,
@@ -282,7 +282,7 @@ class Hardware:
 
     @property
     def left_out(self) -> str:
-        """A line about a GPU that was named and cannot be used; empty without one."""
+        """A line about a named GPU that cannot be used; empty if there is none."""
         parts = [self.gpu or "", *(self.pc or "").split(",")]
         return next(filter(None, map(other_gpu, parts)), "")
 
@@ -295,12 +295,13 @@ def planned_hardware(
     formats: Iterable[str] = (),
     remeasure: bool = False,
 ) -> tuple[MachineProfile, Budgets, str]:
-    """What to plan for: this machine or ``wanted.pc``, with all else of ``wanted``; and a note.
+    """Return the machine to plan for, its budgets, and a note for the user.
 
-    ``path`` is the model, whose disk is meant, and ``formats`` are those of its weights.
+    The machine is this one or ``wanted.pc``, changed by the other options of ``wanted``. ``path``
+    is the model, whose disk is used; ``formats`` are those of its weights.
 
     Raises:
-        OptionError: a description that means nothing.
+        OptionError: a description that is not understood.
     """
     ram = None if wanted.ram is None else parse_size(wanted.ram)
     if wanted.pc is not None:
@@ -329,9 +330,9 @@ def machine_here(
     *,
     remeasure: bool = False,
 ) -> tuple[MachineProfile, str]:
-    """This machine, measured if it never was, and a note on what is assumed (or ``""``).
+    """Return this machine, measured if it never was, and a note on assumed rates (or ``""``).
 
-    Its disk is the one that the model at ``path`` lies on, else that of localrt's cache.
+    Its disk is that of the model at ``path``, else that of localrt's cache.
     """
     cores = hardware.probe().cpu.usable_cores
     typical = _with_source(typical_machine().with_cores(cores), cores="measured")
@@ -344,21 +345,21 @@ def machine_here(
         _, machine = machine_profile(
             folder, settings, formats=formats, remeasure=remeasure, sample=not own
         )
-    except OSError as error:  # nothing can be written there, or the disk is full
+    except OSError as error:  # the folder cannot be written, or the disk is full
         problem = error.strerror or error
         return typical, f"this machine cannot be measured ({problem}): typical rates are used"
     return machine, ""
 
 
 def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
-    """This machine as far as it was measured before, else a typical desktop."""
+    """Return this machine's saved rates, else a typical desktop's."""
     return known_machine(settings.cache_dir, path) or typical_machine()
 
 
 def machine_on_device(
     path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
-    """The same with the GPU that ``device`` means, and bytes of its memory."""
+    """Return the unmeasured machine with the GPU of ``device``, and that GPU's memory budget."""
     machine = unmeasured_machine(path, settings)
     if device == "cpu" or gpu_here() is None:
         return machine, 0
@@ -366,13 +367,13 @@ def machine_on_device(
 
 
 def _large_enough(path: Path) -> bool:
-    """Whether the model's own files can tell the speed of their disk."""
+    """Whether the model's files are large enough to measure their disk with."""
     files = [path] if path.is_file() else list(path.iterdir())
     return sum(each.stat().st_size for each in files if each.is_file()) >= _LEAST_SAMPLE
 
 
 def _as_wanted(machine: MachineProfile, wanted: Hardware) -> MachineProfile:
-    """With the disk, the memory and the cores that were given."""
+    """Return ``machine`` with the given disk, RAM speed and cores."""
     if wanted.ssd is not None:
         machine = replace(machine, ssd_bytes_s=parse_bandwidth(wanted.ssd))
         machine = _with_source(machine, ssd_bytes_s="given")
@@ -391,9 +392,9 @@ def _with_source(machine: MachineProfile, **sources: str) -> MachineProfile:
 
 
 def gpu_here() -> tuple[GpuModel, int] | None:
-    """This machine's first GPU with its table's rates, and bytes of its memory that are free.
+    """Return this machine's first GPU with the table's rates, and its free bytes of memory.
 
-    None where there is none.
+    None if there is no GPU.
     """
     here = hardware.gpus()
     if not here:
@@ -406,13 +407,13 @@ def gpu_here() -> tuple[GpuModel, int] | None:
 def with_gpu(
     machine: MachineProfile, wanted: Hardware, cache: Path | None = None
 ) -> tuple[MachineProfile, int]:
-    """The machine with the GPU that was named, else its own, and bytes of the GPU's memory.
+    """Return ``machine`` with the named GPU, else this machine's, and the GPU's memory budget.
 
-    Its own GPU has the rates that ``cache`` knows from loading, else those of its table. Without a
-    GPU, memory or a link that was named belongs to a usual one of 8 GB.
+    This machine's GPU has the rates that ``cache`` saved, else those of the table. If there is no
+    GPU, but GPU memory or a link is given, the default GPU is assumed.
 
     Raises:
-        OptionError: no such GPU, or more memory than it has.
+        OptionError: an unknown GPU, or more memory than it has.
     """
     asked = None if wanted.gpu_memory is None else parse_size(wanted.gpu_memory)
     link = None if wanted.link is None else parse_bandwidth(wanted.link)
@@ -446,7 +447,7 @@ def with_gpu(
 
 
 def budgets_of(machine: MachineProfile, ram: int, vram: int) -> Budgets:
-    """``ram`` bytes for the whole process, ``vram`` of the GPU's memory."""
+    """Return budgets of ``ram`` bytes for the whole process and ``vram`` bytes of GPU memory."""
     # A virtual GPU needs no driver: it calls no kernels.
     context = 0 if machine.gpu is not None and machine.gpu.call_s == 0 else None
     return Budgets(ram=ram, vram=vram, cuda_context=context)

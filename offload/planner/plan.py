@@ -1,4 +1,4 @@
-"""What is planned for, and the answer: a placement with what to expect of it. Plain values."""
+"""Plain values for planning: the request, and the plan with its placement and forecast."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 PlannedPlace = Literal["streamed", "memory", "gpu"]
 
-# A conversation in its first minutes: what most tokens see.
+# Tokens in the cache in the first minutes of a conversation, as for most answers.
 _USUAL_HELD = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the plan will do; rates in tokens per second, bytes per pass.
+    """The forecast for a plan; rates in tokens per second, bytes per pass.
 
-    ``ceiling_tok_s`` is what this placement allows with perfect overlap, ``bottleneck`` the
-    busiest resource. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s``
-    for all. ``page_s`` is how long a prompt of a page takes (``PROMPT_TOKENS``), which has fewer
-    rows than the passes of ``prefill_tok_s`` may have. ``waits`` is the time of a pass that
-    computing stood still, by what it waited for.
+    ``ceiling_tok_s`` is the rate of this placement with perfect overlap; ``bottleneck``, the
+    busiest resource. ``tok_s`` is for ``held`` tokens in the cache, ``full_context_tok_s`` for a
+    full one. ``page_s``: seconds for a prompt of a page (``PROMPT_TOKENS``), which may have fewer
+    rows than the passes of ``prefill_tok_s``. ``waits``: seconds per pass that computing waited, by
+    cause.
     """
 
     tok_s: float
@@ -49,11 +49,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing to change (``"54 MB more RAM"``), and the tokens per second that planning with it
-    gives: ``gain`` times what it gives without.
+    """One thing to change (``"54 MB more RAM"``), and the forecast tokens per second with it:
+    ``gain`` times those without it.
 
-    ``option`` is what of ``load`` changes it, with its value; ``command`` is what to type. Hardware
-    has neither, and plans without a model's name have no commands.
+    ``option`` is the option of ``load`` and its value; ``command`` is what to type. A change of
+    hardware has neither, and plans without a model's name have no commands.
     """
 
     what: str
@@ -65,12 +65,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSize:
-    """The weights in so many ``bits`` each, in the layers: bytes of all, tokens per second, and the
-    ``place`` of what a token needs: ``"streamed"`` (some of it is read or copied for each token),
-    ``"memory"`` (it stays there), ``"gpu"`` (all of it in the GPU's).
+    """The model with ``bits`` per weight of its layers: total bytes, tokens per second, and the
+    ``place`` of the weights that a token needs: ``"streamed"`` (some are read or copied for each
+    token), ``"memory"`` (all stay in memory) or ``"gpu"`` (all stay in the GPU's memory).
 
-    ``loss`` is how far next tokens diverge from those of the weights as they are, in nats; None if
-    that was not measured. ``command`` is what to type.
+    ``loss``: divergence of the next token's distribution from the present weights', in nats; None
+    if not measured. ``command`` is what to type.
     """
 
     bits: float
@@ -83,8 +83,8 @@ class PlannedSize:
 
 @dataclass(frozen=True, slots=True)
 class PlannedContext:
-    """A context of ``tokens`` fits, and with all of them held answers come at ``tok_s``. ``whole``:
-    it is all that the model has. ``command`` is what to type.
+    """A context of ``tokens`` that fits; ``tok_s`` is the rate with all of it in the cache.
+    ``whole``: it is the model's whole context. ``command`` is what to type.
     """
 
     tokens: int
@@ -95,18 +95,18 @@ class PlannedContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for: ``shape`` on ``machine`` within ``budgets``, for ``ctx`` tokens.
+    """What to plan for: ``shape`` on ``machine`` within ``budgets``, for ``ctx`` tokens.
 
-    ``rows`` is those of one pass (more than one: a drafted tree); ``sequences`` a batch, each with
-    its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer
-    (None: 512, beside a GPU 2,048).
-    ``held`` is how many tokens the prediction assumes in the cache. ``kv_on_ssd`` lets the keys and
-    values of as few layers as needed live on the SSD where they do not fit.
+    ``rows``: rows of one pass (more than one for a draft tree). ``sequences``: the batch size; each
+    sequence has its own cache. ``prefill_rows``: the most rows of a prompt's pass (None: 512, with
+    a GPU 2,048); a tight budget takes fewer.
+    ``held``: tokens that the forecast assumes in the cache. ``kv_on_ssd``: if KV caches do not fit,
+    keep those of as few layers as needed on the SSD.
 
-    What is only told: ``called`` is what the user calls the model, ``thinks`` that it thinks before
-    it answers, and has to be faster to be good for chat; ``quantization`` the file that is planned
-    for, where the model is not here and its repository has several; ``hypothetical`` names what was
-    given and is not this machine's; ``note`` is a line for the user.
+    The rest is for the report: ``called`` is the user's name for the model; a model that ``thinks``
+    before it answers must be faster to be good for chat; ``quantization`` is the planned file of a
+    repository with several; ``hypothetical`` lists options that describe another PC; ``note`` is a
+    line for the user.
 
     Raises:
         OptionError: a number below one.
@@ -143,16 +143,16 @@ class PlanRequest:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens in the cache that the prediction is for."""
+        """The number of tokens in the cache that the forecast assumes."""
         return min(self.ctx, _USUAL_HELD if self.held is None else self.held)
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether there is a GPU, and memory of it to use."""
+        """Whether there is a GPU with memory that may be used."""
         return self.machine.gpu is not None and self.budgets.vram > 0
 
     def without_gpu(self) -> PlanRequest:
-        """The same with nothing but the processor."""
+        """Return the same request without a GPU."""
         budgets = replace(self.budgets, vram=0)
         return replace(self, machine=self.machine.without_gpu(), budgets=budgets)
 
@@ -163,7 +163,7 @@ class PlanRequest:
         held: int | None = None,
         expert_hits: float | None = None,
     ) -> Costs:
-        """Seconds of a pass."""
+        """Return the costs of a pass; by default with the request's rows and held tokens."""
         return Costs(
             shape=self.shape,
             machine=self.machine,
@@ -176,9 +176,9 @@ class PlanRequest:
 
 
 def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: str) -> str:
-    """``"fits in memory, about 45 tok/s"``, ``"streams 4.1 GB per token, about 6 tok/s"``.
+    """Return ``"fits in memory, about 45 tok/s"`` or ``"streams 4.1 GB per token, ..."``.
 
-    ``read`` bytes come from the disk and ``copied`` over the link for each token.
+    Each token reads ``read`` bytes from the disk and copies ``copied`` bytes over the link.
     """
     rate = "" if not tok_s else f", about {tok_s:.2g} tok/s"
     if tok_s and tok_s >= 10:
@@ -192,12 +192,12 @@ def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where a model lives on a machine, what to expect of it, and what would help.
+    """Where a model's weights are on a machine, the forecast, and what would help.
 
     Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
-    are the weights as they are, then smaller ones; ``contexts`` are the largest that fits and,
-    where that is slow, the largest that is not. They are there where they were asked for, and so is
-    ``command``, which runs the model (empty where there are no weights to run).
+    are the present weights, then smaller ones; ``contexts`` are the largest that fits and, if that
+    is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
+    it is empty if there is nothing to run.
     """
 
     request: PlanRequest
@@ -211,7 +211,7 @@ class Plan:
     command: str = ""
 
     def __str__(self) -> str:
-        """``"streams 4.1 GB per token, about 6 tok/s"``."""
+        """Return one line such as ``"streams 4.1 GB per token, about 6 tok/s"``."""
         return in_words(
             fits=self.fits,
             read=self.read_bytes,
@@ -223,13 +223,13 @@ class Plan:
     @property
     def report(self) -> str:
         """What ``localrt plan`` prints."""
-        from localrt.offload.planner.report import page  # which is about plans
+        from localrt.offload.planner.report import page  # imports this module
 
         return page(self)
 
     @property
     def details(self) -> str:
-        """The same with ``--details``: all tables."""
+        """What ``localrt plan --details`` prints: all tables."""
         from localrt.offload.planner.report import explain
 
         return explain(self)
@@ -251,27 +251,27 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """What comes from the disk for each token."""
+        """Bytes read from the disk for each token."""
         return round(self.prediction.nbytes.get("ssd", 0))
 
     @property
     def copied_bytes(self) -> int:
-        """What goes over the link to the GPU for each token."""
+        """Bytes copied to the GPU for each token."""
         return round(self.prediction.nbytes.get("link", 0))
 
     @property
     def tok_s(self) -> float:
-        """Decoding, predicted."""
+        """The forecast rate of decoding."""
         return self.prediction.tok_s
 
     @property
     def ceiling_tok_s(self) -> float:
-        """Decoding at most, with this placement."""
+        """The highest rate of decoding with this placement."""
         return self.prediction.ceiling_tok_s
 
     @property
     def prefill_tok_s(self) -> float:
-        """Reading a prompt, predicted."""
+        """The forecast rate of reading a prompt."""
         return self.prediction.prefill_tok_s
 
     @property
@@ -286,22 +286,22 @@ class Plan:
 
     @property
     def quantization(self) -> str:
-        """The file that was planned for, where a repository has several."""
+        """The planned file, if the repository has several."""
         return self.request.quantization
 
     @property
     def hypothetical(self) -> tuple[str, ...]:
-        """What was given and is not this machine's."""
+        """The options that describe another PC than this one."""
         return self.request.hypothetical
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it is fast enough to chat with, and why: ``str`` is one line."""
+        """Whether the model is fast enough for chat, and why; ``str`` gives one line."""
         return judge(self.expected)
 
     @property
     def expected(self) -> Expected:
-        """What it comes to, in the few numbers that it is judged by."""
+        """The few numbers from which the verdict follows."""
         shape, where = self.request.shape, self.placement.where
         in_ram = [unit for unit in shape.units if where[unit.name] is Where.RAM]
         return Expected(
@@ -317,27 +317,27 @@ class Plan:
         )
 
     def busy_share(self, resource: Resource) -> float:
-        """The share of a pass that a resource works, from 0 to 1."""
+        """Return the share of a pass for which a resource works, from 0 to 1."""
         seconds = self.request.sequences / self.prediction.tok_s
         return min(1.0, self.prediction.busy.get(resource, 0.0) / seconds)
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return self.request.shape.nbytes
 
     @property
     def ram_bytes(self) -> int:
-        """RAM in use, of everything."""
+        """Bytes of RAM that the whole process uses."""
         return self.memory.total("ram")
 
     @property
     def vram_bytes(self) -> int:
-        """The GPU's memory in use."""
+        """Bytes of GPU memory in use."""
         return self.memory.total("vram")
 
     def for_weights_and_caches(self) -> int:
-        """Bytes that the other parts of the plan leave of the RAM."""
+        """Return the bytes of the RAM budget that the plan's other parts leave."""
         memory = self.memory
         ours = memory.nbytes("weights") + memory.nbytes("keys and values")
         return self.request.budgets.ram - (memory.total() - ours)

@@ -1,10 +1,9 @@
-"""What to expect of a model: in milliseconds by ``estimate``, at length by ``find_plan``.
+"""Predicts a model's speed: ``estimate`` in milliseconds, ``find_plan`` with a full search.
 
-An estimate takes counts by rules for usual rings, and a pass to last as long as its busiest
-resource works: rates are within a quarter of those that a replay gives, mostly within a tenth. It
-is for tables of many models, for choosing among files, and for what a change would bring, in
-proportion to the plan. The plan of a model that is not on this machine tells the figures that
-tables have.
+An estimate solves by rules for usual rings, and assumes that a pass lasts as long as its busiest
+resource works. Its rates are within a quarter of a replay's, mostly within a tenth. It serves for
+tables of many models, for choosing among files, and for the gain of a change relative to the plan.
+The plan of a model that is not on this machine shows the estimate, as tables do.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected
 from localrt.offload.shapes import Experts, ModelShape
 
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
-"""Said of every mixture."""
+"""The note on the plan of every mixture."""
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _USED = ("num_experts_per_tok", "top_k_experts")
 
 
 def outline(config: Mapping[str, Any], *, name: str, format: str | None = None) -> ModelShape:
-    """The shape of a model, quickly: of a mixture it lists as many experts as a token uses.
+    """Return a model's shape quickly: a mixture's lists only as many experts as a token uses.
 
-    Only ``estimate`` takes such a shape for the whole.
+    Only ``estimate`` and ``whole_nbytes`` count such a shape as the whole model.
 
     Raises:
         UnsupportedModelError, CheckpointError: as ``shape_from_config``.
@@ -61,7 +60,7 @@ def outline(config: Mapping[str, Any], *, name: str, format: str | None = None) 
 
 
 def estimate(request: PlanRequest) -> Expected | None:
-    """Of the best plan for ``request``; None where nothing fits."""
+    """Estimate the best plan for ``request``; None if nothing fits."""
     if request.uses_gpu and request.shape.off_gpu:
         found = estimate(request.without_gpu())
         return found and replace(found, gpu_unused=True)
@@ -93,14 +92,14 @@ def estimate(request: PlanRequest) -> Expected | None:
 
 
 def whole_nbytes(shape: ModelShape) -> int:
-    """Packed bytes of all units of an outline, or of a whole shape."""
+    """Return the packed bytes of a whole model, from its outline or its full shape."""
     times = _expert_times(shape)
     return sum(unit.nbytes * (times if unit.kind == "expert" else 1) for unit in shape.units)
 
 
 def _seconds(problem: Problem, counts: Counts) -> float:
-    """Of a pass. What is read of a mixture's experts is known once the router has chosen, and its
-    layer then waits.
+    """Return the seconds of a pass. An expert's read starts only after the router has chosen it, so
+    its layer waits for the read.
     """
     late = sum(
         count * group.use * group.nbytes
@@ -120,7 +119,7 @@ def _seconds(problem: Problem, counts: Counts) -> float:
 
 
 def _expert_times(shape: ModelShape) -> int:
-    """How many experts stand for each that is listed: of an outline."""
+    """Return how many experts each listed one stands for; 1 unless it is an outline."""
     if shape.experts is None:
         return 1
     listed = len(shape.routed) / len({unit.layer for unit in shape.routed})
@@ -128,7 +127,7 @@ def _expert_times(shape: ModelShape) -> int:
 
 
 def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
-    """Of a prompt's pass, with what the CPU has computed by it, or copied to the GPU for it."""
+    """Return the seconds of a prompt's pass: the CPU computes its units, or the GPU if faster."""
     many = costs_of_rows(costs, PREFILL_ROWS)
     units = {unit.name: unit for unit in costs.shape.units}
     read = copied = by_cpu = crossing = by_gpu = stays = 0.0
@@ -159,7 +158,7 @@ def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
 
 
 def find_plan(request: PlanRequest) -> Plan | None:
-    """The best plan, or None where nothing fits."""
+    """Return the best plan, or None if nothing fits."""
     notes = tuple(filter(None, (request.note, *request.shape.notes)))
     placed, best, more = best_placement(request)
     if best is not None:
@@ -198,13 +197,13 @@ def _planned(request: PlanRequest, best: Candidate, notes: tuple[str, ...]) -> P
 
 
 def _predicted(request: PlanRequest, best: Candidate) -> Prediction:
-    """The final replay, and those for prompts and the full context."""
+    """Predict from replays of a token, of prompts, and of a token at the full context."""
     placement = best.placement
     steady = simulate(request.costs(), placement)
     full = simulate(request.costs(held=request.ctx), placement)
 
     def prompt_seconds(rows: int) -> float:
-        """Of a pass of a prompt."""
+        """Return the seconds of a prompt's pass."""
         held = max(0, min(request.ctx, 512) - rows) // 2
         costs = request.costs(rows=rows, held=held)
         return simulate(costs, placement, passes=2, warm_up=1).seconds

@@ -1,7 +1,7 @@
-"""A plan in words: what a person reads first (``page``), and all tables (``explain``).
+"""Writes a plan as text: what a person reads first (``page``), and all tables (``explain``).
 
-The page has the verdict, what to type, and what would change it. Text for people, in lines; the
-same facts for programs are ``Plan.to_dict``.
+The page has the verdict, what to type, and what would improve it. ``Plan.to_dict`` has the same
+facts for programs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KV_PLACES = {"ram": "in RAM", "vram": "in GPU memory", "ssd": "on the SSD"}
 
 
 def one_line(plan: Plan) -> str:
-    """Rate, ceiling and bottleneck."""
+    """Return the rate, the ceiling and the bottleneck as one line."""
     prediction = plan.prediction
     ceiling = speed(prediction.ceiling_tok_s)
     return (
@@ -58,12 +58,12 @@ def one_line(plan: Plan) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """The whole plan as text."""
+    """Return the whole plan as text."""
     return "\n".join(_lines(plan))
 
 
 def hypothetical_line(options: Sequence[str]) -> str:
-    """``options`` are those that describe another PC than this one."""
+    """Return a line on the hypothetical PC that ``options`` describe."""
     rest = "what you did not give is this machine's, or the GPU's usual figure"
     if "--pc" in options:
         rest = "what you did not say of it is typical, and nothing was measured on it"
@@ -134,8 +134,8 @@ def _machine(request: PlanRequest) -> Iterator[str]:
 
 
 def figures(machine: MachineProfile) -> Iterator[str]:
-    """``"RAM 31 GB/s (measured)"``: what a plan goes by, and whether each was measured, was given
-    or is typical.
+    """Yield the rates behind a plan, and whether each was measured, given or typical:
+    ``"RAM 31 GB/s (measured)"``.
     """
 
     def figure(text: str, name: str) -> str:
@@ -177,7 +177,7 @@ def _placement(plan: Plan) -> Iterator[str]:
 
 
 def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
-    """``"attention of 12 of 28 layers"``, ``"experts: 31 %"``: what ``units`` are of the model."""
+    """Yield which parts of the model ``units`` are: ``"attention of 12 of 28 layers"``."""
     for kind, name in _KINDS.items():
         here = [unit for unit in units if unit.kind == kind]
         if not here:
@@ -251,7 +251,7 @@ def _loss(size: PlannedSize) -> str:
 
 
 def _long_passes(plan: Plan) -> Iterator[str]:
-    """What passes of many rows do otherwise."""
+    """Yield how passes of many rows differ."""
     placement, shape = plan.placement, plan.request.shape
     if not placement.gpu_rows:
         return
@@ -278,7 +278,7 @@ _MOST_NOTES = 2
 
 
 def page(plan: Plan) -> str:
-    """The plan in about twenty lines."""
+    """Return the plan in about twenty lines."""
     return "\n".join(_page_lines(plan))
 
 
@@ -349,7 +349,7 @@ def _contexts(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _gains(plan: Plan) -> list[tuple[str, ...]]:
-    """Changes, and smaller weights: the best first."""
+    """Return rows for changes and smaller weights, the best first."""
     gains = [(each.gain, each.tok_s, each.what, each.command) for each in plan.changes]
     for size in plan.sizes[1:]:
         what = f"weights of {size.bits:.1f} bits, {format_bytes(size.nbytes)}"
@@ -362,14 +362,14 @@ def _gains(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _shown(command: str, plan: Plan) -> str:
-    """Of the plan's own command with another option, the option."""
+    """Shorten a command to ``add --option`` if it only adds an option to the plan's command."""
     if plan.command and command.startswith(f"{plan.command} --"):
         return f"add {command.removeprefix(plan.command).strip()}"
     return command
 
 
 def _indented(rows: list[tuple[str, ...]], align: str = "r") -> Iterator[str]:
-    """Columns, without headers."""
+    """Yield the rows as indented columns without headers."""
     blank = ("",) * len(rows[0])
     for line in table(rows, blank, align).split("\n")[1:]:
         yield f"  {line}"

@@ -1,8 +1,8 @@
-"""A model's shape from its ``config.json`` alone: no weights are needed to plan for a machine.
+"""Finds a model's shape from its ``config.json`` alone, so that plans need no weights.
 
-The parts of the model are asked which matrices and vectors they would load, so that what can be run
-can be planned. Packed sizes are estimates: one format for all matrices, or for experts and for the
-rest.
+It runs the loading code of the model's parts and records which tensors they ask for, so that every
+supported model can be planned. Packed sizes are estimates: all matrices have one format, or experts
+one and the rest another.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from localrt.quant.methods.quantize import fitting_format
 
 _DEFAULT_FORMAT = "int4-g32"
 
-# Of ``model_type`` to the name of an architecture's class, both without underscores.
+# From ``model_type``, without underscores, to the name of an architecture.
 _KINDS = {
     name.removesuffix(ending).replace("_", "").lower(): name
-    for ending in ("ForConditionalGeneration", "ForCausalLM")  # the latter counts
+    for ending in ("ForConditionalGeneration", "ForCausalLM")  # the latter wins
     for name in ARCHITECTURES
     if name.endswith(ending)
 }
@@ -44,21 +44,21 @@ _ALIASES = {
 
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
-_MOST_EXPERTS = 1 << 17  # of all layers; each takes time
-# What quantizes a mixture's experts alone, and what the other matrices are then.
+_MOST_EXPERTS = 1 << 17  # in all layers; each takes time
+# Methods that quantize only a mixture's experts: the experts' format, and that of other matrices.
 _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
 
 def shape_from_config(
     config: Mapping[str, Any], *, name: str, format: str | None = None
 ) -> ModelShape:
-    """The shape of a model that is described by a Hugging Face ``config``.
+    """Return the shape of the model that a Hugging Face ``config`` describes.
 
-    ``format`` packs every matrix; None takes what the config says that the weights, or experts
-    alone, were quantized to, else ``int4-g32``.
+    ``format`` packs every matrix. None takes the config's quantization, which may be of experts
+    only, else ``int4-g32``.
 
     Raises:
-        UnsupportedModelError: a ``model_type`` or format that is not known here.
+        UnsupportedModelError: an unknown ``model_type`` or format.
         CheckpointError: a key is missing or malformed.
     """
     for text in filter(None, map(config.get, TEXT_KEYS)):
@@ -80,14 +80,14 @@ def shape_from_config(
         config = {"max_position_embeddings": config["model_max_length"], **config}
     model = _Described(architecture, with_default_values(config, architecture), Path(name))
     model.add(*_told_by_weights(kind, model.config))
-    checkpoint = cast(Checkpoint, model)  # nothing is read of it
+    checkpoint = cast(Checkpoint, model)  # no tensor of it is read
     model.tensors = _Asked(FORMATS[expert_format], FORMATS[rest]).tensors_of(checkpoint)
     shape = shape_from_checkpoint(checkpoint)
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
 
 
 def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Small tensors whose presence is part of the config where there are weights."""
+    """Return the small tensors that decide how the config is read if there are weights."""
     biased = bool(config.get("attention_bias"))
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
@@ -98,7 +98,7 @@ def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -> tuple[str, str]:
-    """Of experts, and of all other matrices."""
+    """Return the formats of experts and of all other matrices."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         method = str(quantized.get("quant_method"))
@@ -121,7 +121,7 @@ def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -
 
 @dataclass(slots=True)
 class _Described:
-    """A ``Checkpoint`` without weights: its config, and which tensors there would be."""
+    """A ``Checkpoint`` without weights: a config, and the tensors that there would be."""
 
     architecture: str
     config: Mapping[str, Any]
@@ -130,14 +130,14 @@ class _Described:
     kind: str = "safetensors"
 
     def add(self, *names: str) -> None:
-        """There are tensors of these names."""
+        """Add tensors with these names."""
         self.tensors |= {name: TensorInfo(name, (0,), F32, 0) for name in names}
 
 
 class _Asked(AskedTensors):
-    """Takes down what the parts of a model ask for.
+    """Records the tensors that the parts of a model ask for.
 
-    Of several tensors that are stacked, the first stands for all.
+    If several are stacked, the first gets the whole size.
     """
 
     def __init__(self, expert_format: Format, format: Format) -> None:
@@ -145,7 +145,7 @@ class _Asked(AskedTensors):
         self._found: dict[str, TensorInfo] = {}
 
     def tensors_of(self, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-        """All that the model would load."""
+        """Return all tensors that the model would load."""
         config = read_config(checkpoint)
         experts = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
         if experts > _MOST_EXPERTS:
@@ -170,7 +170,7 @@ class _Asked(AskedTensors):
     def ask(self, shape: tuple[int, ...], *names: str) -> None:
         if len(shape) == 1:
             format = F32
-        elif names[0] == NGRAM_TABLE:  # as published; it is read by row, whatever it takes
+        elif names[0] == NGRAM_TABLE:  # as published; its rows are read one by one
             format = F8_E4M3
         else:
             format = self._formats[0 if ".experts." in names[0] else 1]
@@ -183,7 +183,7 @@ class _Asked(AskedTensors):
 
 
 class _Checked(_Asked):
-    """Compares what the parts of a model ask for with what ``checkpoint`` has."""
+    """Compares the tensors that the parts of a model ask for with those in ``checkpoint``."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -194,9 +194,9 @@ class _Checked(_Asked):
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:
-    """Whether every tensor is as the config asks for, before any is read.
+    """Check that every tensor is as the config says, before any is read.
 
     Raises:
-        CheckpointError: one is missing, or of another shape.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     _Checked(checkpoint).tensors_of(checkpoint)

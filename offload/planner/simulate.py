@@ -1,12 +1,11 @@
-"""A replay of the pipeline's schedule under a placement: what a token takes, and where it waits.
+"""Replays the pipeline's schedule under a placement: what a token takes, and where it waits.
 
-Four resources, each doing one thing at a time: disk, link, CPU, GPU. A pass goes through its units
-in order; reads and copies go in the same order, as far ahead as their ring has room (units lie in
-it where ``offload/ring.py`` would put them), and wrap round the model's end into the next token. An
-expert is fetched once its router has chosen; with the router on a GPU, GPU and CPU share a
-layer's experts as the runtime's scheduler has it. Since every queue is first in, first out, one
-walk over the units settles every time exactly. It knows a placement and costs, not how either was
-found.
+Disk, link, CPU and GPU each do one thing at a time. A pass goes through its units in order. Reads
+and copies keep that order, run ahead as far as their ring has room (units are placed in it as
+``offload/ring.py`` does), and continue with the next token's units. An expert is fetched once its
+router has chosen it; with the router on a GPU, GPU and CPU share a layer's experts as the runtime's
+scheduler divides them. Every queue is first in, first out, so one walk over the units gives every
+time exactly. It knows a placement and costs, not how either was found.
 """
 
 from __future__ import annotations

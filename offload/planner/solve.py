@@ -1,12 +1,12 @@
-"""The placement as a small problem, and its answer by rules, in milliseconds.
+"""States the placement as a small problem, and solves it by rules in milliseconds.
 
-Units that cost the same form a class, so that fifteen thousand experts are one line. A pass cannot
-be shorter than its disk reads, its copies, or the computing that follows one another: the longest
-of the three is made small (FlexGen's cost model with the CPU's computing in it). VRAM takes what
-saves most per byte. The deficit of RAM, and only the deficit, goes to the SSD: first what few rows
-use, then a subset of the rest whose bytes come closest from above. What is left in RAM is computed
-by the CPU or copied, so that link and computing end together. ``arrange`` then spreads what moves
-evenly over the pass: reads and copies that come in lumps need large rings.
+Units of equal cost form a class, so that 15,000 experts are one entry. A pass takes at least as
+long as its disk reads, its copies, or its computing: the rules minimize the longest of the three
+(FlexGen's cost model with the CPU's computing added). VRAM takes the units that save most per byte.
+Only what RAM cannot hold goes to the SSD: first the units used least, then the subset of the others
+that exceeds the deficit least. Units in RAM are computed by the CPU or copied, so that link and
+computing end together. ``arrange`` then spreads reads and copies evenly over the pass, because
+bursts need large rings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a model is fast enough to chat with, and why: one line.
+"""Judges whether a model is fast enough for chat, and says why in one line.
 
-Answers should come as fast as people read, and a prompt of a page should not keep them waiting. It
-judges numbers of a forecast, whoever made it.
+Answers should come as fast as people read, and a page of prompt should not make them wait. It
+judges the numbers of any forecast.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ READING_TOK_S = 7.0
 """About as fast as people read."""
 
 THINKING_TOK_S = 20.0
-"""Of a model that thinks first: some hundred tokens of thoughts then take half a minute."""
+"""Fast enough for a model that thinks first: its thoughts then take about half a minute."""
 
 UNITS = (
     "tok/s: tokens per second. A token is about three quarters of a word; people read about "
     f"{READING_TOK_S:.0f} a second."
 )
-"""What every report that names them says of its units."""
+"""Explains the units in every report that has them."""
 
 USABLE_TOK_S = 2.0
 """Below this a short answer takes minutes."""
@@ -29,8 +29,8 @@ USABLE_TOK_S = 2.0
 PROMPT_TOKENS = 500
 """A page of text."""
 
-_GOOD_WAIT_S, _USABLE_WAIT_S = 20.0, 60.0  # for the first token of an answer to a page
-_MERE_SHARE = 0.05  # of what a token needs: less that is copied is not worth a word
+_GOOD_WAIT_S, _USABLE_WAIT_S = 20.0, 60.0  # for the first token after a page of prompt
+_MERE_SHARE = 0.05  # of a token's weights: copying less is not mentioned
 _WHOLE_SHARE = 0.98
 
 Level = Literal["good", "usable", "slow"]
@@ -44,10 +44,10 @@ _WORDS: dict[Level, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Tokens per second of answers and prompts, and bytes: of all weights, of those that a token
-    needs, of what is read from the disk, copied to the GPU and computed by the CPU for it, and of
-    what the GPU keeps. ``thinks``: the model thinks before it answers. ``gpu_unused``: there is a
-    GPU that this model cannot use.
+    """Expected tokens per second, and bytes of weights: ``nbytes`` in all, ``needed`` for a token.
+    Of these a token has ``read`` bytes read from disk, ``copied`` to the GPU, and ``by_cpu``
+    computed by the CPU; ``on_gpu`` bytes stay on the GPU. ``thinks``: the model thinks before it
+    answers. ``gpu_unused``: the model cannot use the machine's GPU.
     """
 
     tok_s: float
@@ -63,30 +63,30 @@ class Expected:
 
     @property
     def wait_s(self) -> float:
-        """Until the first token of an answer to a page."""
+        """Seconds until the first token of the answer to a page."""
         return PROMPT_TOKENS / self.prefill_tok_s
 
     @property
     def level(self) -> Level:
-        """How good it is for chat."""
+        """How good the model is for chat."""
         if self.tok_s < USABLE_TOK_S or self.wait_s > _USABLE_WAIT_S:
             return "slow"
         return "good" if self.is_quick and self.wait_s <= _GOOD_WAIT_S else "usable"
 
     @property
     def enough_tok_s(self) -> float:
-        """Tokens per second that keep nobody waiting."""
+        """Tokens per second that are fast enough for people."""
         return THINKING_TOK_S if self.thinks else READING_TOK_S
 
     @property
     def is_quick(self) -> bool:
-        """Whether answers keep nobody waiting."""
+        """Whether answers are fast enough for people."""
         return self.tok_s >= self.enough_tok_s
 
     @property
     def whole_on_gpu(self) -> bool:
-        """Whether the GPU keeps and computes all that a token needs: the table of words, of which
-        it needs a row, may be in RAM.
+        """Whether the GPU keeps and computes all weights that a token needs, except the
+        embedding: it may be in RAM, as a token needs one row of it.
         """
         elsewhere = self.read + self.copied + self.by_cpu
         kept = self.on_gpu >= _WHOLE_SHARE * self.needed
@@ -94,7 +94,7 @@ class Expected:
 
     @property
     def place(self) -> str:
-        """Where the weights lie, in three words."""
+        """Where the weights are, in a few words."""
         if self.read:
             return "partly on the SSD"
         if self.whole_on_gpu:
@@ -106,7 +106,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``text`` is one line, which begins with the level in words."""
+    """A level, and one line of ``text`` that begins with it."""
 
     level: Level
     text: str
@@ -116,7 +116,7 @@ class Verdict:
 
 
 def judge(expected: Expected) -> Verdict:
-    """``"Good for chat: 23 tok/s, all of it in memory"``."""
+    """Judge a forecast: ``"Good for chat: 23 tok/s, all of it in memory"``."""
     level, slow = expected.level, not expected.is_quick
     text = f"{_WORDS[level]}: {speed(expected.tok_s)}"
     text += f", because {_burden(expected)}" if slow else f", {_where(expected)}"
@@ -128,7 +128,7 @@ def judge(expected: Expected) -> Verdict:
 
 
 def speed(tok_s: float) -> str:
-    """``"23 tok/s"``, ``"0.9 tok/s"``: two digits, since it is a forecast."""
+    """Format a forecast rate with two digits: ``"23 tok/s"``, ``"0.9 tok/s"``."""
     if tok_s >= 9.95:
         return f"{tok_s:.0f} tok/s"
     return f"{tok_s:.1f} tok/s" if tok_s >= 0.95 else f"{format_rate(tok_s)} tok/s"
@@ -145,7 +145,7 @@ def _where(expected: Expected) -> str:
 
 
 def _burden(expected: Expected) -> str:
-    """What makes it slow."""
+    """Say what makes the model slow."""
     if expected.read or expected.copied > _MERE_SHARE * expected.needed:
         return _moved(expected)
     left = expected.needed - expected.on_gpu
@@ -162,7 +162,7 @@ def _moved(expected: Expected) -> str:
 
 
 def _of(part: int, whole: int) -> str:
-    """``"31 of 40 GB"``."""
+    """Format a part of a whole: ``"31 of 40 GB"``."""
     some, unit = format_bytes(part).rsplit(" ", 1)
     total = format_bytes(whole)
     return f"{some} of {total}" if total.endswith(f" {unit}") else f"{some} {unit} of {total}"
