@@ -1,4 +1,4 @@
-"""``localrt alias [NAME [MODEL]]``: names of one's own for models, kept in ``config.toml``."""
+"""``localrt alias [NAME [MODEL]]``: the user's own names for models, kept in ``config.toml``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leads_to(name: str, settings: Settings) -> str | None:
-    """The model that ``name`` means already without an alias; None if it means none."""
+    """Return the model that ``name`` already means without an alias; None if none."""
     known, here = find_known(name), _here(name, settings)
     if here is not None:
         return shown_path(here)

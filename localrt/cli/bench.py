@@ -1,4 +1,4 @@
-"""``localrt bench [MODEL]``: engines side by side on one workload, as a table or as JSON."""
+"""``localrt bench [MODEL]``: compares engines on one workload, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
-    """The long prompt's length: the given one, or the default limited to the context."""
+    """Add the long prompt's length: the given one, or the default limited to the context."""
     work = options.workload
     if asked is not None:
         return replace(work, long_prompt_tokens=asked)

@@ -1,6 +1,6 @@
 """``localrt chat [MODEL]``: the terminal app, or the same chat without a screen.
 
-What comes through a pipe is one prompt, answered plainly.
+Text from a pipe is one prompt, answered without the app.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``localrt completion SHELL``: a script that teaches a shell localrt's commands and options.
 
-It is made from the argument parser itself, so that it never lags behind it.
+It is generated from the argument parser, so that it is always up to date.
 """
 
 from __future__ import annotations

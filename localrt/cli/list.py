@@ -1,4 +1,4 @@
-"""``localrt list``: the models on this machine. Answers from the folders alone, in milliseconds."""
+"""``localrt list``: the models on this machine. Reads only folders, in milliseconds."""
 
 from __future__ import annotations
 

@@ -148,10 +148,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
-    """The ways to place the draft of ``args`` beside the target that ``target_plan`` is for.
+    """Plan the placements of the draft in ``args`` beside the target of ``target_plan``.
 
     Raises:
-        MemoryBudgetError: the target fits neither with nor without it.
+        MemoryBudgetError: the target does not fit with or without the draft.
         LocalrtError: there is no such draft, or it cannot be planned.
     """
     settings, target = Settings.from_environment(), target_plan.request

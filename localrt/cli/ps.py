@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[tuple[str, ListedModel]] = []
     servers = local_servers(Settings.from_environment())
     for server in servers:
-        from localrt.client.model import models_of  # the client takes its time to import
+        from localrt.client.model import models_of  # slow to import
 
         try:
             listed = models_of(server)

@@ -1,6 +1,6 @@
 """``localrt quantize MODEL --format F``: a smaller copy of a model, as a store.
 
-The same command continues what was interrupted.
+Running the same command again continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize, and say where the result lies."""
+    """Quantize, and print where the result is."""
     _check(args)
     settings = Settings.from_environment()
     notes: list[str] = []
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what is wrong before anything is downloaded."""
+    """Refuse invalid options before anything is downloaded."""
     method_of(
         Recipe(
             args.format,
@@ -189,9 +189,9 @@ def _store_name(model: ResolvedModel, merged: str, args: argparse.Namespace) -> 
 def _calibration(
     args: argparse.Namespace, checkpoint: Checkpoint, text: str | None, notes: list[str]
 ) -> list[int] | None:
-    """Token ids of the text to calibrate with; None where only rounding is possible or wanted.
+    """Return the token ids to calibrate with; None if only rounding is possible or wanted.
 
-    ``text`` is what the user gave.
+    ``text`` is the user's calibration text, if any.
     """
     method = args.method or (
         MIX_METHOD
@@ -217,7 +217,7 @@ def _calibration(
 
 
 def _fallback_notes(report: QuantizeReport) -> Iterator[str]:
-    """One line for each format that tensors fell back to."""
+    """Yield one line for each format that tensors fell back to."""
     for format_ in sorted(set(report.fallbacks.values())):
         first, *more = [name for name, got in report.fallbacks.items() if got == format_]
         others = f" and {len(more)} more" if more else ""

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what goes, ask, delete; returns the exit status: 2 when nobody can be asked."""
+    """Say what will be deleted, ask, delete; return the exit status, 2 if nobody can be asked."""
     settings = Settings.from_environment()
     names = list(dict.fromkeys(args.models))
     removals = [plan_removal(name, settings, packed_only=args.packed) for name in names]

@@ -1,7 +1,7 @@
-"""``localrt serve [MODEL]``: one model, or all of this machine, behind HTTP, until Ctrl+C.
+"""``localrt serve [MODEL]``: serves one model, or all on this machine, over HTTP until Ctrl+C.
 
-The port is taken before the model is loaded, so that one in use is known at once. The log goes to
-stderr, one line for each request; with ``--json`` lines are JSON, on stdout.
+The port is opened before the model is loaded, so that a port in use is reported at once. The log
+goes to stderr, one line for each request; with ``--json`` lines are JSON, on stdout.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _serve(
 
 
 def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
-    """All models of this machine."""
+    """Return the pool of all models on this machine."""
     from localrt.server.pool import LocalFile, ModelPool
 
     settings = Settings.from_environment()
@@ -199,7 +199,7 @@ def _set_defaults(model: localrt.Model, defaults: dict[str, Any]) -> None:
 
 
 def _check_all(args: argparse.Namespace) -> None:
-    """Whether the flags make sense for all models.
+    """Check that the flags make sense for all models.
 
     Raises:
         OptionError: a flag is for a single model.

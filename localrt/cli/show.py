@@ -1,4 +1,4 @@
-"""``localrt show MODEL``: what a model is, where it lies, and how to run it."""
+"""``localrt show MODEL``: describes a model, where its files are, and how to run it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def _offer_lines(name: str, variants: Sequence[Variant]) -> list[tuple[str, str]]:
-    """What the hub has of it, and which of several files to take."""
+    """Return lines on the hub's files of a model, and which of several to use."""
     files = ", ".join(f"{each.label} {format_bytes(each.bytes)}" for each in variants)
     lines = [
         ("name", name),

@@ -1,4 +1,4 @@
-"""What a model will do before it is loaded: ``localrt.plan``, previews, the table of what runs.
+"""Forecasts models before they are loaded: ``localrt.plan``, previews, the table of what runs.
 
 ``models.py`` finds the model by its name, ``recommending.py`` chooses among a repository's files,
 ``plan.py`` and ``preview.py`` ask the planner (``offload/planner``), which knows no names and no
@@ -22,13 +22,13 @@ def chooser(
     device: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> Chooser:
-    """Takes the best of a repository's GGUF files for ``hub.resolve``, within options of ``load``.
+    """Return a ``choose`` for ``hub.resolve``: it picks a repository's best file for these options.
 
-    ``say`` gets a line, before a download begins: which file, its size, and why.
+    Before a download, ``say`` gets a line: which file, its size, and why.
     """
 
     def choose(offer: Offer) -> str:
-        # The planner is imported with the first choice: most names leave none.
+        # The planner is imported at the first choice, because most names need none.
         from localrt.planning.recommending import recommend
 
         found = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)

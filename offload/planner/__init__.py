@@ -1,17 +1,17 @@
-"""Where every unit of a model should be on a machine, how fast that will be, and why.
+"""Plans where each unit of a model should be on a machine, and forecasts how fast that will be.
 
 Everything here is arithmetic on numbers of bytes and operations: no weight is read, no file but the
 cached measurements is written, torch is never imported. It knows rates, placements and schedules,
-and neither models' names nor who carries a placement out (``offload/pipeline``).
+but no models' names, and not the code that executes a placement (``offload/pipeline``).
 
-Start with ``plan.py`` (what is asked, what is answered) and ``advice.make_plan``. ``machine.py`` is
-a machine in rates, ``costs.py`` turns rates into seconds; the rates are measured by ``measure.py``
-or described in words (``pc.py``, ``gpus.py``). ``shapes.py`` has a model's sizes from its config.
-``search.py`` tries ring sizes, ``solve.py`` fills them by rules, ``simulate.py`` replays the
-schedule byte by byte as ``offload/ring.py`` has it. ``predict.py`` says what to expect, with a
-replay or without, ``verdict.py`` whether that is good for chat, ``advice.py`` what would help,
-``report.py`` all of it in words. ``pair.py`` places a draft beside its target. A forecast shown
-beside a measurement uses the rates that disk and CPU had in recent passes.
+Start with ``plan.py`` (the request and the plan) and ``advice.make_plan``. ``machine.py`` holds a
+machine's rates, ``costs.py`` turns them into seconds; ``measure.py`` measures rates, or ``pc.py``
+and ``gpus.py`` read them from a description. ``shapes.py`` gets a model's sizes from its config.
+``search.py`` tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the
+schedule as ``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay,
+``verdict.py`` judges it for chat, ``advice.py`` finds what would help, ``report.py`` prints it all.
+``pair.py`` places a draft beside its target. A forecast shown beside a measurement uses the rates
+that disk and CPU had in recent passes.
 """
 
 from localrt.offload.account import Budgets
