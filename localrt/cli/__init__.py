@@ -1,7 +1,7 @@
 """The command line: one parser, one file per command, errors as one line.
 
-A command's file is imported when its arguments are parsed or explained, so that no command pays for
-what another needs.
+A command's file is imported when its arguments are parsed or explained, so that no command waits
+for another's imports.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _CommandParser(HelpfulParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 on failure, 2 on bad usage, 130 when interrupted."""
+    """Run a command; return the status: 0, 1 on failure, 2 on bad usage, 130 if interrupted."""
     with _open_streams():
         return _run(argv)
 

@@ -1,8 +1,8 @@
-"""Loading a draft model beside its target, within the target's budgets.
+"""Loads a draft model beside its target, within the target's budgets.
 
 With a GPU, both are placed by one plan before either is loaded: a draft on the GPU takes its memory
-from the target's share. A draft is resident or it is not used, and a note says why: streaming it
-would cost what it is to save.
+from the target's share. A draft that cannot be resident is not used, and a note says why: streaming
+it would cost the time that it should save.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Draft models beside their target, and which one a generation uses: options to ``Speculation``.
+"""Draft models of a target, and the choice of one for a generation (options to ``Speculation``).
 
-``Drafts`` are those of one loaded model; each is loaded when it is first used, and what is not done
-for lack of memory is said. ``ModelDraft`` is a loaded one: its caches never outgrow the GPU memory
-that was set aside for them. A draft with another vocabulary is told the text so far in its own
-tokens, and the paths of its tree are read again by the target's tokenizer; where the two cut text
-differently, a draft token may be of no use.
+``Drafts`` holds the drafts of one loaded model; each is loaded when first used, and a note says if
+memory is too small for it. ``ModelDraft`` is a loaded draft: its caches never outgrow the GPU
+memory reserved for them. For a draft with another vocabulary, the text so far is encoded with its
+tokenizer, and the paths of its tree with the target's; if the two split text differently, some
+draft tokens are useless.
 """
 
 from __future__ import annotations

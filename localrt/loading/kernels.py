@@ -199,7 +199,7 @@ def compiled_meanwhile(
         _wait(work, progress, cancel)
     finally:
         pool.shutdown(cancel_futures=True)
-        return_free_memory()  # the compiler's
+        return_free_memory()  # left over from the compiler
 
 
 def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Placement) -> Share:
