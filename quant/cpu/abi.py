@@ -64,7 +64,7 @@ _SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m",
 
 
 def layout_of(format_: Format) -> int | None:
-    """The kernels' number for a format's tiles; None where they do not know it."""
+    """The kernels' number for a format's tiles; None if unsupported."""
     name = _SAME_TILES.get(format_.name, format_.name)
     kind, dash, group = name.partition("-g")
     return _LAYOUTS.get(kind + group.lstrip("0123456789") if dash else name)
@@ -82,13 +82,13 @@ class Matrix(Structure):
 
 
 class LowRankArgs(Structure):
-    """What a mix of adapters adds to the products of one matrix."""
+    """What an adapter set adds to the products of one matrix."""
 
     _fields_ = fields((c_void_p, "a a_scales b factors"), (c_int32, "rank _"))
 
 
 class LowRankPack(Structure):
-    """What such is made of."""
+    """The inputs for packing a ``LowRankArgs``."""
 
     _fields_ = fields((c_void_p, "a b"), (c_int32, "rank rows columns"))
 
@@ -337,7 +337,7 @@ _SIGNATURES = {
 
 
 def find_library() -> Path | None:
-    """The compiled kernels, or None where they were not built."""
+    """The path of the compiled kernels, or None if they were not built."""
     folder = Path(__file__).parent
     names = [f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for name in names if (path := folder / name).is_file()), None)
@@ -367,7 +367,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def best_isa() -> str | None:
-    """The code path that the kernels choose on this processor; None where they cannot be used."""
+    """The code path that the kernels choose on this processor; None if they cannot be used."""
     path = find_library()
     if path is None:
         return None

@@ -1,12 +1,12 @@
 """Adapters as the compiled kernels take them: bytes with scales, by numbers of matrices.
 
-A ``Sites`` gives every matrix that is made its number, by its tensor's name; a pass hands the
-kernels a table of what each adapter set adds to each number. A and B have a scale for 64 columns of
-A and for 16 ranks of a row of B: as exact as the activations that weights meet, and half of
-bfloat16's bytes. ``quant/cpu/csrc/adapters.h`` computes ``A x`` of all rows in one go, and adds
-``B (A x)`` where a tile's products are in the cache already, also between gate and up. Where rows
-have different adapters, each one's B is read beforehand in long pieces: a tile of each by turns
-would wait for memory at every one.
+A ``Sites`` gives every matrix that is made its number, by its tensor's name; a pass gives the
+kernels a table of each adapter set's changes by number. A and B have a scale for 64 columns of A
+and for 16 ranks of a row of B: as exact as the activations that weights meet, and half of
+bfloat16's bytes. ``quant/cpu/csrc/adapters.h`` computes ``A x`` of all rows in one go, and adds ``B
+(A x)`` where a tile's products are in the cache already, also between gate and up. Where rows have
+different adapters, each one's B is read beforehand in long pieces: a tile of each by turns would
+wait for memory at every one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from localrt.quant.ops.protocol import Batch
 
 _COLUMNS = 64  # of A that share a scale: LOW_COLUMNS in quant/cpu/csrc/abi.h
 _LINE = 64  # bytes
-_THREADS = 4  # that pack
+_THREADS = 4  # that pack adapters
 _RANKS = 16  # of a row of B that share one: LOW_RANKS
 _GROUP = 32 + 16 * _RANKS  # bytes of a tile of theirs
 
@@ -64,7 +64,7 @@ class PackedLowRank:
         factors: Floats | None,
         memory: Bytes | None = None,
     ) -> PackedLowRank:
-        """Room for one, at the beginning of ``memory`` if any is given."""
+        """Make an empty one, at the beginning of ``memory`` if given."""
         rank, groups = _filled(rank), -(-columns // _COLUMNS)
         sizes = [rank * groups * 4, rank * groups * _COLUMNS, tiles * _tile_bytes(rank)]
         memory = np.empty(sum(sizes), np.uint8) if memory is None else memory
@@ -91,7 +91,7 @@ class PackedLowRank:
 
 
 class NativeAdapters:
-    """What passes on the CPU add to their products: see ``Ops.adapters``."""
+    """The adapters of passes on the CPU: see ``Ops.adapters``."""
 
     def __init__(self, api: ctypes.CDLL, handle: int) -> None:
         self.sites = Sites()
@@ -99,8 +99,8 @@ class NativeAdapters:
         self._api, self._handle = api, handle
         self.of_rows: list[tuple[slice, Adapter[PackedLowRank]]] = []
         """The adapters of the latest pass's rows, where they have any."""
-        self._told: Any = None  # what the kernels have the addresses of
-        self._entries: tuple[Any, ...] = ()  # of the latest mixes, for passes that have them again
+        self._told: Any = None  # keeps alive what the kernels point at
+        self._entries: tuple[Any, ...] = ()  # tables of the latest adapter sets, for reuse
 
     def begin(self, batch: Batch) -> None:
         """Tell the kernels of a pass's adapters."""
@@ -132,7 +132,8 @@ class NativeAdapters:
         return self._entries[0]
 
     def _packed(self, matrices: Mapping[str, LowRank]) -> dict[str, PackedLowRank]:
-        """In one piece of memory, with large pages: a pass reads a little of each."""
+        """Pack an adapter into one piece of memory with large pages: passes read a little of
+        each."""
         sizes = [_nbytes(part) for part in matrices.values()]
         memory = np.split(aligned_buffer(sum(sizes)), np.cumsum(sizes)[:-1])
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -166,7 +167,7 @@ def _tile_bytes(rank: int) -> int:
 
 
 def _nbytes(part: LowRank) -> int:
-    """Of A and B packed, up to a cache line."""
+    """Bytes of packed A and B, rounded up to a cache line."""
     (rank, columns), tiles = part.a.shape, _tiles(len(part.b))
     rank = _filled(rank)
     of_a = rank * -(-columns // _COLUMNS) * (_COLUMNS + 4)

@@ -110,7 +110,7 @@ _LAYOUTS: dict[CacheFormat, int] = {"int8": 2, "int4": 2}
 
 
 def cache_format(layers: Sequence[AttentionSpec], kv_format: CacheFormat) -> CacheFormat:
-    """The format of the layers' cache where ``kv_format`` is asked for, or has been given before.
+    """The layers' cache format for a wanted ``kv_format``, or for one that this function returned.
 
     Raises:
         OptionError: latents are not kept in so few bits.
@@ -133,10 +133,10 @@ def token_nbytes(shapes: Sequence[tuple[int, int]], kv_format: CacheFormat) -> i
 
 
 def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeros that begin on a page and are not resident before they are written.
+    """Page-aligned zeros that are not resident before they are written.
 
     Raises:
-        MemoryBudgetError: the system refuses so much.
+        MemoryBudgetError: the system refuses the allocation.
     """
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
@@ -151,7 +151,7 @@ def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def map_floats(count: int) -> npt.NDArray[np.float32]:
-    """The same, of so many float32 numbers."""
+    """The same, for so many float32 numbers."""
     return map_zeros(4 * max(1, count)).view(np.float32)[:count]
 
 
@@ -203,14 +203,14 @@ class NativeKVCache(GrowingCache):
         read(first, self.take_blocks(first, count))
 
     def layer_ready(self, layer: int) -> tuple[int, int]:
-        """Where a layer's first block lies, and the bytes from one block to the next.
+        """The address of a layer's first block, and the bytes from one block to the next.
 
-        Every token held can be read there, and rows written behind them, until ``layer_done``.
+        Until ``layer_done``, held tokens can be read there and rows written after them.
         """
         return self._starts[layer], self._step
 
     def layer_done(self, layer: int, rows: int) -> None:
-        """A pass has written ``rows`` tokens behind those held, and is done with the layer."""
+        """Note that a pass has written ``rows`` new tokens, and is done with the layer."""
 
     def _grow(self, size: int) -> None:
         """The memory is mapped already."""

@@ -108,7 +108,7 @@ class NativeOps(StreamSteps):
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
-        self._slots: Floats | None = None  # what was given up last
+        self._slots: Floats | None = None  # the array released last
         self._adapters = NativeAdapters(self._api, self._handle)
         self._tiler = Tiler(self._api, self._handle, self._adapters.sites)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
@@ -176,7 +176,7 @@ class NativeOps(StreamSteps):
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> NativePass:
-        # Arrays of other numbers of rows would pile up.
+        # Arrays for other row counts would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
         step = NativePass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
@@ -347,7 +347,7 @@ class NativeOps(StreamSteps):
         )
 
     def expert_slots(self, normed: Floats, routing: Routing) -> Floats:
-        """(R * K, D): the array that was given up last, if it fits."""
+        """(R * K, D): the array released last, if it fits."""
         shape = (routing.weights.size, normed.shape[1])
         spare, self._slots = self._slots, None
         return spare if spare is not None and spare.shape == shape else np.empty(shape, np.float32)
@@ -492,7 +492,7 @@ class NativeOps(StreamSteps):
     # -- parts -----------------------------------------------------------------------------------
 
     def _turns_of(self, weights: AttentionWeights, spec: AttentionSpec) -> Turns | None:
-        """If the keys are kept without a bias that they have."""
+        """The rotations for the keys' bias, if they have one and are kept without it."""
         kept = self._kv_format == "bf16" or weights.k_norm is not None
         if kept or weights.qkv_bias is None or spec.rope is None:
             return None
@@ -524,13 +524,13 @@ class NativeOps(StreamSteps):
         return out
 
     def _array(self, rows: int, cols: int) -> Floats:
-        """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
+        """An array that the last pass released, or a new one: fresh pages cost more than a row."""
         spare = self._spare.pop((rows, cols), None)
         return np.empty((rows, cols), np.float32) if spare is None else spare
 
 
 def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:
-    """Rows to tiles by the compiled kernels where they are installed, else by numpy: the same."""
+    """A tiler with the compiled kernels if they are installed, else numpy; results are the same."""
     try:
         return NativeOps().tile
     except MissingExtraError:

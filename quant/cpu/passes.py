@@ -1,4 +1,4 @@
-"""A pass as the compiled kernels are told of it: caches, masks, rotary tables, arguments of layers.
+"""A pass as arguments of the compiled kernels: caches, masks, rotary tables, layers' arguments.
 
 Arguments are made once for both steps of a layer. It calls no kernel.
 """
@@ -43,7 +43,7 @@ _CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels numbe
 
 
 class _Places:
-    """Where a sequence's states lie: asking numpy for each layer would take longer than a step."""
+    """Addresses of a sequence's states: asking numpy each time would outlast a step."""
 
     __slots__ = ("held", "parents", "source", "source_rows", "target", "target_rows")
 
@@ -60,14 +60,14 @@ class NativePass:
 
     batch: Batch
     rows: int
-    positions: int  # where they lie
-    reach: int  # all positions of the pass and its caches are below
+    positions: int  # their addresses
+    reach: int  # a bound on all positions of the pass and its caches
     attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
     latent: dict[int, LatentArgs] = field(default_factory=dict)
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
-    places: list[_Places] = field(default_factory=list)  # where these lie
+    places: list[_Places] = field(default_factory=list)  # addresses of the above
 
     def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
         """Every sequence's cache of a layer, and what its rows see."""
@@ -114,9 +114,9 @@ class NativePass:
         return spans
 
     def rope_tables(self, rope: Rope | None, back: int = 0) -> tuple[int, int] | tuple[None, None]:
-        """Where the cosines and sines of the pass lie, each (R, rotary / 2).
+        """Addresses of the pass's cosines and sines, each (R, rotary / 2).
 
-        They are those of positions so many tokens ``back``.
+        They are for positions ``back`` tokens earlier.
         """
         if rope is None:
             return None, None
@@ -139,7 +139,7 @@ def attention_args(
     layer: int,
     turns: Turns | None,
 ) -> AttentionArgs:
-    """Of both steps: the second finds them in the pass. ``turns`` if keys leave out their bias."""
+    """Of both steps: the second finds them in the pass. ``turns`` if keys lack their bias."""
     cos, sin = step.rope_tables(spec.rope)
     near, far = (None, None) if turns is None else turns.addresses(step.reach)
     spans = step.span_args(layer)
@@ -180,7 +180,7 @@ def attention_args(
 
 
 def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: int) -> IndexArgs:
-    """Of an indexer's only step."""
+    """Arguments of an indexer's only step."""
     spans = step.span_args(layer)
     cos, sin = step.rope_tables(spec.rope)
     block_cos, block_sin = step.rope_tables(spec.rope, spec.block - 1)
@@ -241,7 +241,7 @@ def latent_args(
 def recurrent_args(
     weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
 ) -> RecurrentArgs:
-    """Of a recurrent layer's only step; those that stay are made once."""
+    """Arguments of a recurrent layer's only step; constant ones are made once."""
     kept = weights.mix.call
     if kept is None or kept[0] is not weights or kept[1] is not spec:
         kept = weights.mix.call = weights, spec, _recurrent_args(weights, spec)
@@ -282,7 +282,7 @@ def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> Recurrent
 
 
 def native_cache(span: Span) -> NativeKVCache:
-    """Its cache of keys and values."""
+    """A sequence's cache of keys and values."""
     cache = span.cache
     if isinstance(cache, HybridCache):
         cache = cache.kv
@@ -309,9 +309,9 @@ class Turns:
         self._far: Floats = np.empty((0, *places.shape[1:]), np.float32)
 
     def addresses(self, positions: int) -> tuple[int, int]:
-        """Where the tables of places and of blocks lie; the latter reach ``positions``.
+        """Addresses of the tables of places and of blocks; the latter reach ``positions``.
 
-        They stay there until more positions are asked for.
+        They are valid until more positions are requested.
         """
         blocks = -(-positions // BLOCK_TOKENS)
         if blocks > len(self._far):

@@ -1,8 +1,8 @@
 """The search for scales by the compiled kernels: what ``quant/methods/scales.py`` finds, much
 sooner.
 
-Sums of errors are rounded differently there, so that of two scales which are equally good to 1e-4
-the other one may be found.
+Sums of errors are rounded differently there, so of two scales that are equally good to 1e-4, the
+other may be found.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NativeSearch:
 
 
 def fast_search(threads: int | None = None) -> ScaleSearch:
-    """The compiled kernels' search where it is the faster one, else numpy's."""
+    """The compiled kernels' search if it is faster, else numpy's."""
     try:
         ops = NativeOps(threads=threads)
     except MissingExtraError:

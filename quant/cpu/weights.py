@@ -49,7 +49,7 @@ class NativeWeight:
     stack: Stack
     parts: ctypes.Array[Matrix]
     tensors: list[TiledTensor]
-    call: Any = None  # what a step keeps for its next call with this weight
+    call: Any = None  # arguments kept for the next call with this weight
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class NativeWeight:
 
 
 class NativeVector:
-    """A norm weight or bias, and where it lies: asking numpy again costs half a microsecond."""
+    """A norm weight or bias and its address: asking numpy again costs half a microsecond."""
 
     __slots__ = ("address", "values")
 
@@ -68,12 +68,12 @@ class NativeVector:
 
 
 def address_of(vector: NativeVector | None) -> int | None:
-    """Where it lies, if there is one."""
+    """The address of a vector; None if there is none."""
     return None if vector is None else vector.address
 
 
 def locate(array: npt.NDArray[Any]) -> int:
-    """Where an array lies, sooner than numpy says it if it can be written."""
+    """An array's address, faster than from numpy if it is writable."""
     buffer: Any = array
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -83,7 +83,7 @@ def locate(array: npt.NDArray[Any]) -> int:
 
 
 class Tiler:
-    """Packed rows into tiles, through the compiled library where it knows the format."""
+    """Puts packed rows into tiles, with the compiled library if it knows the format."""
 
     def __init__(self, api: ctypes.CDLL, handle: int, sites: Mapping[str, int]) -> None:
         self._api = api
@@ -103,7 +103,7 @@ class Tiler:
         return TiledTensor(tensor.name, tensor.format, (rows, cols), out, tensor.scale, hadamard)
 
     def put(self, tensor: PackedTensor, out: Bytes) -> None:
-        """The tiles of ``tensor`` into ``out``, which has room for its rows rounded up to 16."""
+        """Write the tiles of ``tensor`` to ``out``, with room for its rows rounded up to 16."""
         rows, cols = tensor.shape
         source = SOURCES.get(tensor.format.name)
         if source is None:
@@ -161,7 +161,7 @@ class _Building:
         self._tiler = tiler
         self._first = first
         self._row_bytes = first.format.row_bytes(first.shape[1])
-        # Room for all rows that may follow; what was not needed goes back in ``done``.
+        # Room for all rows that may follow; ``done`` frees what was not needed.
         self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
         self._rows = 0
 
@@ -258,7 +258,7 @@ class NativeExpertTable:
 
 
 def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
-    """The arguments that stay, made once for a router."""
+    """A router's constant arguments, made once."""
     kept = weights.gate.call
     if kept is not None and kept[0] is weights and kept[1] is spec:
         args: RouteArgs = kept[2]

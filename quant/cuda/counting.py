@@ -1,4 +1,4 @@
-"""What a piece of work asks of a GPU: kernels, launches, waits, and how long the GPU was busy.
+"""Counts a piece of work's GPU use: kernels, launches, waits, and how long the GPU was busy.
 
 Torch's profiler sees every kernel and copy, our own and those in recorded graphs, and every call
 of CUDA, whichever thread makes it. It slows the work a little: times are for shares.
@@ -28,9 +28,8 @@ _WAITS = frozenset({
 class GpuUse:
     """``kernels`` ran on the GPU, ``launches`` are calls that started them: a graph is one.
 
-    ``waits`` are calls of the launching thread that returned when the GPU had done something;
-    ``reader_waits`` those of other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies
-    to the GPU for ``link_s``.
+    ``waits`` are calls in which the launching thread waited for the GPU, ``reader_waits`` those of
+    other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies to the GPU for ``link_s``.
     """
 
     seconds: float
@@ -43,7 +42,7 @@ class GpuUse:
 
 
 def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
-    """What ``work`` asks of the GPU; None where nothing is seen of one."""
+    """Run ``work`` and count its GPU use; None if no GPU was seen."""
     if not torch.cuda.is_available():
         work()
         return None
@@ -65,7 +64,7 @@ def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
 
 
 def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None:
-    """The same, from the events of a trace in Chrome's format."""
+    """The GPU use in the events of a trace in Chrome's format."""
     spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "gpu_memcpy": []}
     launches: Counter[object] = Counter()
     waits: Counter[object] = Counter()
@@ -91,7 +90,7 @@ def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long any of ``spans`` lasted."""
+    """The time that the union of ``spans`` covers."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))

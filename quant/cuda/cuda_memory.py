@@ -1,9 +1,8 @@
 """A CUDA GPU's memory and copies for the offloading pipeline, on torch.
 
 One stream copies to the GPU, one to the host, torch's current stream computes; they wait for each
-other's events, and the host waits only for a copy whose source it is about to change, and for what
-it has to know. On ``device="cpu"`` the same
-calls copy in RAM, for tests without a GPU.
+other's events. The host waits only for copies whose source it will change, and for results it
+needs. On ``device="cpu"`` the same calls copy in RAM, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ class CudaCopies:
         self._back = cuda.Stream(self._device) if self._real else None
         self._lock = threading.Lock()
         self._pinned: list[Bytes] = []
-        self.unpinned = 0  # bytes of buffers that the system would not pin
+        self.unpinned = 0  # bytes of buffers that could not be pinned
 
     def alloc(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the GPU.
 
         Raises:
-            MemoryBudgetError: so much is not free.
+            MemoryBudgetError: not enough memory is free.
         """
         with FullGpu():
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._stream is not None:
-            # Kernels that are still at work may be reading what these bytes held before.
+            # Running kernels may still read the old contents of these bytes.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
     def free(self, memory: Tensor) -> None:
-        """Give bytes back to the system, whoever still holds the tensor: it is empty then."""
+        """Free the memory even if the tensor is still referenced: it is empty afterwards."""
         if self._stream is not None:
             self._stream.synchronize()  # what is still being copied there
             memory.untyped_storage().resize_(0)
@@ -70,7 +69,7 @@ class CudaCopies:
     def host_buffer(self, nbytes: int) -> Bytes:
         """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up.
 
-        Where the system does not let it be pinned it is plain RAM, from which copies are slower.
+        If the system refuses pinning it is plain RAM, from which copies are slower.
         """
         from localrt.quant.ops.arrays import aligned_buffer
 
@@ -89,8 +88,8 @@ class CudaCopies:
     def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:
         """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
 
-        The event that is returned is one that kernels may wait for. Without ``wait`` it says when
-        ``source`` may be changed, too.
+        Kernels may wait for the returned event. Without ``wait`` it also says when ``source`` may
+        be changed.
         """
         tensor = torch.from_numpy(source)
         if self._stream is None:
@@ -142,7 +141,7 @@ class CudaCopies:
     def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
         """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
 
-        What is returned waits for both, and gives the rows as the CPU's activations (R, D).
+        The returned function waits for both and gives the rows as the CPU's activations (R, D).
         """
         if self._back is None:
             return lambda: self.to_host(x)
@@ -163,7 +162,7 @@ class CudaCopies:
         return received
 
     def _pinned_copy(self, there: Tensor) -> Tensor:
-        """A copy in RAM, once the current stream has come to it."""
+        """A pinned copy in RAM, made when the current stream reaches it."""
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         here.copy_(there, non_blocking=True)
         there.record_stream(torch.cuda.current_stream(self._device))
@@ -201,7 +200,7 @@ class CudaCopies:
                 torch.cuda.empty_cache()
 
     def free_host(self, data: Bytes) -> None:
-        """Unpin a buffer of ``host_buffer``: whoever holds it last frees it."""
+        """Unpin a buffer of ``host_buffer``; it is freed with its last reference."""
         if any(data is other for other in self._pinned):
             if self._stream is not None:
                 self._stream.synchronize()  # what is still being copied from there

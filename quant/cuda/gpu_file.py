@@ -1,8 +1,8 @@
-"""What was measured of a GPU, kept in the cache folder: ``cards.json``, an entry for each GPU.
+"""Measured figures of GPUs in the cache folder: ``cards.json`` has an entry for each GPU.
 
-Figures belong to a key of all that they depend on; with another key they are measured again.
+Figures have a key of all that they depend on; with another key they are measured again.
 ``GpuRates`` are what a GPU computes and copies per second, which ``measuring.py`` finds. This
-module imports nothing heavy: who plans for a GPU need not load what computes on it.
+module imports nothing heavy: planning for a GPU does not load the code that computes on it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NAME = "cards.json"
 
 
 def kept_of(folder: Path, name: str) -> dict[str, Any]:
-    """What is kept in ``folder`` of the GPU ``name``, whatever it was measured with: ``key``, and
-    parts by their names. Nothing, if the file is damaged.
+    """The entry of the GPU ``name`` in ``folder``, under any key: ``key``, and parts by their
+    names. Empty if the file is damaged.
     """
     values = _read(folder / _NAME).get(name)
     return values if isinstance(values, dict) else {}
@@ -37,13 +37,13 @@ class GpuFile:
     key: Sequence[str]
 
     def read(self, part: str) -> dict[str, Any]:
-        """A part; nothing if it is not there, or was measured with another key."""
+        """A part; empty if it is missing or was measured with another key."""
         kept = kept_of(self.folder, self.name)
         values = kept.get(part) if kept.get("key") == list(self.key) else None
         return values if isinstance(values, dict) else {}
 
     def write(self, part: str, values: Mapping[str, Any]) -> None:
-        """Replace a part. What cannot be written is measured again by the next process."""
+        """Replace a part. If it cannot be written, the next process measures it again."""
         path = self.folder / _NAME
         gpus, kept = _read(path), kept_of(self.folder, self.name)
         if kept.get("key") != list(self.key):
@@ -75,10 +75,10 @@ class GpuRates:
     come from the GPU's memory. ``memory_bytes_s`` is read and written by a copy within it.
 
     ``to_gpu_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
-    those to the GPU while others go back. While the CPU reads RAM, copies have ``busy_link`` of
-    their rate, and the CPU ``busy_cpu`` of its own.
+    those to the GPU while others go back. While both read RAM, copies keep the share ``busy_link``
+    of their rate, the CPU ``busy_cpu`` of its own.
 
-    ``crossing_s`` is the way of a row of activations from one side to the other, with all waits.
+    ``crossing_s`` is how long a row of activations takes from one side to the other, with waits.
     ``replay_s`` is what a small kernel of a recorded pass takes, and ``launch_s`` what the host
     spends to start one that is not recorded.
     """
@@ -114,7 +114,7 @@ class GpuRates:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuRates | None:
-        """What ``to_dict`` gave; None for anything else."""
+        """The inverse of ``to_dict``; None for anything else."""
         try:
             products = {name: tuple(rates) for name, rates in values["products"].items()}
             return cls(**{**values, "products": products}) if products else None
@@ -123,8 +123,8 @@ class GpuRates:
 
 
 def known_rates(cache: Path, name: str) -> GpuRates | None:
-    """What ``cache`` has of the GPU that its driver calls ``name``, whatever it was measured with.
+    """The rates that ``cache`` has for the GPU ``name`` (its driver's name), under any key.
 
-    Nothing is measured: for whoever must not load the GPU.
+    Nothing is measured: for callers that must not load the GPU.
     """
     return GpuRates.from_dict(kept_of(cache, name).get(RATES, {}))

@@ -1,9 +1,9 @@
 """CUDA graphs of short passes: a decode step costs a few launches instead of hundreds.
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
-recorded with static inputs and replayed from then on: whole, or run by run where only some of its
-parts lie on the GPU. A recording belongs to one cache as it is allocated; growth makes a new one.
-It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
+recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
+its parts are on the GPU. A recording belongs to one cache and its allocation; growth makes a new
+one. It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
 again on the static inputs, so that tests cover the rest.
 """
 
@@ -36,14 +36,14 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.kv import kv_of
 
-_RECORDED = 8  # shapes of passes at once
+_RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
-_IDLE = 64  # passes after which a shape that does not come any more gives way to another
+_IDLE = 64  # passes after which an unused shape may be replaced
 
 
 class RecordedOps(Protocol):
-    """What recording asks of ``CudaOps``."""
+    """What recording needs of ``CudaOps``."""
 
     recording: Recording | None  # set while a pass is recorded
 
@@ -65,7 +65,7 @@ class RecordedOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What recordings are valid for, beside their cache."""
+    """What recordings are valid for, besides their cache."""
 
     cache: int  # its id
     allocated: int
@@ -77,7 +77,7 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Seen:
-    """A shape that came once, and its recordings from the second time on."""
+    """A shape seen once, and its recordings from the second time on."""
 
     cache: weakref.ref[KVCache]
     static: StaticPass | None = None
@@ -85,8 +85,8 @@ class _Seen:
 
 
 class Recordings:
-    """See ``Recorder``. What came twice is recorded, of a few shapes of passes: where many take
-    turns, as trees of all sizes do, recording them again and again would cost more than it brings.
+    """See ``Recorder``. Passes seen twice are recorded, for a few shapes only: if many alternate,
+    as trees of all sizes do, recording them repeatedly would cost more than it saves.
     """
 
     def __init__(self, ops: RecordedOps) -> None:
@@ -127,7 +127,7 @@ class Recordings:
         self._seen.clear()
 
     def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
-        """Of passes of this shape; None where it comes for the first time, or none is recorded."""
+        """The recordings for passes of this shape; None if it is new or not recorded."""
         self._passes += 1
         shape = self._shape(batch, rows)
         if shape is None:
@@ -167,7 +167,7 @@ class Recordings:
             self._seen.popitem(last=False)
 
     def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:
-        """None: the pass is not worth recording."""
+        """The shape of a pass; None if it is not worth recording."""
         if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
         if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
@@ -186,7 +186,7 @@ class Recordings:
 
 
 class GraphedForward:
-    """A decoder's ``forward`` that records what comes twice, and replays it."""
+    """A decoder's ``forward`` that records passes seen twice, and replays them."""
 
     def __init__(self, ops: RecordedOps, forward: Forward) -> None:
         self._ops = ops
@@ -227,10 +227,10 @@ class GraphedForward:
 
 
 def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory: None is off
-    a GPU, where that is ``body`` itself.
+    """Record the kernels that ``body`` starts and return a replay function; ``pool`` holds their
+    scratch. None means no GPU: returns ``body``.
 
-    Meanwhile other threads may allocate, copy and pin: recording looks at its own thread's calls.
+    Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
     """
     if pool is None:
         return body
@@ -244,7 +244,7 @@ def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What replays a recording, and where its logits are if it has the head."""
+    """A recording's replay function, and its logits if it has the head."""
 
     replay: Callable[[], None]
     recording: Recording
@@ -283,7 +283,7 @@ class StaticPass:
         self._runs: dict[object, _Run] = {}
 
     def fill(self, batch: Batch) -> StaticStep:
-        """Begin the pass of ``batch``, whose shape is this one's."""
+        """Begin a pass of ``batch``, which has this shape."""
         (span,) = batch.spans
         self._numbers.fill(batch.tokens, batch.positions, [span.cache.length])
         upload(self._numbers.staged.numpy(), self._device, out=self._inputs)
@@ -302,7 +302,7 @@ class StaticPass:
         return self._sequences
 
     def values(self, like: Tensor) -> Tensor:
-        """Of the residual stream, where recordings read it and leave it."""
+        """The residual stream's values, where recordings read and write it."""
         if self._values is None:
             self._values = torch.empty_like(like)
         return self._values
@@ -316,8 +316,8 @@ class StaticPass:
     ) -> Tensor | None:
         """Replay ``body``, recorded if ``key`` is new, for the pass ``step``.
 
-        ``x`` goes to the residual stream before. Returns the logits if it has made some, which stay
-        until the next run.
+        ``x`` is first copied to the residual stream. Returns the logits, if any, valid until the
+        next run.
         """
         made = self._runs.get(key)
         if made is None:
@@ -332,7 +332,7 @@ class StaticPass:
         return made.recording.logits
 
     def to_host(self, logits: Tensor) -> Logits:
-        """A copy, by way of RAM that is pinned for it."""
+        """Copy to the host through pinned RAM."""
         if self._host is None:
             pinned = self._device.type == "cuda"
             self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
@@ -361,7 +361,7 @@ class StaticPass:
 
         if self._table is not None:
             self._upload(self._table, dry=True)
-        once()  # compiles what is left to compile, which recording must not do
+        once()  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
         replay = record(once, self._pool)

@@ -2,7 +2,7 @@
 
 Kernels of ``quant/cuda/src`` go to torch's current stream; their machine code is loaded once for
 each program. ``noting`` finds out which programs steps would launch; ``prepare`` compiles one
-before it is needed. On ``device="cpu"`` somebody else runs them: ``emulate`` says who, for tests.
+before it is needed. On ``device="cpu"`` a launcher given to ``emulate`` runs them, for tests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Launcher(Protocol):
         """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
 
     def prepare(self, program: Program) -> None:
-        """Have its machine code, so that launching need not compile. Any thread may call it."""
+        """Get the machine code, so that launching need not compile. Any thread may call it."""
 
 
 _emulator: Launcher | None = None
@@ -51,7 +51,7 @@ _noted = threading.local()
 
 
 def emulate(launcher: Launcher | None) -> Launcher | None:
-    """Run what is launched on the CPU by ``launcher``; returns who did before."""
+    """Have ``launcher`` run kernels on the CPU; returns the previous launcher."""
     global _emulator
     before, _emulator = _emulator, launcher
     return before
@@ -73,13 +73,13 @@ def launch(
 
 
 def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    """Where each of them lies, as far as there is one: a kernel's arguments in their order."""
+    """The addresses of tensors, as kernel arguments in order; None stays None."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @contextmanager
 def noting(programs: dict[Program, None]) -> Iterator[None]:
-    """What this thread would launch is put into ``programs``, in order, and nothing is started."""
+    """Collect in ``programs`` what this thread would launch, in order; nothing is started."""
     before = getattr(_noted, "programs", None)
     _noted.programs = programs
     try:
@@ -89,7 +89,7 @@ def noting(programs: dict[Program, None]) -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Whether what this thread launches is only noted."""
+    """Whether this thread's launches are only noted."""
     return getattr(_noted, "programs", None) is not None
 
 
@@ -110,7 +110,7 @@ def _launcher(device: torch.device) -> Launcher:
 
 
 def gpu_file(device: torch.device) -> GpuFile:
-    """Where the figures of a CUDA GPU are kept, with what they depend on."""
+    """The file entry with a CUDA GPU's figures, with the key that they depend on."""
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()
@@ -161,7 +161,7 @@ class _Gpu:
         )
 
     def _enter(self) -> None:
-        """A thread that has used nothing of torch's on the GPU has no context yet."""
+        """Give this thread a CUDA context, which it lacks before using torch on the GPU."""
         if not int(self._check(self._driver.cuCtxGetCurrent())):
             context = self._check(self._driver.cuDevicePrimaryCtxRetain(self._index))
             self._check(self._driver.cuCtxSetCurrent(context))
@@ -198,13 +198,13 @@ _LEAST_CACHE = 16 << 20
 
 
 class Stopwatch(Protocol):
-    """Times what is launched on one device."""
+    """Times launches on one device."""
 
     def ready(self) -> bool:
         """Whether anything can be timed now: not while a pass is recorded."""
 
     def seconds(self, launch: Callable[[], object]) -> float:
-        """Of what ``launch`` starts, which it does several times."""
+        """Seconds of the work that ``launch`` starts; calls it several times."""
 
 
 class CudaStopwatch:
@@ -220,7 +220,7 @@ class CudaStopwatch:
         return not torch.cuda.is_current_stream_capturing()
 
     def seconds(self, launch: Callable[[], object]) -> float:
-        """See ``Stopwatch``. The median of five runs; what is not compiled is compiled before.
+        """See ``Stopwatch``. The median of five runs, after compiling if needed.
 
         Raises:
             torch.OutOfMemoryError: the GPU has no room for the bytes that fill its cache.
@@ -243,7 +243,7 @@ class CudaStopwatch:
         return float(statistics.median(first.elapsed_time(last) for first, last in runs) / 1e3)
 
     def _wake(self, filler: torch.Tensor) -> None:
-        """Keep the GPU busy until its clocks are those of work: what is timed first would lose."""
+        """Keep the GPU busy until its clocks rise: otherwise the first timing would be too slow."""
         end = time.perf_counter() + _WAKING_S
         while time.perf_counter() < end:
             filler.zero_()
@@ -255,7 +255,7 @@ class FullGpu(AbstractContextManager[None]):
     """Says in our words that a GPU has no memory left.
 
     Raises:
-        MemoryBudgetError: in the place of torch's error.
+        MemoryBudgetError: replaces torch's error.
     """
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -1,4 +1,4 @@
-"""Measuring a GPU: products, copies, the link beside a busy CPU, and what a launch costs.
+"""Measures a GPU: products, copies, the link while the CPU is busy, and the cost of a launch.
 
 It takes a second or two beside compiling, about 200 MB of RAM and as much of the GPU's memory, and
 is done once: ``gpu_rates`` keeps what it finds. It knows no model, only formats.
@@ -47,14 +47,14 @@ from localrt.quant.ops.arrays import aligned_buffer
 
 _FORMATS = ("int4-g32", "q4_k")
 _RUNS = 5
-_THREADS = 4  # that compile
+_THREADS = 4  # threads that compile
 
 Step = Callable[[int, int], None]
 """Is told how many steps are done, and of how many."""
 
 
 class Size:
-    """What is measured with; tests take less. A matrix, bytes, and how many copies and launches."""
+    """A measurement's matrix, bytes, and numbers of copies and launches; tests take less."""
 
     shape = (4096, 4096)
     copied = 64 << 20
@@ -71,9 +71,9 @@ def gpu_rates(
     file: GpuFile | None = None,
     on_step: Step | None = None,
 ) -> GpuRates:
-    """The rates of the GPU of ``ops``: what is kept, and what is missing measured and kept too.
+    """The rates of the GPU of ``ops``; missing ones are measured and kept.
 
-    ``formats`` are those to know products of; others than packed ones are left out.
+    ``formats`` are the formats of products to measure; unpacked ones are ignored.
 
     Raises:
         LocalrtError: the GPU cannot be measured.
@@ -88,7 +88,7 @@ def gpu_rates(
     rates = measure_gpu(ops, missing, host=host, known=known, on_step=on_step)
     file.write(part, rates.to_dict())
     if torch.device(ops.device).type == "cuda":
-        torch.cuda.empty_cache()  # so that what was used to measure counts as free
+        torch.cuda.empty_cache()  # so that memory used to measure counts as free
     return rates
 
 
@@ -102,7 +102,7 @@ def measure_gpu(
     stopwatch: Stopwatch | None = None,
     size: type[Size] = Size,
 ) -> GpuRates:
-    """Measure the GPU of ``ops``; of one that is ``known``, products in other ``formats`` only.
+    """Measure the GPU of ``ops``; if its rates are ``known``, only products in new ``formats``.
 
     ``host`` computes beside the GPU. Nothing is kept.
 
@@ -157,7 +157,7 @@ def measure_gpu(
 
 
 def _packed(formats: Iterable[str]) -> tuple[str, ...]:
-    """Those with a kernel of their own that take the measured columns."""
+    """The formats with a kernel that accept the measured columns."""
     return tuple(
         name
         for name in sorted(set(formats))
@@ -174,14 +174,14 @@ def _weight(ops: CudaOps, name: str, size: type[Size]) -> CudaWeight:
 
 
 def _products(ops: CudaOps, weight: CudaWeight) -> Iterator[Callable[[], object]]:
-    """What starts a product at each of ``ROWS``, with what brings rows to 8 bits."""
+    """Functions that start a product at each of ``ROWS``, quantizing included."""
     for count in ROWS:
         x = torch.randn(count, weight.shape[1], device=ops.device).bfloat16()
         yield partial(linear, x, weight, dtype=torch.float32)
 
 
 def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
-    """What will be timed, side by side."""
+    """Compile the kernels to be timed, in parallel."""
     programs: dict[Program, None] = {}
     with noting(programs):
         for weight in weights:
@@ -206,7 +206,7 @@ def _memory_bytes_s(device: torch.device, stopwatch: Stopwatch, size: type[Size]
 def _launch_seconds(
     device: torch.device, stopwatch: Stopwatch, size: type[Size]
 ) -> tuple[float, float]:
-    """Of a small kernel: on the host, and on the GPU in a recorded pass."""
+    """Seconds of a small kernel: on the host, and on the GPU in a recorded pass."""
     x = torch.ones(1, 64, device=device)
 
     def body() -> None:
@@ -235,7 +235,7 @@ class _Link:
         self._there, self._other = (self._copies.alloc(size.copied) for _ in range(2))
 
     def close(self) -> None:
-        """Give RAM and memory back."""
+        """Free the RAM and GPU memory."""
         _finish(self._device)
         self._copies.close()
         self._copies.free(self._there)
@@ -261,7 +261,7 @@ class _Link:
         return to_gpu, to_host, both
 
     def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
-        """What the link and the CPU keep of their rates while both read RAM; all without a CPU."""
+        """The shares of their rates that link and CPU keep while both read RAM; 1 without a CPU."""
         if host is None:
             return 1.0, 1.0
         data = aligned_buffer(self._size.read)

@@ -1,7 +1,7 @@
-"""``CudaOps`` that start nothing: which kernels a model's passes will launch, before it is there.
+"""``CudaOps`` that start nothing, to find which kernels a model's passes will launch.
 
-Weights take no memory and results hold nothing; what is chosen between kernels is chosen by the
-same code as later. It knows no models: who asks runs the steps (``localrt/loading/kernels.py``).
+Weights take no memory and results hold nothing; the same code as later chooses kernels. It knows no
+models: the caller runs the steps (``localrt/loading/kernels.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST = 2048  # rows of a prompt's pass
 class SketchOps(CudaOps):
     """See ``CudaOps``. ``programs`` are what its steps would have launched, in order.
 
-    Passes of ``lengths`` rows launch all that passes of any length do.
+    Passes of ``lengths`` rows launch every kernel that passes of any length do.
     """
 
     lengths = (1, 4, 8, 16, MOST_ROWS, MOST_ROWS + 1)
@@ -47,7 +47,7 @@ class SketchOps(CudaOps):
             yield
 
     def prepare(self, program: Program) -> None:
-        """Compile it for this GPU, or find it on the disk. Any thread may call it.
+        """Compile a program for this GPU, or find it on the disk. Any thread may call it.
 
         Raises:
             LocalrtError: it does not compile.
@@ -55,7 +55,7 @@ class SketchOps(CudaOps):
         prepare(self._device, program)
 
     def stream(self, rows: int, width: int) -> Stream:
-        """Activations, from wherever they come: (rows, width)."""
+        """The shape of activations of any kind: (rows, width)."""
         return Stream(torch.zeros(rows, width, device=self._device))
 
     def weight(

@@ -1,8 +1,8 @@
-"""Which variant of the products' kernel a GPU takes: by a rule, and then the quickest of a few.
+"""Chooses the variant of the products' kernel for a GPU: by a rule, then the quickest of a few.
 
-How the work is cut changes no result, so the candidates of a case are timed where the case comes up
-first, on its own matrix and rows. What was found is kept with the GPU's other figures: a case is
-measured once. It knows cases and seconds, not how a product is launched.
+How the work is cut changes no result, so a case's candidates are timed when it first comes up, on
+its own matrix and rows. The result is kept with the GPU's other figures: a case is measured once.
+It knows cases and seconds, not how a product is launched.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CUTS = "cuts"
 """The part of a GPU's file that has the chosen variants."""
 
 _BUDGET_S = 2.0  # of one model
-_WORTH = 1.03  # times as fast as by rule: less is within what clocks say of the same kernel
-_LONG = 1024  # tiles: what is best for so many is best for more
+_WORTH = 1.03  # least speedup over the rule: smaller ones are noise
+_LONG = 1024  # tiles: the best cut for so many is the best for more
 # Of rows: each has another kernel, or other candidates. The last is for prompts.
 _CLASSES = (1, 4, 8, 16, 32, 64, 128, 512)
 # Formats whose sums and scales need more registers than there are: with four eights of rows, and
@@ -55,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Products that one cut is best for, of ``rows`` rows of records or somewhat fewer."""
+    """Products that share a best cut, of ``rows`` rows of records or somewhat fewer."""
 
     format: str
     rows: int
@@ -83,17 +83,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The quickest of a case, and how many times as fast as by rule it is."""
+    """The quickest cut of a case, and its speedup over the rule's."""
 
     cut: Cut
     gain: float
 
 
 class Variants:
-    """The cuts of one GPU with so many ``processors``; by rule where there is no ``stopwatch``.
+    """The cuts of one GPU with so many ``processors``; by rule if there is no ``stopwatch``.
 
-    Measuring takes ``budget_s`` seconds at most for a model that is loaded, and one case more; what
-    is left then goes by rule until the next process. ``now`` is the clock of that.
+    Measuring takes at most ``budget_s`` seconds per loaded model, plus one case; other cases go by
+    rule until the next process. ``now`` is its clock.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Variants:
 
     @property
     def measured(self) -> Mapping[Case, Choice]:
-        """What was measured so far, by this process and others."""
+        """The choices measured so far, by this process and others."""
         return self._measured
 
     def cut(self, case: Case, launch: Callable[[Cut], object]) -> Cut:
-        """The best for ``case``; ``launch`` starts the product that it came up with."""
+        """The best cut for ``case``; ``launch`` starts the product in which the case came up."""
         found = self._cuts.get(case)
         if found is None:
             found = best_cut(case, self._processors)
@@ -137,7 +137,7 @@ class Variants:
     def _quickest(
         self, stopwatch: Stopwatch, case: Case, launch: Callable[[Cut], object]
     ) -> Cut | None:
-        """Of the candidates; None where the GPU has no room to measure."""
+        """The quickest candidate; None if the GPU has no room to measure."""
         rule, *others = candidates(case, self._processors)
         if not others:
             return rule
@@ -207,7 +207,7 @@ def _most_groups(case: Case) -> int:
 
 @cache
 def variants(device: torch.device) -> Variants:
-    """Those of a device; by rule off a GPU."""
+    """The variants of a device; by rule if it is no GPU."""
     if device.type != "cuda":
         return Variants(1)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -215,7 +215,7 @@ def variants(device: torch.device) -> Variants:
 
 
 def _read(file: GpuFile, processors: int) -> Iterator[tuple[Case, Choice]]:
-    """What is kept; lines that are no cases are left out."""
+    """Read the kept choices; invalid lines are ignored."""
     rows: Any = file.read(CUTS).get("cases")
     for row in rows if isinstance(rows, list) else ():
         try:
