@@ -132,8 +132,7 @@ class NativeAdapters:
         return self._entries[0]
 
     def _packed(self, matrices: Mapping[str, LowRank]) -> dict[str, PackedLowRank]:
-        """Pack an adapter into one piece of memory with large pages: passes read a little of
-        each."""
+        """Pack an adapter in one block with large pages: passes read a little of each part."""
         sizes = [_nbytes(part) for part in matrices.values()]
         memory = np.split(aligned_buffer(sum(sizes)), np.cumsum(sizes)[:-1])
         with ThreadPoolExecutor(_THREADS) as pool:

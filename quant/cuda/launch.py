@@ -110,7 +110,7 @@ def _launcher(device: torch.device) -> Launcher:
 
 
 def gpu_file(device: torch.device) -> GpuFile:
-    """The file entry with a CUDA GPU's figures, with the key that they depend on."""
+    """A CUDA GPU's kept figures, under the key of all that they depend on."""
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()

@@ -55,7 +55,7 @@ class SketchOps(CudaOps):
         prepare(self._device, program)
 
     def stream(self, rows: int, width: int) -> Stream:
-        """The shape of activations of any kind: (rows, width)."""
+        """Stand-ins for any activations, (rows, width)."""
         return Stream(torch.zeros(rows, width, device=self._device))
 
     def weight(
