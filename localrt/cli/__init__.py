@@ -51,7 +51,7 @@ _EXAMPLES: Examples = (
 )
 
 _USAGE = 2
-# As shells report a process that a signal ended.
+# Exit statuses as shells report them for a process that a signal ended.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print, partial results after Ctrl+C too; return 1 if no engine could run."""
+    """Measure and print, after Ctrl+C the partial results; fail if no engine could run."""
     sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {
         name: text if text is None else parse_size(text, option(name))

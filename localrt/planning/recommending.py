@@ -37,7 +37,7 @@ FILE = "file"
 # (bits per weight, relative rise of perplexity), measured on models of 0.1 to 1.5 B
 # (docs/quality.md). Larger models lose less, in about these proportions.
 _LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
-_WORTH = 4.0  # a loss of 1 % weighs as much as 4 % of the speed's value
+_WORTH = 4.0  # a loss of 1 % counts as much as 4 % of the speed's value
 _GOOD_BITS = 4  # smaller files are only for models that are too slow at 4 bits
 _MOST_BITS, _LEAST_BITS = 8, 3  # more bits improve no answer, fewer are noticed
 _BITS = re.compile(r"(?:I?Q|TQ|FP|BF|F)(\d+)")
@@ -137,8 +137,8 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
     ]
 
     def value(name: str) -> float:
-        """Value the speed, reduced by the loss of its bits. A speed that is just enough for reading
-        counts half as much as infinite speed.
+        """Return the value of a file's speed, reduced by the loss of its bits. A speed that is just
+        fast enough counts half as much as infinite speed.
         """
         found, width = expected[name], bits[name]
         if (named := _bits(name)) is not None:  # embeddings often have more bits than the rest
@@ -232,7 +232,7 @@ def _why(name: str, names: list[str], expected: Mapping[str, Expected], where: s
 
 
 def _candidates(sizes: Mapping[str, int]) -> list[str]:
-    """Return the files of 3 to 8 bits, the largest first, without repacked ones."""
+    """Return the usual files of 3 to 8 bits (all files if there are none), the largest first."""
     named = {name: bits for name in sizes if (bits := _bits(name)) is not None}
     usual = [name for name, bits in named.items() if _LEAST_BITS <= bits <= _MOST_BITS]
     usual = [name for name in usual if not _REPACKED.search(name.upper())]

@@ -76,7 +76,7 @@ class PairCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """All placements of ``draft`` beside its target, in a fixed order, and the best of them."""
+    """All placements of ``draft`` and its target, in a fixed order, and the best of them."""
 
     draft: ModelShape
     draft_ctx: int

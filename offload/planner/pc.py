@@ -359,7 +359,7 @@ def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
 def machine_on_device(
     path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
-    """Return the unmeasured machine with the GPU of ``device``, and that GPU's memory budget."""
+    """Return ``unmeasured_machine`` with the GPU of ``device``, and that GPU's memory budget."""
     machine = unmeasured_machine(path, settings)
     if device == "cpu" or gpu_here() is None:
         return machine, 0
