@@ -1,7 +1,7 @@
 """The chat app: it opens at once, loads the model in a thread, and ends without losing anything.
 
-What is on screen is ``chat/screen.py``'s; which conversation and model it is about,
-``conversation/state.py``'s. The app computes nothing itself and knows localrt's public API only.
+``chat/screen.py`` is the screen; ``conversation/state.py`` holds the conversation and its model.
+The app computes nothing itself and knows localrt's public API only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
-_GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
+_GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
 
 
 def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) -> int:
@@ -127,7 +127,7 @@ class ChatApp(App[None]):
     ) -> None:
         super().__init__()
         register(self)
-        self.animation_level = "none"  # frames that move nothing but bytes over SSH
+        self.animation_level = "none"  # frames that would only send bytes over SSH
         self.preferences, self.presets = PreferencesFile(config), PresetsFile(config)
         self._preferred = self.preferences.load()
         self.keys: tuple[Key, ...] = KEYS
@@ -138,9 +138,9 @@ class ChatApp(App[None]):
         self._chat_path = chat_path
         self._load_by_name = load_by_name
         self._loading: Task[ChatModel] = loading(load)
-        self._loading_name: str | None = None  # of another model that is on its way
-        self._model_before: str | None = None  # what was loaded until then
-        self._wanted: str | None = None  # chosen while another was on its way
+        self._loading_name: str | None = None  # loading of another model
+        self._model_before: str | None = None  # the model loaded before
+        self._wanted: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None
         self._asked_to_leave = False
         self.state = ChatState(
@@ -265,7 +265,7 @@ class ChatApp(App[None]):
         self._watch(loading(exchange))
 
     def stop_loading(self) -> bool:
-        """Stop loading another model; whether one was loading."""
+        """Stop loading another model; returns whether one was loading."""
         if self._loading_name is None:
             return False
         self._loading.cancel()

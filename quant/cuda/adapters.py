@@ -119,7 +119,7 @@ class _Changes:
 
 
 class CudaAdapters:
-    """What a GPU's products add for the rows of the pass that has begun last."""
+    """Adds adapters' changes to a GPU's products in the latest pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,7 +143,7 @@ class CudaAdapters:
             del self._kept[next(iter(self._kept))]
 
     def forget(self) -> None:
-        """An adapter has gone: nothing keeps it on the device."""
+        """Forget an adapter that was removed, so that its memory is freed."""
         self._kept.clear()
         self._changes, self.of_rows = {}, []
 
@@ -229,7 +229,7 @@ class CudaAdapters:
 
 
 class _Table(AdapterTable[CudaLowRank]):
-    """What a device has; one that goes leaves it at once."""
+    """The adapters on a device; removed ones are freed at once."""
 
     def __init__(self, owner: CudaAdapters) -> None:
         super().__init__(owner.packed, _joined)

@@ -243,10 +243,10 @@ class CudaExpertTable(TorchExpertTable):
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
-        self.kinds: list[ExpertKind] = []  # those that were seen
+        self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ADDRESSES), np.int64)
-        self._moved = np.zeros(count, np.bool_)  # since the GPU's entries were written
+        self._moved = np.zeros(count, np.bool_)  # changes since the GPU's entries were written
         self._entries: Tensor | None = None
 
     @property
@@ -359,7 +359,7 @@ def run_kinds(
     experts: Sequence[int] | npt.NDArray[np.int32] | None,
     apart: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Fill slots: experts of a kind together, whoever else was asked for.
+    """Fill slots, with all experts of a kind together.
 
     ``apart`` computes the rows of an expert of no kind. How a row is computed follows from its
     expert, and there from how many rows the pass has.

@@ -33,7 +33,7 @@ _UNPACKED = 32 << 20
 
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:
-    """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
+    """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
     return packed and _by_kernels(rows, weight.parts[0]) and not weight.hadamard
 
@@ -55,7 +55,7 @@ def linear(
 ) -> Tensor:
     """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``.
 
-    With what the pass's adapters add.
+    The adapters of the pass are added.
     """
     given = x
     if isinstance(x, Tensor):
@@ -115,7 +115,7 @@ def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec)
     product(x, part, out, gate=activation)
     if weight.adapters is not None:
         changed = weight.adapters.changed_rows(weight.starts)
-        if changed is not None:  # others keep the bits that they have alone
+        if changed is not None:  # other rows keep the bits that they have without adapters
             out[changed] = gate(linear(given, weight), activation)[changed]
     return out
 

@@ -42,7 +42,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """What is compiled."""
+        """The source text to compile."""
         defined = "".join(f"#define {key} {value}\n" for key, value in self.macros)
         return f'{defined}#include "{self.name}.cu"\n'
 
@@ -85,12 +85,12 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(path, code, sync=False)
     except OSError:
-        pass  # it is compiled again the next time
+        pass  # it will be compiled again
     return code
 
 
 def compile_program(program: Program, capability: int) -> Compiled:
-    """See ``machine_code``; compiles in any case."""
+    """See ``machine_code``; always compiles."""
     nvrtc, found = _nvrtc(), sources()
     names = [name.encode() for name in found]
     (made,) = _checked(
@@ -151,7 +151,7 @@ def _nvrtc() -> Any:
 
 
 def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call returns beside its status."""
+    """The results of a call, without its status."""
     status, *values = answer
     if int(status) != 0:
         raise LocalrtError(f"the CUDA compiler failed: {status}")

@@ -55,7 +55,7 @@ def mix_rows(
     places: tuple[int, int],
     records: Records | None = None,
 ) -> Tensor:
-    """(R, H V), bf16, of rows as projected (R, ...), float32; states and rows go to their sets.
+    """(R, H V), bf16, from projected rows (R, ...), float32; writes states and rows to their sets.
 
     ``places`` are where the layer's state lies in a set, and its ring in numbers of one row. Few
     rows may go to ``records`` instead, if ``fits_records``; what is returned then holds nothing.
@@ -114,8 +114,8 @@ def mix_rows(
 def recurrent_programs(
     spec: RecurrentSpec, *, records: tuple[int, int] = (0, 0)
 ) -> tuple[Program, ...]:
-    """What ``mix_rows`` launches but for ``norm_gate``; ``records``: whether it leaves some, and
-    whether fine ones.
+    """The programs that ``mix_rows`` launches, except ``norm_gate``; ``records``: whether it writes
+    records, and fine ones.
     """
     return _programs(spec.kind, spec.taps, spec.key_size, spec.channel_decay, records)
 
@@ -186,7 +186,7 @@ class SequenceTable:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> SequenceTable:
-        """For passes like the one over ``spans``."""
+        """A table for passes like the one over ``spans``."""
         states = [states_of(span.cache) for span in spans]
         return cls(
             [span.rows for span in spans],
@@ -294,7 +294,7 @@ def mix_and_project(
 
 
 def _sequences(step: CudaPass, device: torch.device) -> Sequences:
-    """Those of a pass, whose states begin with the first layer."""
+    """The sequences of a pass; the first layer begins their states."""
     if step.sequences is None:
         passes = begin_states(step.spans)
         table = SequenceTable.of(step.spans)

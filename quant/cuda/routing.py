@@ -90,7 +90,7 @@ class CudaRouting(Routing):
 
 
 def on_gpu(routing: Routing, device: torch.device) -> CudaRouting:
-    """``routing``, which may be the host's, where kernels read it."""
+    """``routing`` in GPU memory; it may be the host's."""
     if isinstance(routing, CudaRouting):
         return routing
     parts = routing.experts, routing.scores.view(np.int32), routing.weights.view(np.int32)

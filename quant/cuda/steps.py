@@ -1,4 +1,4 @@
-"""The small steps round the products, one kernel each. A row's bits depend on that row alone."""
+"""The small steps around the products, one kernel each. A row's bits depend on that row alone."""
 
 from __future__ import annotations
 

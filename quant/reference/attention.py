@@ -156,7 +156,7 @@ def choose_rows(
 
 
 def _path(span: Span, held: int, row: int) -> np.ndarray:
-    """Where the tokens lie that a row sees, itself last."""
+    """Indices of the tokens that a row sees, itself last."""
     if span.mask is None:
         return np.arange(held + row + 1)
     base = held + span.rows - span.mask.shape[1]

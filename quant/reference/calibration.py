@@ -1,4 +1,4 @@
-"""The torch implementation, watched: sums H = X^T X of what chosen matrices are multiplied with.
+"""The torch implementation that also sums H = X^T X over the inputs of chosen matrices.
 
 For quantizers, which need a layer's inputs. It does not know which layer a matrix belongs to.
 """
@@ -17,10 +17,10 @@ from localrt.quant.reference.ops import TorchOps
 
 
 def calibration_format() -> str:
-    """What passes over calibration text are computed in on this machine's processor.
+    """The compute format for passes over calibration text on this machine's CPU.
 
-    bf16 where it multiplies bf16 itself, four times as fast as float32; else float32, since what is
-    emulated is slow.
+    bf16 if the CPU multiplies bf16 natively, four times as fast as float32; else float32, since
+    emulation is slow.
     """
     able = torch.cpu.get_capabilities()
     return "bf16" if able.get("avx512_bf16") or able.get("amx_bf16") else "f32"
@@ -34,7 +34,7 @@ class CalibrationOps(TorchOps):
         self._sums: dict[int, tuple[Tensor, HessianSum]] = {}
 
     def watch(self, weights: Iterable[Tensor]) -> None:
-        """Forget all sums, and begin those of ``weights``: columns^2 * 4 bytes each."""
+        """Forget all sums and begin new ones for ``weights``: columns^2 * 4 bytes each."""
         self._sums = {id(weight): (weight, HessianSum(weight.shape[1])) for weight in weights}
 
     def take_hessian(self, weight: Tensor) -> npt.NDArray[np.float32]:

@@ -67,7 +67,7 @@ def _run_all(
     passes: list[StatePass],
     layer: int,
 ) -> Tensor:
-    """What all rows see of their sequences' states."""
+    """Run all rows over their sequences' states."""
     parts = []
     for (first, stop, span), states in zip(ranges(spans), passes, strict=True):
         parts.append(_run(rows[first:stop], weights, spec, span, states, layer))
@@ -116,7 +116,7 @@ def _run(
     states: StatePass,
     layer: int,
 ) -> Tensor:
-    """What each of the ``new`` rows (rows, row size) of a sequence sees of the state."""
+    """Run the ``new`` rows (rows, row size) of a sequence over its state."""
     source, target = states.source, states.target
     held, position = span.cache.length, int(source.positions[layer])
     kept, back = source.ring_of(layer), spec.back
@@ -152,7 +152,7 @@ def _run(
         factors = rows[back + row, spec.channels :]
         out, after[row] = _step(after[parent(row)], channels, factors, weights, spec)
         if row < linear:
-            after.pop(row - 2, None)  # of which no other goes on
+            after.pop(row - 2, None)  # rows without children
         if row >= waiting:
             seen.append(out)
         if row + 1 == states.fold - position:

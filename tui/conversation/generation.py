@@ -1,4 +1,4 @@
-"""What runs in threads: loading or downloading a model, an answer, and its calls of tools.
+"""Work in threads: loading or downloading a model, an answer, and its tool calls.
 
 The threads only fill these objects; the app looks at them when it draws. So the model never waits
 for the screen, the screen never waits for the model, and quitting waits for neither: the threads
@@ -88,7 +88,7 @@ class Task(Generic[_Result]):
 
 
 def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
-    """Loads a model; one that is there when nobody wants it any more is closed again."""
+    """A task that loads a model; if cancelled too late, the model is closed again."""
 
     def work(task: Task[ChatModel]) -> ChatModel:
         def show(progress: Progress) -> None:
@@ -124,7 +124,7 @@ class AnswerUpdate:
 
     @property
     def finish_reason(self) -> str | None:
-        if self.chunk is None:  # nothing at all: it was stopped while servers were starting
+        if self.chunk is None:  # nothing: it was stopped while servers were starting
             return "cancelled" if self.done and self.error is None else None
         return self.chunk.finish_reason
 
@@ -136,7 +136,7 @@ class AnswerUpdate:
 
     @property
     def state(self) -> str:
-        """As the history calls it."""
+        """The state's name in the history."""
         if self.error is not None:
             return "failed"
         return "cancelled" if self.finish_reason == "cancelled" else "done"
@@ -196,7 +196,7 @@ class Generation(Task[bool]):
         return True
 
     def _chunks(self, text: str | None, tools: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
-        """Where a server turns out to refuse tools, it is asked once more without them."""
+        """The chunks of the answer; if a server refuses tools, it is asked again without them."""
         if tools:
             choice = {"tool_choice": "none"} if self._last else {}
             began = False
@@ -249,7 +249,7 @@ class Reply:
         return self.rounds >= ROUNDS
 
     def end(self, update: AnswerUpdate, thought_s: float | None) -> None:
-        """The answer has ended with ``update``, after so many seconds of thinking."""
+        """End an answer with ``update``, after so many seconds of thinking."""
         self._keep(update, update.state, thought_s)
         after = self.writer.turn
         for call in update.calls:
@@ -281,14 +281,14 @@ class Reply:
         self._prepare(self.calls[-1].turn, None)
 
     def cancel(self) -> None:
-        """Stop the answer, whose text so far is kept, or the call that is on."""
+        """Stop the answer, keeping its text so far, or the running call."""
         if not self.calls:
             self.work.cancel()
         elif call := next((call for call in self.calls if not call.has_ended()), None):
             call.stop()
 
     def note(self) -> str:
-        """What the user should know of the model and the tools, once for each model."""
+        """A note for the user on the model and the tools, once for each model."""
         model, told = self._conversation.model, self._toolbox.without_tools
         if self.chat.takes_tools or not self._toolbox.servers.configs or model in told:
             return ""

@@ -1,4 +1,4 @@
-"""The conversation that is open, kept in the history for as long as the disk allows.
+"""The open conversation, kept in the history as long as the disk allows.
 
 When its file cannot be written, it goes on in a history in memory and says so in one line; what
 was added is written back, branches included, as soon as that works again. Its messages are as
@@ -34,15 +34,14 @@ _NOTES = {
 class OpenConversation:
     """A conversation of a history, as one window shows it.
 
-    ``turns`` is what was read last, so that nothing is sent to the model that nobody has seen;
-    ``refresh`` brings what other windows have added. A branch that another window begins stays
-    beside the one that is shown here.
+    ``turns`` is the branch last read, so that only visible turns are sent to the model; ``refresh``
+    brings what other windows have added. A branch that another window begins stays beside the one
+    that is shown here.
 
     Args:
-        stored: the conversation.
-        memory: opens the history in memory to fall back on; None where ``stored`` is in memory.
-        on_moved: is told which numbers of turns have become which when they reach the file.
-        on_problem: is told, in one line, when keeping stops or works again.
+        stored: the conversation. memory: opens the history in memory to fall back on; None where
+        ``stored`` is in memory. on_moved: called with the old and new numbers of turns when they
+        reach the file. on_problem: called with one line when saving fails or works again.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class OpenConversation:
     ) -> None:
         self._stored = stored
         self._memory = memory
-        self._file: Conversation | None = None  # where it belongs while it goes on in memory
+        self._file: Conversation | None = None  # the stored one while this is in memory
         self._on_moved, self._on_problem = on_moved, on_problem
         self._moved: dict[int, int] = {}
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
         self._writing = set[int]()  # turns that are written here
-        self._left = set[int]()  # turns that are not shown, nor what follows them
+        self._left = set[int]()  # turns that are hidden, with all that follows them
         self._version = stored.version
         self._turns = stored.turns
 
@@ -109,7 +108,7 @@ class OpenConversation:
         )
 
     def turns_now(self) -> tuple[Turn, ...]:
-        """The shown branch with what has been saved by now of an answer that is being written."""
+        """The shown branch, with the saved part of an answer that is being written."""
         with suppress(StorageError):
             if self._turns:
                 return self._stored.branch(self._turns[-1].id)
@@ -119,7 +118,7 @@ class OpenConversation:
         """Read what other windows may have written; False if there is nothing new."""
         with suppress(StorageError):
             version = self._stored.version
-            # The end of an app that was killed is written by nobody.
+            # An app that was killed never writes its answer's end.
             if version != self._version or self.written_elsewhere:
                 self._version = version
                 self._read()
@@ -137,7 +136,7 @@ class OpenConversation:
             self._turns = turns[: next(ends, None)]
 
     def messages(self, before: int | None = None) -> list[Message]:
-        """What the model is to see, up to turn ``before``: system prompt, questions, answers."""
+        """The messages for the model up to turn ``before``: system prompt, questions, answers."""
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -175,7 +174,7 @@ class OpenConversation:
         return found
 
     def before(self, number: int) -> int | None:
-        """The turn above turn ``number``, 0 for the first; None if that is not shown."""
+        """The turn before ``number``, 0 for the first; None if ``number`` is not shown."""
         numbers = [0, *(turn.id for turn in self.turns)]
         return numbers[numbers.index(number) - 1] if number in numbers else None
 
@@ -241,7 +240,7 @@ class OpenConversation:
             return (number,)
 
     def save(self) -> bool:
-        """Write what is only in memory to the file; whether all is there now."""
+        """Write unsaved turns to the file; returns whether all are saved now."""
         if self._file is None:
             return True
         assert self._memory is not None, "it was in a file before"

@@ -1,4 +1,4 @@
-"""The models screen: what is here and what it takes, what the hub has, what to expect of each.
+"""The models screen: local models with their sizes, the hub's models, what to expect of each.
 
 Typing narrows the list, and a path lists the files that it may mean. Asking the hub and
 downloading are the user's choice; nothing else touches the network. A server's models are a plain
@@ -47,12 +47,12 @@ _MOST_PATHS = 50
 
 
 def is_path(words: str) -> bool:
-    """Whether this can only be meant as one."""
+    """Whether the text can only be a path."""
     return words.startswith(("~", ".")) or Path(words).is_absolute()
 
 
 def paths_of(words: str) -> list[Path]:
-    """Folders and GGUF files whose path begins so."""
+    """Folders and GGUF files whose path begins with the text."""
     if not is_path(words):
         return []
     start = Path(os.path.expanduser(words)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
@@ -75,7 +75,7 @@ def is_mere_folder(item: object) -> TypeGuard[Path]:
 
 
 def shown_path(path: Path) -> str:
-    """Below ``~`` where it lies there."""
+    """The path, abbreviated with ``~`` if possible."""
     home = Path.home()
     return str(Path("~") / path.relative_to(home) if path.is_relative_to(home) else path)
 
@@ -103,11 +103,11 @@ class ModelsScreen(SearchDialog[_Row]):
         self._here: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
         self._found: Sequence[FoundModel] = ()
-        self._asked = ""  # the words that the hub was asked for
-        self._asking = False  # the line about it is not to be overwritten
+        self._asked = ""  # the words of the last search on the hub
+        self._asking = False  # keep the line about it
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[str] | None = None
-        self._pulled = ""  # the name of what is downloaded
+        self._pulled = ""  # the name of the model being downloaded
         self._wait: Timer | None = None
 
     def on_mount(self) -> None:
@@ -238,7 +238,7 @@ class ModelsScreen(SearchDialog[_Row]):
             self.action_search()
 
     def _load(self, model: LocalModel | Path) -> None:
-        """Close with it; what cannot fit is asked about first."""
+        """Close with the model; ask first if it cannot fit."""
         name = _name(model)
         if name == self._current:
             self._say("This model is loaded already")
@@ -376,13 +376,13 @@ class ModelsScreen(SearchDialog[_Row]):
 
 
 def _has(model: LocalModel, words: Sequence[str]) -> bool:
-    """Whether all words are in its names."""
+    """Whether all words are in the model's names."""
     names = " ".join((model.name, *model.aliases)).lower()
     return all(word in names for word in words)
 
 
 def _name(model: LocalModel | Path) -> str:
-    """What loads it."""
+    """The name that loads the model."""
     return str(model) if isinstance(model, Path) else model.name
 
 
@@ -403,7 +403,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _expected(known: Preview | str) -> str:
-    """The verdict, where there is one."""
+    """The verdict, if there is one."""
     if isinstance(known, str) or not known.verdict:
         return str(known)
     return f"{known.verdict} (on a typical machine)" if known.assumed else known.verdict
