@@ -138,7 +138,7 @@ class ChatApp(App[None]):
         self._chat_path = chat_path
         self._load_by_name = load_by_name
         self._loading: Task[ChatModel] = loading(load)
-        self._loading_name: str | None = None  # loading of another model
+        self._loading_name: str | None = None  # name of another model being loaded
         self._model_before: str | None = None  # the model loaded before
         self._wanted: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None

@@ -41,7 +41,7 @@ class StreamSteps:
         raise NotImplementedError
 
     def project_inputs(self, x: Floats, rows: Floats, weights: InputProjection) -> Floats:
-        """(R, L * P), in the place of ``rows``."""
+        """(R, L * P), written over ``rows``."""
         inputs = rows.reshape(len(x), -1)
         self._api.lrt_project_inputs(
             self._handle,
@@ -185,7 +185,7 @@ class StreamSteps:
     def _stream_args(
         self, streams: Floats, weights: StreamWeights, spec: StreamSpec
     ) -> tuple[StreamArgs, Floats, Floats]:
-        """Arguments, and what the step fills."""
+        """The step's arguments, and the array that it fills."""
         rows, hidden = len(streams), weights.router.stack.cols
         out, active = np.empty_like(streams), self._array(rows, hidden)
         args = StreamArgs(

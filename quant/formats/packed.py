@@ -111,7 +111,7 @@ class Codec(GroupCodec, Protocol):
 
 
 class BlockCodec:
-    """What most codecs share: a block is one group, and the tensor has no factor."""
+    """The base of most codecs: a block is one group, and the tensor has no factor."""
 
     __slots__ = ()
     format: Format
@@ -122,7 +122,7 @@ class BlockCodec:
         return self.format.block
 
     def tensor_scale(self, largest: float) -> float:
-        """None: groups have all they need."""
+        """1: these formats have no factor per tensor."""
         return 1.0
 
 

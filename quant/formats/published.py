@@ -1,4 +1,4 @@
-"""Groups as others publish them and ours cannot hold: other scales, zero points, E4M3 codes.
+"""Published groups that our formats cannot hold: other scales, zero points, E4M3 codes.
 
     int4-g64b     scale and minimum in bfloat16: MLX; symmetric codes are scale * code - 8 * scale
     int4-g128z    a float32 scale and a zero point in a byte: AWQ, GPTQ and compressed-tensors
@@ -47,7 +47,7 @@ class BrainCodec:
         return codes.astype(np.float32) * scales[:, :1] + scales[:, 1:]
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Scale, minimum, codes. What is no bfloat16 loses its last bits."""
+        """Scale, minimum, codes. Scales are truncated to bfloat16."""
         halves = (np.ascontiguousarray(scales, np.float32).view(np.uint32) >> 16).astype("<u2")
         return np.concatenate([halves.view(np.uint8), _packed(codes, self.bits)], axis=1)
 

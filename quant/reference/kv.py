@@ -88,7 +88,7 @@ class TorchKVCache(GrowingCache):
         return zip(self._k, self._v, strict=True)
 
     def _tensors(self) -> list[Tensor]:
-        """Those that hold anything: some layers read another's."""
+        """The non-empty tensors: some layers read another's."""
         return [tensor for layer in self._layers() for tensor in layer if len(tensor)]
 
     def _grow(self, size: int) -> None:
@@ -106,7 +106,7 @@ class TorchKVCache(GrowingCache):
                 tensor[:, first : first + len(rows)] = tensor[:, index]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put rows (n, G, E) behind the tokens held; ``advance`` makes them count."""
+        """Write rows (n, G, E) after the held tokens; ``advance`` makes them count."""
         start, stop = self._length, self._length + k.shape[0]
         self._k[layer][:, start:stop] = k.transpose(0, 1)
         self._v[layer][:, start:stop] = v.transpose(0, 1)
@@ -114,7 +114,7 @@ class TorchKVCache(GrowingCache):
     def view(self, layer: int, extra: int, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values (G, length + extra, E), with ``extra`` rows just written.
 
-        ``rounded`` goes on to a multiple of 64: what lies behind is finite and to be masked.
+        ``rounded`` extends to a multiple of 64: the extra rows are finite and must be masked.
         """
         stop = self._length + extra
         if rounded:

@@ -151,7 +151,7 @@ class StreamSteps:
         return streams.add_((values + F.silu(mixed)).to(streams.dtype))
 
     def _modes(self, x: Tensor, weights: StreamWeights, spec: StreamSpec) -> Tensor:
-        """(R, S), float32: what coefficients are made of."""
+        """(R, S), float32: the inputs of the coefficients."""
         normed = self._norm(x, weights.norm, spec.eps)
         return F.linear(normed.float(), weights.router.float()).tanh()
 
@@ -163,7 +163,7 @@ def _norm_each(x: Tensor, weight: Tensor, count: int, eps: float) -> Tensor:
 
 
 def _as_large(y: Tensor, x: Tensor) -> Tensor:
-    """y brought to the magnitude of x."""
+    """y rescaled to the magnitude of x."""
     wanted = x.float().square().mean(-1, keepdim=True).sqrt()
     own = y.float().square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
     return (y.float() * (wanted / own)).to(y.dtype)

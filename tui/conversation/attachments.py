@@ -1,13 +1,13 @@
 """Long texts in a message under a short label: pasted text and attached files.
 
-While a message is written its attachments are labels in brackets; when it is sent each becomes its
-text again, and where it lies is remembered, so that the conversation shows the label too.
+While a message is written its attachments are labels in brackets; when it is sent each is replaced
+by its text, and its place is kept, so that the conversation shows the label too.
 
 What goes with a message, as text: a file in a fence under its name, a folder as the list of its
 files.
 
-Text is UTF-8, else what a mark at its beginning says, else what this system or Windows writes; a
-``note`` says so. Knows files, neither labels nor the composer.
+Text is UTF-8, else the encoding of its byte order mark, else that of this system or Windows, which
+a ``note`` names. Knows files, neither labels nor the composer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A message as it is sent, and what of it is shown folded."""
+    """A message as it is sent, and its folded parts."""
 
     text: str
     folds: tuple[Fold, ...] = ()

@@ -145,7 +145,7 @@ class AskLines(Dialog[str]):
 
 
 class Choose(Dialog[str]):
-    """One of several: ``options`` are (answer, how it is called)."""
+    """One of several: ``options`` are (answer, label)."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         rows.can_focus = False
         super().__init__(line, rows, *below, keys=keys, tall=True)
         self.line, self.rows = line, rows
-        self.words = search  # those that the list was filled for
+        self.words = search  # the words that the list was filled for
         self.items: Sequence[_Item] = ()
 
     def fill(self) -> None:
@@ -240,7 +240,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         self.find(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        self.find(event.value)  # keys may come faster than the list is filled
+        self.find(event.value)  # keys may arrive before the list is filled
         if self.chosen is not None:
             self.take(self.chosen)
 
@@ -293,7 +293,7 @@ class AskCall(Dialog[Decision]):
             self.dismiss(decision)
 
 
-_WIDTH = 18  # of what is typed, the space behind it included
+_WIDTH = 18  # width of what is typed, with the space after it
 _NARROW = 60  # columns; below that what it does stands on lines of its own
 
 

@@ -104,7 +104,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._uses: Mapping[str, float] = {}
         self._found: Sequence[FoundModel] = ()
         self._asked = ""  # the words of the last search on the hub
-        self._asking = False  # keep the line about it
+        self._asking = False  # whether to keep the line about it
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[str] | None = None
         self._pulled = ""  # the name of the model being downloaded
