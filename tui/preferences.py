@@ -186,8 +186,8 @@ class PresetsFile(TomlFile):
         """Save a preset; it replaces one of the same name.
 
         Raises:
-            OptionError: the name or an option is invalid. StorageError: the file cannot be read or
-            written.
+            OptionError: the name or an option is invalid.
+            StorageError: the file cannot be read or written.
         """
         name = preset.name.strip()
         if not name or len(name) > _LONGEST_NAME or not name.isprintable():

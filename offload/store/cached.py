@@ -58,9 +58,9 @@ def cached_store(
     """``source`` itself if it is a store, else its packed form in ``stores``, made if necessary.
 
     Raises:
-        StorageError: ``stores`` cannot be written, or its disk is full. CheckpointError,
-        UnsupportedModelError: ``source`` cannot be packed. CancelledError: ``cancel`` was set; the
-        next call continues where this one stopped.
+        StorageError: ``stores`` cannot be written, or its disk is full.
+        CheckpointError, UnsupportedModelError: ``source`` cannot be packed.
+        CancelledError: ``cancel`` was set; the next call continues where this one stopped.
     """
     if isinstance(source, StoreCheckpoint):
         return source

@@ -79,9 +79,11 @@ def pack_store(
     ``progress`` gets bytes done, all bytes, and the current file.
 
     Raises:
-        OptionError: ``out`` exists already. CheckpointError: ``source`` is damaged.
-        UnsupportedModelError: localrt does not know the architecture or the weights. StorageError:
-        the disk is full or fails. CancelledError: ``cancel`` was set.
+        OptionError: ``out`` exists already.
+        CheckpointError: ``source`` is damaged.
+        UnsupportedModelError: localrt does not know the architecture or the weights.
+        StorageError: the disk is full or fails.
+        CancelledError: ``cancel`` was set.
     """
     require_readable(source)
     config = read_config(source)

@@ -234,8 +234,9 @@ class StoreWriter(Closing):
         """Write one file; ``pieces`` is called once for each of its tensors, in file order.
 
         Raises:
-            StorageError: the disk is full, or fails. CancelledError: ``cancel`` is set. ValueError:
-            the pieces do not match the plan.
+            StorageError: the disk is full, or fails.
+            CancelledError: ``cancel`` is set.
+            ValueError: the pieces do not match the plan.
         """
         begun = self._done
         try:

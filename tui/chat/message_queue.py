@@ -190,7 +190,8 @@ class MessageQueue:
         """Close the answer with its last ``update``; if it calls tools, begin the calls.
 
         Args:
-            update: with ``done`` set. full: whether the context is full.
+            update: with ``done`` set.
+            full: whether the context is full.
 
         Returns:
             Unanswered messages: one that was refused or stopped before the first word, and those

@@ -39,9 +39,10 @@ class OpenConversation:
     that is shown here.
 
     Args:
-        stored: the conversation. memory: opens the history in memory to fall back on; None where
-        ``stored`` is in memory. on_moved: called with the old and new numbers of turns when they
-        reach the file. on_problem: called with one line when saving fails or works again.
+        stored: the conversation.
+        memory: opens the history in memory to fall back on; None where ``stored`` is in memory.
+        on_moved: called with the old and new numbers of turns when they reach the file.
+        on_problem: called with one line when saving fails or works again.
     """
 
     def __init__(
