@@ -186,6 +186,7 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
 # would take too many steps.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
+_MOST_SHORT = 64  # steps that rounding down may take from a sum
 _PAGE = 4096
 
 
@@ -265,7 +266,7 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     Sums are counted in steps, with sizes rounded down, so the result is never too small. None if
     all units together do not reach the target.
     """
-    if sum(size * limit for size, limit in zip(sizes, limits, strict=True)) < target:
+    if _nbytes(sizes, limits) < target:
         return None
     fine = min((size for size in sizes if size), default=_PAGE) // _STEPS_OF_A_UNIT
     step = max(_PAGE, fine // _PAGE * _PAGE, target // _MOST_STEPS)
@@ -285,9 +286,18 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     beyond = reached[-1] >> goal
     if beyond == 0:  # the target is reached only without rounding
         return list(limits)
-    # The lowest set bit is the least sum. Rounding lost at most one step per unit.
-    total = goal + (beyond & -beyond).bit_length() - 1
-    return _without_surplus(sizes, _decoded(reached, items, floors, total), target)
+    most = goal + (beyond & -beyond).bit_length() - 1
+    # Sizes were rounded down: a sum a few steps short of the goal may reach the target.
+    least = max(0, goal - min(sum(limits), _MOST_SHORT))
+    totals = (total for total in range(least, most + 1) if reached[-1] >> total & 1)
+    decoded = (_decoded(reached, items, floors, total) for total in totals)
+    enough = (counts for counts in decoded if _nbytes(sizes, counts) >= target)
+    closest = (_without_surplus(sizes, counts, target) for counts in enough)
+    return min(closest, key=lambda counts: _nbytes(sizes, counts))
+
+
+def _nbytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
+    return sum(size * count for size, count in zip(sizes, counts, strict=True))
 
 
 def _decoded(
@@ -306,7 +316,7 @@ def _decoded(
 
 def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> list[int]:
     """Remove units that were chosen only because sizes were rounded down."""
-    surplus = sum(size * count for size, count in zip(sizes, chosen, strict=True)) - target
+    surplus = _nbytes(sizes, chosen) - target
     for number in sorted(range(len(sizes)), key=lambda n: sizes[n], reverse=True):
         if sizes[number]:
             spare = min(chosen[number], surplus // sizes[number])

@@ -139,6 +139,15 @@ def test_closest_subset(pairs: list[tuple[int, int]], part: float) -> None:
     assert closest_subset(sizes, limits, total + 1) is None
 
 
+def test_closest_subset_of_layers_is_exact() -> None:
+    sizes, limits = [785 * PAGE, 760 * PAGE, 1890 * PAGE], [14, 14, 24]  # as in a model of 1.5 B
+    for counts in itertools.product((1, 6, 14), (2, 9), (0, 5, 24)):
+        target = sum(size * n for size, n in zip(sizes, counts, strict=True))
+        chosen = closest_subset(sizes, limits, target)
+        assert chosen is not None
+        assert sum(size * n for size, n in zip(sizes, chosen, strict=True)) == target
+
+
 def test_many_experts() -> None:
     expert = UnitClass(
         names=tuple(map(str, range(15_000))),
