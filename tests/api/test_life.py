@@ -353,6 +353,13 @@ def test_budget_of_whole_model(tiny: localrt.Model) -> None:
     assert tiny.generate("hi", max_tokens=2, ignore_eos=True).token_ids
 
 
+def test_budget_of_closed_model(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder) as model:
+        pass
+    with pytest.raises(localrt.LocalrtError, match="the model is closed"):
+        model.set_budget(ram="900GB")
+
+
 @needs_kernels
 def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))

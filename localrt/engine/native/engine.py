@@ -292,7 +292,9 @@ class NativeEngine(Engine):
         if self.plan is None:
             super().set_budget(ram=ram, gpu_memory=gpu_memory, free=free)
             if ram is not None:
-                self._ram.set_budget(ram_budget(ram))  # changes the limits of its next passes
+                with self._turn:
+                    self._loaded()
+                    self._ram.set_budget(ram_budget(ram))  # changes the limits of its next passes
             return
         with self._turn:
             self._loaded()
