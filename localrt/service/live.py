@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.protocol import EngineSession
@@ -85,6 +85,8 @@ class LiveModel(Closing):
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
         request = self._core.requests.make(prompt, **options)
+        if request.on_progress is not None:
+            raise OptionError("a live batch reports no progress: leave on_progress out")
         request = replace(request, restore=self._core.saver.restore)
         return self._live.submit(request, client=client, notify=notify)
 

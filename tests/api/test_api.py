@@ -347,3 +347,8 @@ def test_a_model_says_what_it_is(tiny: localrt.Model) -> None:
     with tiny.live() as live:
         assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: 0 running, 0 waiting>"
     assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: closed>"
+
+
+def test_live_takes_no_progress(tiny: localrt.Model) -> None:
+    with tiny.live() as live, pytest.raises(localrt.OptionError, match="leave on_progress out"):
+        live.submit("hi", on_progress=print)
