@@ -33,7 +33,11 @@ class Embedded(NamedTuple):
 
 
 async def embedded(
-    asked: ModelRequest, texts: Sequence[str | list[int]], *, truncate: bool = False
+    asked: ModelRequest,
+    texts: Sequence[str | list[int]],
+    *,
+    dimensions: int | None = None,
+    truncate: bool = False,
 ) -> Embedded:
     """Return the vectors of ``texts``, or of their token ids, by the requested model.
 
@@ -41,11 +45,11 @@ async def embedded(
     a space.
 
     Raises:
-        ApiError: it is an adapter, or produced NaN values.
+        ApiError: it is an adapter, produced NaN values, or ``dimensions`` are asked for.
         LocalrtError: a text is too long.
         ClientDisconnect: the client has disconnected.
     """
-    if asked.fields.get("dimensions") is not None:
+    if dimensions is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     if asked.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")

@@ -83,6 +83,10 @@ def test_embeddings(client: Any, server: Running) -> None:
     assert client.embed(model="tiny", input="x" * 600).prompt_eval_count == server.model.info.ctx
     with pytest.raises(ollama.ResponseError, match="context"):
         client.embed(model="tiny", input="x" * 600, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="dimensions"):
+        client.embed(model="tiny", input="hi", dimensions=4)
+    body = {"model": "tiny", "prompt": "hi", "dimensions": 4}  # unknown there, and so ignored
+    assert server.request("POST", "/api/embeddings", body)[0] == 200
 
 
 def test_what_there_is(client: Any, server: Running) -> None:

@@ -70,8 +70,12 @@ async def embed(request: Request) -> Response:
     asked = await read_request(request, "OLLAMA_EMBED")
     fields = asked.fields
     _keep(asked)
-    truncate = fields.get("truncate") is not False
-    name, vectors, read = await embedded(asked, prompts_of(fields["input"]), truncate=truncate)
+    name, vectors, read = await embedded(
+        asked,
+        prompts_of(fields["input"]),
+        dimensions=fields.get("dimensions"),
+        truncate=fields.get("truncate") is not False,
+    )
     return JsonResponse(
         {
             "model": name,

@@ -32,8 +32,11 @@ async def completions(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """Vectors of texts."""
     asked = await read_request(request, "EMBEDDINGS")
-    name, vectors, read = await embedded(asked, prompts_of(asked.fields["input"]))
-    if asked.fields.get("encoding_format") == "base64":
+    fields = asked.fields
+    name, vectors, read = await embedded(
+        asked, prompts_of(fields["input"]), dimensions=fields.get("dimensions")
+    )
+    if fields.get("encoding_format") == "base64":
         rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
     else:
         rows = vectors.tolist()
