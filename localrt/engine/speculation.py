@@ -20,10 +20,11 @@ from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import EngineSession, Logits
+from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import MixedTree, Plan, Run, TreeSize, Tuner
+from localrt.speculative.tuner import Plan, Run, TreeSize, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
 # Runs in the drafting thread, with the check and the outcome of ``DraftSource.ahead``.

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import TOLERANCE, MixedTree, Plan, Run, TreeSize, Tuner
+from localrt.speculative.tuner import TOLERANCE, Plan, Run, TreeSize, Tuner
 from localrt.speculative.worth import AHEAD_S, Calibration, DraftCost, GapWorth, PassCost
 from tests.speculative.test_tree import path_to, trees, words
 
