@@ -1,0 +1,284 @@
+"""The tools and options that programs send: a new report is one more row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from localrt.server.errors import ApiError
+from tests.server.conftest import Running
+from tests.server.test_client_shapes import HI, block, read
+
+# -- tools -----------------------------------------------------------------------------------------
+
+OBJECT = {"type": "object", "properties": {}}
+AT = {"type": "object", "properties": {"at": {"type": "string"}}}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+
+
+def takes(name: str, parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "parameters": parameters, **fields}
+
+
+TOOLS: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
+    ("CHAT", [{"type": "function", "function": takes("f", AT)}], [takes("f", AT)]),
+    ("CHAT", [{"type": "function", "function": takes("f", None)}], [takes("f", OBJECT)]),
+    ("CHAT", [{"type": "function", "function": {"name": "f"}}], [takes("f", OBJECT)]),
+    ("CHAT", [{"type": "function", "function": takes("f", {})}], [takes("f", OBJECT)]),
+    ("CHAT", [{"function": takes("f", AT)}], [takes("f", AT)]),
+    ("CHAT", [{"type": "function", **takes("f", AT)}], [takes("f", AT)]),
+    ("CHAT", [block("web_search"), block("googleSearch", googleSearch={})], []),
+    ("MESSAGES", [{"name": "f", "input_schema": AT, "cache_control": {}}], [takes("f", AT)]),
+    ("MESSAGES", [block("custom", name="f", input_schema=AT)], [takes("f", AT)]),
+    ("MESSAGES", [{"name": "f", "defer_loading": True}], [takes("f", OBJECT)]),
+    (
+        "MESSAGES",
+        [
+            block("web_search_20250305", name="web_search", max_uses=8),
+            block("web_fetch_20250910", name="web_fetch"),
+            block("code_execution_20250825", name="code_execution"),
+            block("tool_search_tool_regex_20251119", name="tool_search_tool_regex"),
+            block("mcp_toolset", mcp_server_name="m"),
+            block("computer_20250124", name="computer", display_width_px=9),
+        ],
+        [],
+    ),
+    ("OLLAMA_CHAT", [{"type": "function", "function": takes("f", None)}], [takes("f", OBJECT)]),
+    ("RESPONSES", [{"type": "function", **takes("f", None)}], [takes("f", OBJECT)]),
+    (
+        "RESPONSES",
+        [{"type": kind} for kind in ("web_search", "image_generation", "mcp", "code_interpreter")],
+        [],
+    ),
+    (
+        "RESPONSES",
+        [
+            block("namespace", name="mcp__m__", tools=[{"type": "function", "name": "f"}]),
+            block("namespace", name="functions", tools=[{"type": "function", "name": "g"}]),
+        ],
+        [takes("mcp__m__f", OBJECT), takes("g", OBJECT)],
+    ),
+    (
+        "RESPONSES",
+        [block("tool_search", execution="client", parameters=AT, description="D")],
+        [takes("tool_search", AT, description="D")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "tools", "functions"), TOOLS)
+def test_tools_become_functions(kind: str, tools: Any, functions: Any) -> None:
+    found = read(kind, tools=tools).prompts[0]["tools"]
+    expected = [{"type": "function", "function": one} for one in functions]
+    assert found == (expected or None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool", "name"),
+    [
+        ("MESSAGES", block("bash_20250124", name="bash"), "bash"),
+        ("MESSAGES", block("text_editor_20250728", name="edit"), "edit"),
+        ("RESPONSES", block("local_shell"), "local_shell"),
+    ],
+)
+def test_vendor_tools_have_parameters(kind: str, tool: Any, name: str) -> None:
+    (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
+    assert found["function"]["name"] == name
+    assert "command" in found["function"]["parameters"]["properties"]
+
+
+def test_tools_in_items_are_offered() -> None:
+    loaded = [
+        block(
+            "additional_tools",
+            role="developer",
+            tools=[block("namespace", name="functions", tools=[block("custom", name="exec")])],
+        ),
+        block("tool_search_output", call_id="c", tools=[{"type": "function", "name": "f"}]),
+    ]
+    call = read("RESPONSES", input=[HI, *loaded])
+    assert [one["function"]["name"] for one in call.prompts[0]["tools"]] == ["exec", "f"]
+    assert call.known["exec"].type == "custom"
+
+
+FG = [{"type": "function", "function": {"name": name}} for name in "fg"]
+CHOICES: list[tuple[str, Any, Any, str, str]] = [
+    ("CHAT", FG, "any", "required", "fg"),
+    ("CHAT", FG, block("any"), "required", "fg"),
+    ("CHAT", FG, block("auto"), "auto", "fg"),
+    ("CHAT", FG, {"type": "function", "function": {"name": "f"}}, "f", "fg"),
+    ("CHAT", FG, {"type": "function", "name": "f"}, "f", "fg"),
+    ("CHAT", FG, block("tool", name="f"), "f", "fg"),
+    (
+        "CHAT",
+        FG,
+        block("allowed_tools", allowed_tools={"mode": "required", "tools": FG[:1]}),
+        "required",
+        "f",
+    ),
+    (
+        "RESPONSES",
+        [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}],
+        block("allowed_tools", mode="auto", tools=[{"type": "function", "name": "g"}]),
+        "auto",
+        "g",
+    ),
+    ("RESPONSES", [block("custom", name="f")], block("custom", name="f"), "f", "f"),
+    ("RESPONSES", [block("local_shell")], block("local_shell"), "local_shell", ""),
+    ("RESPONSES", [block("web_search")], block("web_search"), "auto", ""),
+    ("RESPONSES", [block("web_search")], "required", "auto", ""),
+    # Claude Code's web search asks for a tool of Anthropic's server.
+    (
+        "MESSAGES",
+        [block("web_search_20250305", name="web_search")],
+        block("tool", name="web_search"),
+        "auto",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "tools", "given", "choice", "names"), CHOICES)
+def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str) -> None:
+    call = read(kind, tools=tools, tool_choice=given)
+    assert call.options.get("tool_choice", "auto") == choice
+    found = [one["function"]["name"] for one in call.prompts[0]["tools"] or ()]
+    assert not names or found == list(names)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": FG},
+    ],
+)
+def test_tool_choice_without_tool(fields: Any) -> None:
+    with pytest.raises(ApiError, match="tool_choice"):
+        read("CHAT", **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool"),
+    [
+        ("RESPONSES", block("custom", name="p", description="D", format=GRAMMAR)),
+        (
+            "CHAT",
+            block(
+                "custom",
+                custom={
+                    "name": "p",
+                    "description": "D",
+                    "format": {"type": "grammar", "grammar": GRAMMAR},
+                },
+            ),
+        ),
+    ],
+)
+def test_tool_with_grammar(kind: str, tool: Any) -> None:
+    (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
+    function = found["function"]
+    assert list(function["parameters"]["properties"]) == ["input"]
+    assert function["description"].startswith("D\n")
+    assert "lark" in function["description"]
+    assert GRAMMAR["definition"] in function["description"]
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def told(**variables: Any) -> dict[str, Any]:
+    return {"chat_template_kwargs": variables}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "options"),
+    [
+        ("CHAT", {"stop": ""}, {}),
+        ("CHAT", {"stop": []}, {}),
+        ("CHAT", {"stop": ["", "x"]}, {"stop": ["x"]}),
+        ("CHAT", {"stop": "x"}, {"stop": ["x"]}),
+        ("CHAT", {}, {}),
+        ("CHAT", {"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ("CHAT", {"reasoning_effort": "none"}, {"thinking": False}),
+        ("CHAT", {"reasoning_effort": "minimal"}, {"thinking": "low"}),
+        ("CHAT", {"reasoning_effort": "xhigh"}, {"thinking": "high"}),
+        ("CHAT", {"reasoning_effort": "ultra"}, {"thinking": "high"}),
+        ("CHAT", told(enable_thinking=False), {"thinking": False}),
+        ("CHAT", told(thinking=True, other=1), {"thinking": True}),
+        ("CHAT", told(reasoning_effort="high"), {"thinking": "high"}),
+        ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=True)}, {"thinking": "low"}),
+        ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=False)}, {"thinking": False}),
+        ("CHAT", {"thinking_tokens": 8}, {"thinking_tokens": 8}),
+        ("CHAT", {"thinking_token_budget": 0}, {"thinking_tokens": 0}),
+        ("CHAT", {"thinking_budget_tokens": -1}, {}),
+        ("CHAT", {"max_tokens": -1, "seed": -1, "top_k": -1}, {"top_k": 0}),  # as in llama.cpp
+        ("CHAT", {"max_tokens": 5, "seed": 3}, {"max_tokens": 5, "seed": 3}),
+        ("CHAT", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ("CHAT", {"response_format": {"type": "json_object", "schema": AT}}, {"json_schema": AT}),
+        ("MESSAGES", {"stop_sequences": [""]}, {"max_tokens": 9, "thinking": False}),
+        (
+            "MESSAGES",
+            {"context_management": {"edits": []}, "mcp_servers": [], "container": "c"},
+            {"max_tokens": 9, "thinking": False},
+        ),
+        ("RESPONSES", {"background": True, "client_metadata": {}, "prompt_cache_key": "k"}, {}),
+        ("OLLAMA_CHAT", {"think": "max", "truncate": False}, {"thinking": "high"}),
+        ("OLLAMA_CHAT", {"think": "deep", "truncate": False}, {"thinking": "high"}),
+        ("OLLAMA_CHAT", {"think": "", "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"options": {"stop": [""]}, "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"options": {"seed": -1}, "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"options": {"seed": 3}, "truncate": False}, {"seed": 3}),
+    ],
+)
+def test_fields_become_options(kind: str, fields: Any, options: Any) -> None:
+    assert read(kind, **fields).options == options
+
+
+# -- whole requests --------------------------------------------------------------------------------
+
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
+
+def test_former_function_call(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    body = {
+        "functions": [takes("paint", COLOUR)],
+        "function_call": {"name": "paint"},
+        "max_tokens": 300,
+        "temperature": 0,
+    }
+    status, got, _ = server.chat(**body)
+    assert status == 200, got
+    (choice,) = got["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("function_call", None)
+    assert choice["message"]["function_call"]["name"] == "paint"
+    assert json.loads(choice["message"]["function_call"]["arguments"])["colour"] == "red"
+
+
+PATCH = {
+    "name": "paint",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "red|blue"},
+}
+
+
+def test_custom_tool_call(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    wanted = {"max_tokens": 300, "temperature": 0, "tool_choice": "required"}
+    wanted["parallel_tool_calls"] = False
+    grammar = {**PATCH, "format": {"type": "grammar", "grammar": PATCH["format"]}}
+    tools = [block("custom", custom=grammar)]
+    status, got, _ = server.chat(tools=tools, **wanted)
+    assert status == 200, got
+    (call,) = got["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]["name"]) == ("custom", "paint")
+    assert call["custom"]["input"] in ("red", "blue")
+    _, text, _ = server.chat(tools=tools, stream=True, **wanted)
+    assert json.dumps(call["custom"], separators=(",", ":")) in text
