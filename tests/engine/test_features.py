@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ import transformers
 import localrt
 from localrt.engine.native.engine import NativeEngine
 from localrt.quant.cpu.abi import find_library
+from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
 from tests.inside import engine_of
+from tests.offload.placed import Model, pack_synthetic, passing
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
@@ -99,3 +103,20 @@ def test_failed_pass(engine: NativeEngine) -> None:
     assert features.length == 4
     session.extend(TOKENS[4:])
     np.testing.assert_array_equal(features.get(0, 12), plain(engine, TOKENS))
+
+
+@needs_kernels
+def test_streamed_target(tmp_path: Path) -> None:
+    folder = pack_synthetic(tmp_path, vocab=600, layers=3, hidden=128)
+    with closing(Model(folder)) as model:
+
+        def rows(decoder: Any, wanted: list[int]) -> np.ndarray:
+            found = np.empty((len(TOKENS), 128), np.float32)
+            batch = Batch.extend([(decoder.cache(64), TOKENS)])
+            decoder.forward(batch, rows=wanted, features=found)
+            return found
+
+        expected = rows(model.resident, [])
+        with model.placed(passing(model.store)) as decoder:
+            np.testing.assert_array_equal(rows(decoder, [11]), expected)
+            np.testing.assert_array_equal(rows(decoder, []), expected)
