@@ -116,6 +116,7 @@ def test_long_repetition() -> None:
     logits = dry.applied(np.full(VOCAB, 5.0, np.float32))
     assert np.isfinite(logits).all()
     assert logits[7] < -1e37
+    assert Dry(sampling, list(range(50)), None).applied(logits) is logits  # nothing is repeated
 
 
 @pytest.mark.parametrize(

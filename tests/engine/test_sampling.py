@@ -129,6 +129,7 @@ def test_penalties() -> None:
     sampling = Sampling(logit_bias={3: 10.0, 0: float("-inf")})
     assert adjust_logits(logits, [], [], sampling).tolist() == [float("-inf"), -2, 1, 10]
     assert logits.tolist() == [2, -2, 1, 0]
+    assert adjust_logits(logits, [1], [2], Sampling()) is logits  # nothing is copied in vain
     with pytest.raises(OptionError, match="token 9"):
         adjust_logits(logits, [], [], Sampling(logit_bias={9: 1.0}))
 
