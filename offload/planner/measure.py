@@ -74,12 +74,13 @@ def machine_profile(
     memory = WORKING_SET if room is None else min(room - MEASURING_NBYTES, WORKING_SET)
     disk = None if remeasure else _known_disk(folder, cache, sample=sample)
     known = {} if remeasure else _known(cache, memory)
-    if disk is None or "call_s" not in known or _missing(known, wanted):
-        if memory < _LEAST_WORKING_SET:
-            disk = disk or _known_disk(folder, cache, sample=True) or DiskProfile.assumed()
-            return disk, known_machine(cache, folder) or typical_machine()
-        if _measure_aside([str(folder), str(cache), wanted, remeasure, memory, sample]):
-            remeasure = False
+    if disk is not None and "call_s" in known and not _missing(known, wanted):
+        return disk, _profile(known, hardware.identity()[0], disk, _cores())
+    if memory < _LEAST_WORKING_SET:
+        disk = disk or _known_disk(folder, cache, sample=True) or DiskProfile.assumed()
+        return disk, known_machine(cache, folder) or typical_machine()
+    if _measure_aside([str(folder), str(cache), wanted, remeasure, memory, sample]):
+        remeasure = False
     return measure(folder, cache, wanted, remeasure, memory, sample)
 
 
