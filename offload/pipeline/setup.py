@@ -25,7 +25,7 @@ class Setup:
 
     ``ops`` computes on the CPU, ``gpu`` computes units placed on it; ``clock`` times both.
     ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
-    resident units and KV caches together, in bytes; Before each pass ``shortage`` returns bytes of
+    resident units and KV caches together, in bytes; before each pass ``shortage`` returns bytes of
     RAM and of GPU memory to free. ``kv_tier`` makes the caches of ``ops``, some of whose layers are
     on the SSD. ``mode`` says how to read the store, ``files`` stands in for the store's own,
     ``stall_s`` is how long a disk may be silent. With ``verify`` each unit is compared with its
