@@ -11,7 +11,18 @@ from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import GgufCheckpoint
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.quant.formats import unpack
-from tests.checkpoints.make_gguf import in_pairs, packed_rows, write_gguf
+from tests.checkpoints.make_gguf import (
+    ARRAY,
+    BOOL,
+    STRING,
+    array,
+    in_pairs,
+    packed_rows,
+    raw_gguf,
+    string,
+    tensor_entry,
+    write_gguf,
+)
 from tests.real_models import real_model
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 64
@@ -306,6 +317,16 @@ NORM = {"output_norm.weight": (values(8), "f32")}
 def test_config(tmp_path, tensors, keys, found):
     config = open_model(tmp_path, "qwen3", tensors, keys).config
     assert {key: config[key] for key in found} == found
+
+
+def test_empty_lists(tmp_path):
+    """They stand, and the architecture refuses them."""
+    key = "qwen3.attention.sliding_window_pattern"
+    pairs = [("general.architecture", STRING, string("qwen3")), (key, ARRAY, array(BOOL, 0, b""))]
+    tensor = tensor_entry("output_norm.weight", [8], 0, 0)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw_gguf(pairs, [tensor], bytes(32)))
+    assert GgufCheckpoint(path).config["layer_types"] == []
 
 
 def test_generation_config(tmp_path):

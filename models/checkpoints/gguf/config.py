@@ -151,10 +151,10 @@ def _numbers(metadata: GgufMetadata, key: str) -> Any:
     return values[0] if values.count(values[0]) == len(values) else values
 
 
-def _listed(metadata: GgufMetadata, key: str) -> list[Any]:
-    """Return an array of about one entry per layer; empty if it is missing or too long."""
+def _listed(metadata: GgufMetadata, key: str) -> list[Any] | None:
+    """Return an array of about one entry per layer; None if it is missing or too long."""
     listed = key in metadata and metadata.is_array(key)
-    return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
+    return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else None
 
 
 def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
@@ -225,7 +225,7 @@ def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -
     """Add which layers have a window: all but every n-th, or by one flag per layer."""
     if key in metadata and not metadata.is_array(key):
         config["sliding_window_pattern"] = metadata.integer(key)
-    elif flags := _listed(metadata, key):
+    elif (flags := _listed(metadata, key)) is not None:
         config["layer_types"] = [
             "sliding_attention" if flag else "full_attention" for flag in flags
         ]
@@ -320,10 +320,11 @@ def _add_connections(
     for key, name in CONNECTION_KEYS.items():
         config[name] = metadata.integer(f"qwen4exp.{key}")
     ratios = _listed(metadata, "qwen4exp.attention.compress_ratios")
-    config["indexer_compress_ratio"] = max(ratios, default=None)
-    config["ple_layer_ids"] = [layer + 1 for layer in _listed(metadata, "qwen4exp.ple.layers")]
+    config["indexer_compress_ratio"] = max(ratios or (), default=None)
+    layers = _listed(metadata, "qwen4exp.ple.layers") or ()
+    config["ple_layer_ids"] = [layer + 1 for layer in layers]
     for key in ("layer_multipliers", "head_vocab_sizes"):
-        config[f"ngram_{key}"] = _listed(metadata, f"qwen4exp.ple.{key}")
+        config[f"ngram_{key}"] = _listed(metadata, f"qwen4exp.ple.{key}") or []
     if (table := tensors.get("model.ngram_embedding.weight")) is not None:
         config["ngram_rows"] = table.rows
     width = config.pop("hidden_size_per_layer_input", None)
@@ -333,7 +334,7 @@ def _add_connections(
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
     """Add which layers have a rotary embedding: in Hugging Face configs others have base 0."""
-    if flags := _listed(metadata, "granite_swa.attention.rope_pattern"):
+    if (flags := _listed(metadata, "granite_swa.attention.rope_pattern")) is not None:
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
@@ -350,7 +351,8 @@ def _add_gemma(
     """
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
         config["vocab_size_per_layer_input"] = table.rows
-    if deviations := _listed(metadata, f"{architecture}.activation_sparsity_scale"):
+    deviations = _listed(metadata, f"{architecture}.activation_sparsity_scale")
+    if deviations is not None:
         config["activation_sparsity_scale"] = [n if n > 0 else None for n in deviations]
     if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
         config["laurel_rank"] = left.rows
