@@ -195,14 +195,7 @@ class AskedTensors(WeightLoader):
     def matrix(self, shape: tuple[int, int], *names: str) -> Any:
         self.ask(shape, *names)
 
-    def vector(
-        self,
-        size: int,
-        *names: str,
-        offset: float = 0.0,
-        scale: float = 1.0,
-        transform: Transform | None = None,
-    ) -> Any:
+    def vector(self, size: int, *names: str, **_of_values: Any) -> Any:
         self.ask((size,), *names)
 
     def scalar(self, name: str) -> float:
