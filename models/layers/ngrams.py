@@ -26,7 +26,7 @@ from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.arrays import Weight
 from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch, Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import tree_parents
 from localrt.quant.ops.streams import NgramWeights
@@ -185,10 +185,10 @@ def rows_of_pass(hashed: NgramHash, batch: Batch, place: int) -> Ids:
 
     ``place`` is the layer's index among a cache's states.
     """
-    parts, row = [], 0
-    for span in batch.spans:
-        parts.append(_ngrams(hashed, span, batch.tokens[row : row + span.rows], place))
-        row += span.rows
+    parts = [
+        _ngrams(hashed, span, batch.tokens[first:stop], place)
+        for first, stop, span in ranges(batch.spans)
+    ]
     return hashed.rows_of(np.concatenate(parts))
 
 
