@@ -32,7 +32,7 @@ from localrt.quant.formats.packed import (
 )
 from localrt.quant.formats.six_bits import six_bit_scales
 
-_PIECE = 1 << 16  # weights packed at a time
+_PIECE = 1 << 16  # weights packed or unpacked at a time: 256 KiB of values
 
 
 def codec_of(format_: Format) -> Codec:
@@ -143,9 +143,6 @@ def _cast(values: Floats, format_: Format, name: str) -> PackedTensor:
     return PackedTensor(name, format_, values.shape, packed.view(np.uint8))
 
 
-_UNPACKED_AT_ONCE = 1 << 16  # weights unpacked at a time: 256 KiB of results
-
-
 def unpack(tensor: PackedTensor) -> Floats:
     """The tensor's values, float32, of ``tensor.shape``.
 
@@ -171,7 +168,7 @@ def unpack(tensor: PackedTensor) -> Floats:
         return whole if tensor.scale == 1.0 else whole * np.float32(tensor.scale)
     blocks = packed.reshape(-1, format_.block_bytes)
     values = np.empty((len(blocks), format_.block), np.float32)
-    step = _UNPACKED_AT_ONCE // format_.block
+    step = _PIECE // format_.block
     with np.errstate(all="ignore"):  # scales of a damaged file may be infinite or not numbers
         for start in range(0, len(blocks), step):
             unpack_blocks(blocks[start : start + step], values[start : start + step])
