@@ -21,6 +21,8 @@ SIZES: dict[str, Any] = {
 }
 WINDOW = 16
 
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -270,8 +272,7 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
     "granite-moe-swa": lambda: hf.GraniteMoeSWAConfig(
         **_WIDE,
         **_FACTORS,
-        num_local_experts=8,
-        num_experts_per_tok=3,
+        **_LOCAL_EXPERTS,
         shared_intermediate_size=64,
         sliding_window=WINDOW,
     ),
@@ -281,9 +282,7 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
             **_WIDE,
             "head_dim": 16,
             "rope_parameters": _MROPE,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "tie_word_embeddings": False,
         },
         **_QWEN_VISION,
@@ -311,9 +310,7 @@ _DELTA: dict[str, Any] = {
 _EXP: dict[str, Any] = {
     **_DELTA,
     "linear_num_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
+    **_EXPERTS,
     "shared_expert_intermediate_size": 64,
     "hc_count": 3,
     "hc_lowrank": 20,
@@ -350,10 +347,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_state": 20,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
-    "embedding_multiplier": 1.7,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 2.5,
+    **_FACTORS,
 }
 
 _FALCON: dict[str, Any] = {
@@ -476,8 +470,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         qk_nope_head_dim=48,
         qk_rope_head_dim=16,
         v_head_dim=32,
-        num_local_experts=8,
-        num_experts_per_tok=3,
+        **_LOCAL_EXPERTS,
         moe_intermediate_size=32,
     ),
 }
@@ -485,18 +478,12 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
 
 HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
     "lfm2-moe": lambda: hf.Lfm2MoeConfig(
-        **SIZES,
-        layer_types=_SHORT,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        num_dense_layers=1,
+        **SIZES, **_EXPERTS, layer_types=_SHORT, num_dense_layers=1
     ),
     "granite-hybrid-moe": lambda: hf.GraniteMoeHybridConfig(
         **SIZES,
         **_MAMBA,
-        num_local_experts=8,
-        num_experts_per_tok=3,
+        **_LOCAL_EXPERTS,
         shared_intermediate_size=80,
         position_embedding_type="rope",
     ),
@@ -552,21 +539,10 @@ HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
         use_conv_bias=False,
     ),
     "qwen3-next": lambda: hf.Qwen3NextConfig(
-        **SIZES,
-        **_DELTA,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
+        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64
     ),
     "qwen3-next-dense-first": lambda: hf.Qwen3NextConfig(
-        **SIZES,
-        **_DELTA,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-        mlp_only_layers=[0],
+        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64, mlp_only_layers=[0]
     ),
     "qwen4-exp": lambda: hf.Qwen4ExpTextConfig(**_SPARSE, **_EXP, **_NGRAMS),
     # All is seen: beyond the budget llama.cpp sees parts of more blocks.
@@ -577,12 +553,7 @@ HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
         **_SPARSE, **{**_EXP, "output_gate_type": None, "indexer_compress_ratio": 2}
     ),
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeTextConfig(
-        **SIZES,
-        **_DELTA,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
+        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64
     ),
 }
 
@@ -695,21 +666,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-_GRANITE: dict[str, Any] = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "embedding_multiplier": 1.7,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 2.5,
-}
-_GPT_OSS: dict[str, Any] = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "head_dim": 32,
-    "sliding_window": WINDOW,
-}
+_GRANITE: dict[str, Any] = {**_LOCAL_EXPERTS, **_FACTORS}
+_GPT_OSS: dict[str, Any] = {**_LOCAL_EXPERTS, "head_dim": 32, "sliding_window": WINDOW}
 
 # Mixtures of experts, which not every implementation of ``Ops`` computes.
 MIXTURES: dict[str, Callable[[], Any]] = {
