@@ -174,7 +174,8 @@ def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
     middle = np.float32(1 << (bits - 1))
     if isinstance(codec, AffineCodec):
         return scales[..., None]
-    second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
+    with np.errstate(over="ignore"):  # a damaged file may overflow
+        second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
     return np.stack([scales, second], axis=-1)
 
 

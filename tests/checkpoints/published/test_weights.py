@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from localrt.models.checkpoints import SafetensorsCheckpoint
-from localrt.quant.formats import unpack
+from localrt.models.checkpoints.schemes.rows import symmetric_scales
+from localrt.quant.formats import BrainCodec, unpack
 
 pytest.importorskip("compressed_tensors")
 
@@ -125,3 +126,10 @@ def test_values(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.concatenate(pieces), found)
     assert any(scheme.format in note for note in model.notes)
     assert scheme.note in " ".join(model.notes)
+
+
+def test_scale_of_a_damaged_file() -> None:
+    """It may overflow, and nobody is warned."""
+    scale = np.float32(3e38)
+    found = symmetric_scales(BrainCodec(4, 32), np.array([scale]), 4)
+    assert found.tolist() == [[scale, -np.inf]]
