@@ -27,6 +27,11 @@ def test_an_option_without_a_flag_is_spelled_as_in_python() -> None:
     assert spelled(option("thinking", False), on_command_line) == "--thinking off"
 
 
+def test_a_quoted_text_that_is_no_option_stays_as_it_is() -> None:
+    for text in ("`a=1.2.3`", "`a=007`", '`a="\\"`'):
+        assert str(OptionError(f"no model {text}")) == f"no model {text}"
+
+
 def test_an_error_within_another_keeps_its_options_for_the_reader() -> None:
     inner = OptionError(f"{option('seed')} must be at least 0")
     outer = LocalrtError(f"line 2: {inner.marked}")

@@ -31,7 +31,11 @@ def spelled(text: str, spelling: Spelling) -> str:
     """A message with all options spelled by ``spelling``."""
 
     def respelled(found: re.Match[str]) -> str:
-        return spelling(found[1], None if found[2] is None else ast.literal_eval(found[2]))
+        try:
+            value = None if found[2] is None else ast.literal_eval(found[2])
+        except (SyntaxError, ValueError):  # no option: a message may quote any text
+            return found[0]
+        return spelling(found[1], value)
 
     return _OPTION.sub(respelled, text)
 
