@@ -241,7 +241,7 @@ class Offers:
 
     def of(self, tools: Sequence[_Tool] | None) -> Offer:
         """The offer of ``tools``, which must have names."""
-        return self._made(json.dumps(tools, default=str)) if tools else NO_TOOLS
+        return self._made(json.dumps(tools, default=_as_json)) if tools else NO_TOOLS
 
     def _offer(self, tools: str) -> Offer:
         last = {tool.get("function", tool)["name"]: tool for tool in json.loads(tools)}
@@ -264,6 +264,10 @@ class Offers:
         except TemplateError:
             return False
         return all(name in written or json.dumps(name)[1:-1] in written for name in names)
+
+
+def _as_json(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _shown_names(names: Sequence[str]) -> Iterator[tuple[str, str]]:

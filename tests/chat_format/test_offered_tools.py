@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -74,6 +75,10 @@ def offer_of(tools: Any, template: str = STRICT) -> Any:
         ([{"name": "f", "parameters": STRING}], [("f", ["city"])]),
         ([{"type": "function", "name": "f", "parameters": STRING}], [("f", ["city"])]),
         ([{"function": {"name": "f"}}], [("f", [])]),
+        (
+            [MappingProxyType(tool("f", parameters=MappingProxyType(STRING))["function"])],
+            [("f", ["city"])],
+        ),
         ([tool("f"), tool("g"), tool("f", parameters=STRING)], [("f", ["city"]), ("g", [])]),
         (
             [tool("f", parameters={"$ref": "#/$defs/a", "$defs": {"a": STRING}})],
