@@ -57,14 +57,17 @@ def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, 
 
 def outline(schema: Any) -> Any:
     """Return ``schema`` reduced to types, names and enums."""
-    return _Loosening(lambda part: False, one_of=False).schema(schema)
+    return _Loosening(lambda part: False, one_of=False, lists=("anyOf", "oneOf")).schema(schema)
 
 
 class _Loosening:
-    def __init__(self, fits: Callable[[Any], bool], *, one_of: bool) -> None:
+    def __init__(
+        self, fits: Callable[[Any], bool], *, one_of: bool, lists: Sequence[str] = _LISTS
+    ) -> None:
         self.left_out: set[str] = set()
         self._fits = fits
         self._one_of = one_of
+        self._lists = lists
         self._until = time.monotonic() + _SECONDS
         self._tried: dict[str, bool] = {}
 
@@ -78,7 +81,7 @@ class _Loosening:
                 if key == "patternProperties":
                     inner = {name: each for name, each in inner.items() if self._may(key, name, {})}
                 found[key] = inner
-            elif key in _LISTS and isinstance(value, list):
+            elif key in self._lists and isinstance(value, list):
                 found[key] = [self.schema(each) for each in value]
             elif key in ("items", "additionalProperties"):
                 found[key] = self.schema(value)

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
+from localrt.chat_format.parser import PLAIN_CALLS
+from localrt.chat_format.structured import Grammars
 from localrt.cli import main
 from localrt.engine.sampling import Sampling, constrained
 from tests.conftest import CHATML, write_tiny_model
@@ -204,6 +206,16 @@ def test_no_schema_of_a_tool_is_an_error(
         assert made.left_out == ()
         if made.constraint is not None:
             made.constraint().allowed()
+
+
+def test_a_schema_that_nothing_fits_leaves_other_tools_theirs(tiny: localrt.Model) -> None:
+    nothing = field(allOf=[{"type": "string"}, {"type": "integer"}])
+    schemas = {"wrong": nothing, "look": field(type="integer")}
+    functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
+    bound = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)()
+    for token in tiny.tokenizer.encode('{"name": "look", "arguments": {"a": ', add_special=False):
+        bound.accept(token)
+    assert not bound.allowed()[tiny.tokenizer.encode('"', add_special=False)[0]]
 
 
 def test_hundreds_of_optional_fields_are_followed(tiny: localrt.Model) -> None:
