@@ -58,11 +58,7 @@ _TAGGED = (
         "",
         r"\s*(?=<arg_key>|$)",
         "",
-        TaggedArguments(
-            "<arg_key>",
-            tuple(Mid(f"</arg_key>{gap}<arg_value>", "</arg_value>") for gap in ("\n", "")),
-            "",
-        ),
+        TaggedArguments("<arg_key>", (Mid("</arg_key>\n<arg_value>", "</arg_value>"),), ""),
     ),
 )
 _MISTRAL = (

@@ -344,10 +344,9 @@ class TaggedArguments:
         found: dict[str, Any] = {}
         opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
         while (head := opening.match(text, at)) is not None:
-            key_at = head.end()
-            mid, key_end = self._mid(text, key_at)
-            key = text[key_at:key_end]
-            value, at = self._value(text, key_end + len(mid.before.rstrip()), mid)
+            mid, before = self._mid(text, head.end())
+            key = text[head.end() : before.start()].strip()
+            value, at = self._value(text, before.end(), mid)
             found[key] = self._typed(value, mid.string, types.get(key, Accepted()))
         return {key: value for key, value in found.items() if value is not ABSENT}, at
 
@@ -355,16 +354,15 @@ class TaggedArguments:
         last = text.rfind(self.opening.strip())
         return last >= 0 and not any(mid.after.strip() in text[last:] for mid in self.mids)
 
-    def _mid(self, text: str, at: int) -> tuple[Mid, int]:
-        """The first marks after the key at ``at``, of several the longest, and their position."""
-        places = ((text.find(mid.before.rstrip(), at), mid) for mid in self.mids)
-        found = [
-            (place, -len(mid.before), i) for i, (place, mid) in enumerate(places) if place >= 0
+    def _mid(self, text: str, at: int) -> tuple[Mid, re.Match[str]]:
+        """The first marks after the key at ``at``, of several the longest."""
+        places = [
+            (mid, re.compile(pattern(mid.before.strip())).search(text, at)) for mid in self.mids
         ]
+        found = [(mid, before) for mid, before in places if before is not None]
         if not found:
             raise ValueError("a key without a value")
-        place, _, index = min(found)
-        return self.mids[index], place
+        return min(found, key=lambda each: (each[1].start(), -len(each[0].before)))
 
     def _value(self, text: str, at: int, mid: Mid) -> tuple[str, int]:
         """The value at ``at``, up to an end mark before another pair or the end of the call."""
@@ -373,14 +371,14 @@ class TaggedArguments:
         follows = re.compile(
             rf"\s*(?:{pattern(self.opening.strip())}|{pattern(self.closing.strip()) or '$'}|$)"
         )
-        end = text.find(after, at)
-        while end >= 0 and not follows.match(text, end + len(after)):
-            end = text.find(after, end + 1)
         if self.forgotten:
-            lacks = re.compile(rf"{pattern(after)}|(?={self.opening}|{self.closing})").search(
-                text, at
-            )
-            end, after = (-1, "") if lacks is None else (lacks.start(), lacks[0])
+            ends = re.compile(rf"{pattern(after)}|(?={self.opening}|{self.closing})")
+            found = ends.search(text, at)
+            end, after = (-1, "") if found is None else (found.start(), found[0])
+        else:
+            end = text.find(after, at)
+            while end >= 0 and not follows.match(text, end + len(after)):
+                end = text.find(after, end + 1)
         if end < 0:
             raise ValueError("a value without an end")
         value = text[at:end]

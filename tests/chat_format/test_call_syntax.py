@@ -178,7 +178,12 @@ def test_a_closing_mark_within_a_string_does_not_end_a_call() -> None:
             "Hermes, Qwen",
             "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
         ),
+        (
+            "Hermes, Qwen",
+            "<tool_call><function=f ><parameter=a >1</parameter></function></tool_call>",
+        ),
         ("GLM", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("GLM", "<tool_call>f<arg_key> a </arg_key> <arg_value>1</arg_value></tool_call>"),
         ("Hermes, Qwen", '{"name": "f", "arguments": {"a": 1}}'),
         ("DeepSeek V3.2", '{0}<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>{1}'),
         ("Cohere's actions", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]'),
