@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from localrt.chat_format.argument_types import accepted, parameters_of, resolved
-from localrt.chat_format.notations import (
-    ID,
-    NUMBERED,
+from localrt.chat_format.argument_notations import (
     KeywordArguments,
     QuotedArguments,
-    Spelling,
     TaggedArguments,
 )
+from localrt.chat_format.argument_types import accepted, parameters_of, resolved
+from localrt.chat_format.notations import ID, NUMBERED, Spelling
 
 Terminal = Callable[[str], str]
 """Converts text to terminals: some of its marks are control tokens."""

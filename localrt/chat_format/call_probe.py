@@ -14,19 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localrt.chat_format.argument_notations import (
+    Arguments,
+    JsonArguments,
+    KeywordArguments,
+    Mid,
+    QuotedArguments,
+    TaggedArguments,
+)
 from localrt.chat_format.argument_types import DECODER
 from localrt.chat_format.notations import (
     ID,
     NUMBERED,
-    Arguments,
     Framed,
-    JsonArguments,
     JsonCalls,
-    KeywordArguments,
-    Mid,
-    QuotedArguments,
     Spelling,
-    TaggedArguments,
 )
 from localrt.chat_format.parser import (
     MARK,

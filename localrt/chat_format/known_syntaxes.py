@@ -19,17 +19,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from localrt.chat_format.notations import (
-    Framed,
+from localrt.chat_format.argument_notations import (
     JsonArguments,
-    JsonCalls,
     KeywordArguments,
     Mid,
+    QuotedArguments,
+    TaggedArguments,
+)
+from localrt.chat_format.notations import (
+    Framed,
+    JsonCalls,
     Notation,
     PythonCalls,
-    QuotedArguments,
     Spelling,
-    TaggedArguments,
     call_of,
 )
 from localrt.chat_format.parser import CallSyntax, make_call

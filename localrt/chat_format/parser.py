@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localrt.chat_format.argument_notations import JsonArguments, pattern
 from localrt.chat_format.notations import (
     ID,
     NUMBERED,
     Call,
-    JsonArguments,
     JsonCalls,
     Notation,
     Signatures,
     Spelling,
-    pattern,
     signatures,
 )
 from localrt.chat_format.thinking import CLOSE, OPEN, overlap
