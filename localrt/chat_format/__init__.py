@@ -1,8 +1,9 @@
 """Prompts and answers as text: tool calls, thinking, structured answers. Knows no engine.
 
 Read ``template_syntax.py`` first. A model's syntax for calls is found by probing its chat template
-(``call_probe.py``): it renders calls with unique names and values, takes the marks and the notation
-of arguments from the text around them, and accepts a syntax only if it parses the probes correctly.
+(``call_probe.py``): it renders calls with unique names and values (``probing.py``), takes the marks
+and the notation of arguments from the text around them, and accepts a syntax only if it parses the
+probes correctly.
 ``known_syntaxes.py`` has the published syntaxes, for templates that write no calls and for models
 that also write calls in another way. ``notations.py`` and ``argument_notations.py`` describe both.
 ``parser.py`` parses an answer as it streams, before stop strings are applied, and takes out calls

@@ -19,9 +19,9 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
-from localrt.chat_format.call_probe import FIRST, SECOND, TOOLS
 from localrt.chat_format.known_syntaxes import HERMES_CALL
 from localrt.chat_format.messages import for_template
+from localrt.chat_format.probing import FIRST, SECOND, TOOLS
 from localrt.chat_format.templates.chat_template import MessageTemplate, Segment
 from localrt.chat_format.thinking import THOUGHT_FIELDS, split_thinking
 from localrt.common.errors import TemplateError

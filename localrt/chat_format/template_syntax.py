@@ -13,13 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localrt.chat_format.call_probe import (
-    FIRST,
-    TEXT,
-    UnreadableError,
-    Written,
-    probe_calls,
-)
+from localrt.chat_format.call_probe import probe_calls
 from localrt.chat_format.known_syntaxes import (
     HARMONY_ANSWER,
     HARMONY_CALL,
@@ -35,6 +29,7 @@ from localrt.chat_format.parser import (
     CallSyntax,
     common_start,
 )
+from localrt.chat_format.probing import FIRST, TEXT, UnreadableError, Written
 from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, TemplateError
