@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,18 @@ async def test_order_of_calls(model: FakeModel) -> None:
         "milk",
         "There is no such tool. There are: read_file, list, delete.",
     ]
+
+
+async def test_ended_call_is_drawn_once(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, servers = toolbox()
+    servers.results["list"] = replace(servers.results["delete"], text="\x1b[1mbold")
+    model.calls = [[call("list"), call("read_file", path="a")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked_about(pilot, "Go")
+        drawn: list[Any] = []
+        monkeypatch.setattr(app.chat.view, "changed", drawn.append)
+        await pilot.pause(0.5)
+        assert drawn == []
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])

@@ -123,13 +123,15 @@ class AnswerCalls:
 
     def look(self) -> bool:
         """Continue the calls; returns whether all have ended."""
-        for turn, block in self._calls:
+        while self._calls:
+            turn, block = self._calls[0]
             if not turn.begun and turn is not self._asked:
                 self._begin(turn, block)
             if not turn.has_ended():
                 return False
             assert turn.result is not None, "the call has ended"
             self._stands(block, *ended_call(turn.result.ending, turn.result.text))
+            del self._calls[0]
         return True
 
     def _begin(self, turn: CallTurn, block: CallBlock) -> None:
