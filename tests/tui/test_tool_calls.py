@@ -177,6 +177,16 @@ async def test_rounds_end(model: FakeModel) -> None:
     assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
 
 
+async def test_rounds_end_though_model_goes_on_calling(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("list")] for _ in range(ROUNDS + 2)]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await until(pilot, lambda: len(model.seen) > ROUNDS and screen.idle(app))
+        assert len(servers.called) == ROUNDS
+        assert "tool_calls" not in app.state.conversation.turns[-1].info
+
+
 async def test_model_without_tools(model: FakeModel) -> None:
     tools, _ = toolbox()
     model.takes_tools = False

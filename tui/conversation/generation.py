@@ -252,7 +252,7 @@ class Reply:
         """End an answer with ``update``, after so many seconds of thinking."""
         self._keep(update, update.state, thought_s)
         after = self.writer.turn
-        for call in update.calls:
+        for call in self._asked(update):
             self.calls.append(CallTurn(self._toolbox, self._conversation, call, after))
             after = self.calls[-1].turn
 
@@ -263,6 +263,9 @@ class Reply:
         if not self.calls:
             self._keep(self.work.take(), "cancelled", thought_s)
 
+    def _asked(self, update: AnswerUpdate) -> Sequence[ToolCall]:
+        return () if self.last else update.calls  # a server may call although it must not
+
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
         info: dict[str, Any] = {"finish_reason": update.finish_reason}
         if update.metrics is not None:
@@ -272,8 +275,8 @@ class Reply:
             info["thinking_s"] = thought_s
         if update.error is not None:
             info["error"] = one_line(update.error)
-        if update.calls:
-            info["tool_calls"] = [call.to_dict() for call in update.calls]
+        if calls := self._asked(update):
+            info["tool_calls"] = [call.to_dict() for call in calls]
         self._conversation.finish(self.writer, state, info)
 
     def go_on(self) -> None:
