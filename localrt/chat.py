@@ -16,13 +16,13 @@ from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import write_text
 from localrt.common.progress import ProgressCallback
-from localrt.engine.saved_caches import Tier
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
-from localrt.service.status import ModelInfo, Status
 
-if TYPE_CHECKING:  # it brings the planner
+if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
+    from localrt.engine.saved_caches import Tier
     from localrt.planning.preview import Outlook
+    from localrt.service.status import ModelInfo, Status
 
 __all__ = ["ChatCache", "ChatHost", "ChatModel", "ChatSession", "Message"]
 

@@ -243,7 +243,7 @@ def parse_gpu(text: str) -> GpuModel:
         close = difflib.get_close_matches(text.upper(), GPUS, n=3, cutoff=0.7)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
-            f'no GPU {text!r} in the table: {meant}Write it like "RTX 4060", "RTX 4060 Ti 16GB" '
+            f'no GPU {text!r} in the table: {meant}write it like "RTX 4060", "RTX 4060 Ti 16GB" '
             'or "RTX 4060 Laptop" (from GTX 1630 to RTX 5090), '
             "or make one up: virtual:8GB@12GB/s,256GB/s,20TFLOPS"
         )

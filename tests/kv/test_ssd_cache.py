@@ -20,8 +20,8 @@ from localrt.common.errors import MemoryBudgetError, OptionError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.kv import KvTier
 from localrt.offload.kv.file import PAGE, IoThread, KvFile
+from localrt.offload.kv.tier import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat

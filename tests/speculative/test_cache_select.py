@@ -12,7 +12,7 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.kv import KvTier
+from localrt.offload.kv.tier import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Ops
