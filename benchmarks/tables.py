@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.record import machine_of, markdown_table, versions_of
+from benchmarks.cpu.tables import ISAS, cpu_table, times
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table
@@ -61,21 +62,20 @@ def bench_table(record: dict[str, Any]) -> str:
 
 
 def headline_table() -> str:
-    """What the README shows: two models in memory, one within three limits, a long chat resumed."""
+    """What the README shows: two models in memory, one within three limits, a long chat resumed.
+
+    Models in memory are measured on each class of processor.
+    """
     rows: list[list[str]] = []
 
-    def row(what: str, ours: float, theirs: float) -> None:
+    def row(what: str, ours: float, theirs: float, ik: str = "") -> None:
         ratio = f"{ours / theirs:.1f}x"
-        rows.append([what, f"{format_rate(ours)} tok/s", f"{format_rate(theirs)} tok/s", ratio])
+        rates = [f"{format_rate(rate)} tok/s" for rate in (ours, theirs)]
+        rows.append([what, *rates, ratio, ik])
 
-    for name, model in (("smollm2", "SmolLM2-135M Q4_1"), ("qwen1.5b", "Qwen2.5-1.5B Q4_K_M")):
-        results = _read(f"bench-{name}")["results"]
-        for key, what in (("prefill_tok_s", "prompt of 512"), ("decode_tok_s", "decode")):
-            ours, theirs = (
-                max(result[key] for result in results if result["engine"] == engine)
-                for engine in ("native", "llamacpp")
-            )
-            row(f"{model}, {what}", ours, theirs)
+    for isa in ("avx512", "avx2"):
+        for what, speeds in _in_memory(isa):
+            row(f"{what}, {ISAS[isa]}", *speeds)
     limited = _read("offload")
     best = {
         (result["engine"], each["memory_limit"]): result["decode_tok_s"]
@@ -93,10 +93,40 @@ def headline_table() -> str:
             f"{format_seconds(resumed['resume_s'])} (from the disk)",
             f"{format_seconds(resumed['prefill_s'])} (localrt, read again)",
             f"{resumed['faster']:.0f}x",
+            "",
         ]
     )
-    table = markdown_table(["", "localrt", "llama.cpp, best settings", "ratio"], rows)
-    return f"{table}\n\nMedians on {machine_of(limited)}. {versions_of(limited)}."
+    headers = ["", "localrt", "llama.cpp, best settings", "ratio", "to ik_llama.cpp"]
+    columns = 5 if any(ik for *_, ik in rows) else 4
+    table = markdown_table(headers[:columns], [row[:columns] for row in rows])
+    measured = [limited, *(_read(path.stem) for path in sorted(RESULTS.glob("cpu-*.json")))]
+    machines = dict.fromkeys(machine_of(each) for each in measured)
+    return f"{table}\n\nMedians on {'; '.join(machines)}. {versions_of(limited)}."
+
+
+def _in_memory(isa: str) -> Iterator[tuple[str, tuple[float, float, str]]]:
+    """Rates of localrt and llama.cpp, and the ratio to ik_llama.cpp; nothing if not measured.
+
+    Without results of ``benchmarks.cpu``, AVX-512 is that of ``localrt bench``.
+    """
+    models = {"smollm2": "SmolLM2-135M Q4_1", "qwen1.5b": "Qwen2.5-1.5B Q4_K_M"}
+    measures = {"prompt of 512": "prefill_tok_s", "decode": "decode_tok_s"}
+    file = f"cpu-{isa}"
+    if (RESULTS / f"{file}.json").exists():
+        wanted = [f"{model}, {what}" for model in models.values() for what in measures]
+        for row in _read(file)["rows"]:
+            if row["name"] in wanted and "llama.cpp" in row["peers"]:
+                theirs = row["peers"]["llama.cpp"]["tok_s"]["median"]
+                yield row["name"], (row["localrt"]["median"], theirs, times(row, "ik_llama.cpp"))
+    elif isa == "avx512":
+        for name, model in models.items():
+            results = _read(f"bench-{name}")["results"]
+            for what, key in measures.items():
+                ours, theirs = (
+                    max(result[key] for result in results if result["engine"] == engine)
+                    for engine in ("native", "llamacpp")
+                )
+                yield f"{model}, {what}", (ours, theirs, "")
 
 
 def resume_table(record: dict[str, Any]) -> str:
@@ -116,6 +146,7 @@ def resume_table(record: dict[str, Any]) -> str:
 # Of a file's tables, the one with its name, and others.
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": bench_table,
+    "cpu": cpu_table,
     "experts": experts_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,

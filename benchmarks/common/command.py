@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.hub import resolve
+from localrt.quant.cpu.ops import NativeOps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
+ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
 
 
 def make_parser(
@@ -43,6 +46,16 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def isa_name(text: str) -> str:
+    """For ``type=``: an instruction set that the kernels can use here; empty: the best."""
+    try:
+        return NativeOps(threads=1, isa=text).isa
+    except OptionError as error:
+        if text not in ISAS:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ISAS)}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:

@@ -1,6 +1,7 @@
 """Compare this checkout with another one on the models of the README's first table.
 
-    python -m benchmarks.compare --against FOLDER [--runs 11] [--only WORDS] [--json FILE]
+    python -m benchmarks.compare --against FOLDER [--isa avx2] [--runs 11] [--only WORDS]
+        [--json FILE]
 
 Each run is a process of its own: it loads the model and answers once, greedily, no drafts.
 After a warm-up run of each, the checkouts alternate in changing order. A ratio is this checkout's
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import ROOT, cited_command, find_model, make_parser
+from benchmarks.common.command import ROOT, cited_command, find_model, isa_name, make_parser
 from benchmarks.common.record import Record, load, save_row, setting
 from localrt.common.formatting import table
 
@@ -53,12 +54,12 @@ ROWS = (
 )
 
 
-def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
+def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> dict[str, Any]:
     """Run one process. Each checkout has a ``cache`` folder of its own, for machine measurements
     and a chat's KV cache.
     """
     load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
-    job = {**asdict(row), "model": str(find_model(row.model)), "load": load}
+    job = {**asdict(row), "model": str(find_model(row.model)), "load": load, "isa": isa}
     env = {**os.environ, "PYTHONPATH": str(checkout), "LOCALRT_CACHE": str(cache)}
     command = [sys.executable, "-P", str(_CHILD), json.dumps(job)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -70,13 +71,13 @@ def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
-def compare(row: Row, checkouts: dict[str, Path], runs: int) -> Record:
+def compare(row: Row, checkouts: dict[str, Path], runs: int, isa: str | None) -> Record:
     """Return medians and quartiles of both checkouts, and of their ratio in each turn."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         for turn in range(runs + 1):
             for name in sorted(checkouts, reverse=bool(turn % 2)):
-                found[name].append(measure(row, checkouts[name], Path(folder) / name))
+                found[name].append(measure(row, checkouts[name], Path(folder) / name, isa))
     counted = {name: each[1:] for name, each in found.items()}
     measured = {}
     for key in _MEASURES:
@@ -103,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print; 1 if tokens differ."""
     parser = make_parser(__doc__, results="compare")
     parser.add_argument("--against", type=Path, required=True, help="another checkout")
+    parser.add_argument("--isa", type=isa_name, help="instruction set (default: the best)")
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
     args = parser.parse_args(arguments)
@@ -117,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = load(args.json, rows=[])
     for row in ROWS:
         if not args.only or any(word in row.name for word in args.only):
-            found = compare(row, checkouts, args.runs)
+            found = compare(row, checkouts, args.runs, args.isa)
             found |= {"checkouts": commits, "runs": args.runs}
             record = save_row(args.json, record, found, [each.name for each in ROWS], **about)
             print(f"{row.name} is done", flush=True)

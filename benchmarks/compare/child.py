@@ -17,6 +17,8 @@ import localrt
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """What was measured, in plain values."""
+    if job["isa"]:
+        force_isa(job["isa"])
     started = time.perf_counter()
     with localrt.load(job["model"], device="cpu", draft="off", **job["load"]) as model:
         load_s = time.perf_counter() - started
@@ -30,6 +32,18 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             "peak_ram_mb": int(peak.split()[1]) * 1024 / 1e6,
             "checkout": str(Path(localrt.__file__).resolve().parents[1]),
         }
+
+
+def force_isa(isa: str) -> None:
+    """Let all kernels of this process use one instruction set, whatever the checkout."""
+    from localrt.quant.cpu.ops import NativeOps
+
+    init = NativeOps.__init__
+
+    def forced(self: NativeOps, **options: Any) -> None:
+        init(self, **{**options, "isa": isa})
+
+    NativeOps.__init__ = forced  # type: ignore[method-assign]
 
 
 def _answer(model: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import cited_command, listed, make_parser
+from benchmarks.common.command import cited_command, isa_name, listed, make_parser
 from benchmarks.common.random_store import random_packed
 from benchmarks.common.record import Record, save, setting
 from benchmarks.common.sessions import by_turns
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", type=listed(KNOWN), default=formats)
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,512")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--isa", default="")
+    parser.add_argument("--isa", type=isa_name, default="")
     args = parser.parse_args(arguments)
     record = run(args, cited_command("kernels", arguments))
     save(args.json, record)

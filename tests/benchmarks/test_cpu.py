@@ -1,0 +1,132 @@
+"""Whole models beside peers: a script is ``llama-bench``; our own process runs a real file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu import child
+from benchmarks.cpu.llama_bench import Peer, PeerFailedError
+from benchmarks.cpu.tables import cpu_table
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from tests.real_models import real_model
+
+native_only = pytest.mark.skipif(find_library() is None, reason="needs the compiled kernels")
+
+_SCRIPT = """#!{python}
+import json, sys
+from pathlib import Path
+words = sys.argv[1:]
+with Path(__file__).with_suffix(".calls").open("a") as calls:
+    print(*words, file=calls)
+if "-rtr 1 -fa 1" in " ".join(words):
+    sys.exit("it cannot do that")
+rate = 100.0 + (words[words.index("-fa") + 1] == "1")
+print(json.dumps([{{"samples_ts": [rate / 2, rate], "build_commit": "abc"}}]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Faster with flash attention; ik_llama.cpp fails with it and repacked weights."""
+    path = tmp_path / "llama-bench"
+    path.write_text(_SCRIPT.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def test_peer(program: Path) -> None:
+    peer = Peer("ik_llama.cpp", program)
+    test = {"prompt": 8192, "answer": 0, "repeats": 2, "threads": 3}
+    assert len(peer.settings()) == 4
+    found = peer.run(Path("m.gguf"), ["-rtr", "0", "-fa", "1"], test)
+    assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
+    words = "-m m.gguf -rtr 0 -fa 1 -w 0 -p 8192 -n 0 -r 2 -t 3 -o json"
+    assert program.with_suffix(".calls").read_text().split() == words.split()
+    with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
+        peer.run(Path("m.gguf"), ["-rtr", "1", "-fa", "1"], test)
+
+
+@native_only
+def test_command(
+    program: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {"prompt": 202.0, "decode": 303.0, "tree": 1.25, "outside": 0.085}
+
+    def ours(row: cpu.Row, *_: Any) -> dict[str, Any]:
+        return {"value": values[row.kind], **({"of_floor": 0.98} if row.kind == "decode" else {})}
+
+    monkeypatch.setattr(cpu, "run_ours", ours)
+    monkeypatch.setattr(cpu, "find_model", Path)
+    file = tmp_path / "cpu.json"
+    words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
+    words += ["--runs", "3", "--json", str(file)]
+    assert cpu.main([*words, "--models", "qwen1.5b,a.gguf", "--only", "a, prompt of 512"]) == 0
+    assert cpu.main([*words, "--models", "smollm2"]) == 0
+    record = json.loads(file.read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
+    assert next(iter(rows)) == "a, prompt of 512"
+    assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
+    assert prompt["peers"]["llama.cpp"]["ratio"]["samples"] == [2.0] * 3
+    assert rows["SmolLM2-135M Q4_1, 4 rows at once"]["peers"] == {}
+    shown = capsys.readouterr().out
+    assert "ik_llama.cpp -rtr 1 -fa 1: it cannot do that" in shown
+    for cells in (
+        "prompt of 512 | 202 | 101 (plain, flash attention) | 2.00x | 101 (repacked, flash attenti",
+        "decode | 303 | 101 (plain, flash attention) | 3.00x |",
+        "| 3.00x | 98 % |",
+        "4 rows at once | 1.25 passes |",
+        "outside the kernels | 8.5 % |",
+        "ik_llama.cpp abc",
+    ):
+        assert cells in cpu_table(record)
+
+
+def test_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = {"setting": "-fa 1", "build": "abc", "tok_s": {"median": 50.0}, "ratio": {"median": 2.0}}
+    row = {
+        "name": "SmolLM2-135M Q4_1, decode",
+        "localrt": {"median": 100.0},
+        "peers": {"llama.cpp": peer, "ik_llama.cpp": peer},
+    }
+    record = {"machine": {"cpu": {"name": "a CPU", "usable_cores": 6}}, "rows": [row]}
+    for path in tables.RESULTS.glob("[b-r]*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "cpu-avx2.json").write_text(json.dumps(record))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    table = tables.headline_table()
+    assert "| SmolLM2-135M Q4_1, decode, AVX2 | 100 tok/s | 50.0 tok/s | 2.0x | 2.00x |" in table
+    assert "SmolLM2-135M Q4_1, decode, AVX-512" in table
+    assert "a CPU, 6 cores" in table
+
+
+@native_only
+@pytest.mark.parametrize("option", ["abacus", "neon,avx2"])
+def test_unknown_isa(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cpu.main(["--isa", option])
+    assert f"{option!r} is not one of avx512, avxvnni, avx2" in capsys.readouterr().err
+
+
+@native_only
+@pytest.mark.real
+@pytest.mark.parametrize("kind", ["prompt", "decode", "tree", "outside"])
+def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "ROUNDS", 2)
+    monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
+    job = {"kind": kind, "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
+    found = child.main({**job, "model": str(real_model("smollm2"))})
+    assert found["isa"] == "portable"
+    assert found["value"] > 0
+    assert ("of_floor" in found) == (kind == "decode")
