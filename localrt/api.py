@@ -98,7 +98,7 @@ def load(
             or a smaller model, best of the same vocabulary, which is loaded first, within the same
             budgets, and left out where it does not fit. ``"MODEL+ngram"`` is both. Every request
             may choose again.
-        threads: CPU threads of the engine; None takes the machine's physical cores.
+        threads: CPU threads of the engine; None takes one for each performance core.
         shrinkable: on the CPU, a model that fits whole can leave its memory to others later
             (``Model.leave_ram``, ``set_budget``). It is packed once, like a streamed model.
         revision: branch, tag or commit of a hub model.

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from localrt.common.cores import Cores, find_cores
 from localrt.common.version import __version__
 from localrt.offload.memory import MemoryState, memory_state
 
@@ -41,13 +42,17 @@ _MEMORY_SAMPLE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor. ``usable_cores`` counts logical cores that this process may run on."""
+    """The processor. ``usable_cores`` counts logical cores that this process may run on.
+
+    ``cores`` counts the physical ones among them, and the threads that compute by default.
+    """
 
     name: str
     architecture: str
     physical_cores: int
     logical_cores: int
     usable_cores: int
+    cores: Cores
     features: tuple[str, ...]
 
 
@@ -115,7 +120,7 @@ def gpus() -> tuple[Gpu, ...]:
 def identity() -> list[str]:
     """The hardware and versions that measured rates depend on, besides the kernels."""
     cpu = probe().cpu
-    return [cpu.name, *cpu.features, str(cpu.usable_cores), __version__]
+    return [cpu.name, *cpu.features, str(cpu.cores.threads), __version__]
 
 
 def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float:
@@ -153,6 +158,7 @@ def _cpu(root: Path) -> Cpu:
         physical_cores=_physical_cores(root) or logical,
         logical_cores=logical,
         usable_cores=usable,
+        cores=find_cores(root),
         features=tuple(
             feature for feature, names in _FEATURES.items() if not flags.isdisjoint(names)
         ),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt.common.control_groups import group_folders
+
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _UNLIMITED = 1 << 60
 
@@ -58,31 +60,16 @@ def _machine(root: Path) -> tuple[int, int]:
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of every limited cgroup this process is in."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_file, usage_file, prefix = mount, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            base, limit_file = mount / "memory", "memory.limit_in_bytes"
-            usage_file, prefix = "memory.usage_in_bytes", "total_"
+    for version, folder in group_folders(root, "memory"):
+        if version == 2:
+            limit_file, usage_file, prefix = "memory.max", "memory.current", ""
         else:
-            continue
-        # A limit binds every group below it. In a container the path may name folders that only
-        # the host sees: those are skipped, and the mount's own root still counts.
-        names = [name for name in path.split("/") if name]
-        if ".." in names:  # a group outside this cgroup namespace
-            names = []
-        for depth in range(len(names), -1, -1):
-            folder = base.joinpath(*names[:depth])
-            limit = _read_number(folder / limit_file)
-            if limit is not None and limit < _UNLIMITED:
-                used = _read_number(folder / usage_file) or 0
-                yield limit, max(0, used - _reclaimable(folder / "memory.stat", prefix))
+            limit_file, prefix = "memory.limit_in_bytes", "total_"
+            usage_file = "memory.usage_in_bytes"
+        limit = _read_number(folder / limit_file)
+        if limit is not None and limit < _UNLIMITED:
+            used = _read_number(folder / usage_file) or 0
+            yield limit, max(0, used - _reclaimable(folder / "memory.stat", prefix))
 
 
 def _read_number(path: Path) -> int | None:

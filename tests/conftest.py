@@ -35,7 +35,7 @@ from localrt.quant.cpu import ops as native_ops
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    native_ops._usable_cores = lambda: 1
+    native_ops.default_threads = lambda: 1
 
 # How long an example takes depends on what else the machine does.
 slow = [hypothesis.HealthCheck.too_slow]

@@ -160,7 +160,7 @@ def expert(ops: NativeOps, name: str) -> Iterator[Line]:
 def run(args: argparse.Namespace, command: str) -> Record:
     """Every format, shape and number of rows, then an expert of each format."""
     ops = NativeOps(isa=args.isa)
-    threads = hardware.probe().cpu.usable_cores
+    threads = hardware.probe().cpu.cores.threads
     ggml, bench = find_ggml(threads), Bench(ops, args.runs)
     rows = [int(text) for text in args.rows.split(",")]
     results: list[Record] = []

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--setting", action="append", choices=known, help="llama.cpp's (default: all)"
     )
     args = parser.parse_args(arguments)
-    path, threads = find_model(args.model), hardware.probe().cpu.usable_cores
+    path, threads = find_model(args.model), hardware.probe().cpu.cores.threads
     contexts = sorted(map(int, args.held.split(",")))
     rows = [int(text) for text in args.rows.split(",")]
     capacity = contexts[-1] + max(rows) + 1

@@ -53,7 +53,7 @@ def measure(shape: MixtureShape, runs: int) -> Record:
             **found,
         }
 
-    threads = hardware.probe().cpu.usable_cores
+    threads = hardware.probe().cpu.cores.threads
     with tempfile.TemporaryDirectory() as folder:
         path = write_mixture(shape, layers, Path(folder) / "mixture.gguf")
         with open_sessions(path, PROMPT + TOKENS + 8, threads=threads) as sessions:

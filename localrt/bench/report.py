@@ -78,7 +78,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         runs = f", interrupted: median of {' or '.join(map(str, done))} of {work.runs} runs"
     heading = (
         f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
-        f" {machine.cpu.name} with {machine.cpu.usable_cores} threads"
+        f" {machine.cpu.name} with {options.threads or machine.cpu.cores.threads} threads"
     )
     prefill = _baseline(outcome.results, "prefill_tok_s")
     decode = _baseline(outcome.results, "decode_tok_s")

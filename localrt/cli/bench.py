@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
         ("--long-prompt", int, "N", _LONG_HELP),
-        ("--threads", int, "N", "CPU threads for every engine (default: one for each core)"),
+        (
+            "--threads",
+            int,
+            "N",
+            "CPU threads of every engine (default: the performance cores)",
+        ),
         ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
     ]
     engines = ("native", "llamacpp")
@@ -113,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         _notify("no GPU here: this is a plan for a known GPU, and nothing runs")
         outcome = forecast(options, settings)
     else:
-        floor = hardware.measure_memory_read(args.threads or machine.cpu.usable_cores)
+        floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
         machine = replace(machine, memory_read_bytes_s=floor)
         outcome = run_bench(options, notify=_notify)
     if outcome.interrupted and not outcome.results:

@@ -173,7 +173,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     """Return the report for people."""
     machine = report["machine"]
     cpu, memory, disk = machine["cpu"], machine["memory"], machine["disk"]
-    cores = f"{cpu['physical_cores']} cores, {cpu['usable_cores']} threads"
     ram = f"{format_bytes(memory['total'])}, {format_bytes(memory['available'])} available"
     if memory["limit"]:
         ram += " (limited by a control group)"
@@ -182,7 +181,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     rows = [
         ["localrt", report["localrt"]],
         ["python", f"{machine['python']} on {machine['system']}"],
-        ["CPU", f"{cpu['name']}, {cores}"],
+        ["CPU", f"{cpu['name']}, {cpu['physical_cores']} cores"],
+        ["threads", _threads_text(cpu["cores"])],
         ["features", " ".join(cpu["features"]) or "none that the kernels use"],
         ["RAM", ram],
     ]
@@ -213,6 +213,15 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 def _aligned(rows: list[list[str]]) -> str:
     body = table(rows, [""] * len(rows[0])).split("\n", 1)[1]
     return "\n".join(f"  {line}" for line in body.splitlines())
+
+
+def _threads_text(cores: dict[str, int]) -> str:
+    """Return which cores compute by default."""
+    both = bool(cores["efficiency"])
+    text = f"{cores['threads']} of {cores['performance']} {'performance ' if both else ''}cores"
+    if cores["threads"] < cores["performance"]:
+        text += " (limited by a control group)"
+    return f"{text}; {cores['efficiency']} efficiency cores unused" if both else text
 
 
 def _gpu_text(gpu: dict[str, Any]) -> str:

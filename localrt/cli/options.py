@@ -46,7 +46,7 @@ KV_HELP = (
     "(default: bf16)"
 )
 FORMAT_HELP = "unpack weights to this format (default: as in the file)"
-_THREADS_HELP = "CPU threads (default: one for each core)"
+_THREADS_HELP = "CPU threads (default: one for each performance core)"
 _ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
 _ADAPTER_HELP = (
     "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used "

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from localrt.common.cores import default_threads
 from localrt.common.files import write_text
 from localrt.common.settings import Settings
 from localrt.offload import hardware
@@ -75,7 +76,7 @@ def machine_profile(
     disk = None if remeasure else _known_disk(folder, cache, sample=sample)
     known = {} if remeasure else _known(cache, memory)
     if disk is not None and "call_s" in known and not _missing(known, wanted):
-        return disk, _profile(known, hardware.identity()[0], disk, _cores())
+        return disk, _profile(known, hardware.identity()[0], disk, default_threads())
     if memory < _LEAST_WORKING_SET:
         disk = disk or _known_disk(folder, cache, sample=True) or DiskProfile.assumed()
         return disk, known_machine(cache, folder) or typical_machine()
@@ -90,14 +91,13 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
     For callers that must not load the machine: nothing is measured. A file of another processor or
     version is used too, since nothing better is known.
     """
-    import psutil  # not needed where rates are measured
 
     try:
         known, disks = _read(cache / _FILE), _read(cache / _DISKS)
         device = "" if folder is None else str(folder.stat().st_dev)
         disk = DiskProfile.from_dict(disks.get(device) or next(iter(disks.values())))
         name = str((known.get("fingerprint") or ["", "this machine"])[1])
-        return _profile(known, name, disk, psutil.cpu_count(logical=False) or 1)
+        return _profile(known, name, disk, default_threads())
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None
 
@@ -129,7 +129,7 @@ def measure(
         disk = _measure_sample(folder) if sample else measure_disk(_large_files(folder))
         entry = {**disk.to_dict(), "sample": sample}
         _write(cache / _DISKS, {**_read(cache / _DISKS), str(folder.stat().st_dev): entry})
-    return disk, _profile(known, hardware.identity()[0], disk, _cores())
+    return disk, _profile(known, hardware.identity()[0], disk, default_threads())
 
 
 def main(arguments: list[str]) -> None:
@@ -181,7 +181,7 @@ def _fingerprint(ops: NativeOps) -> list[str]:
     path = find_library()
     status = path.stat() if path else None
     library = f"{status.st_size}-{status.st_mtime_ns}" if status else "none"
-    return [str(_VERSION), *hardware.identity(), ops.isa, str(_cores()), library]
+    return [str(_VERSION), *hardware.identity(), ops.isa, str(default_threads()), library]
 
 
 def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
@@ -357,12 +357,6 @@ def _measurable(name: str) -> bool:
     if known is None or known.name == "f32":  # used for vectors; models scale from others
         return False
     return layout_of(known) is not None and not _SHAPE[1] % tile_span(known)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _measure_sample(folder: Path) -> DiskProfile:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from localrt.common.cores import default_threads
 from localrt.common.errors import OptionError
 from localrt.common.files import private_folder
 from localrt.common.formatting import parse_size
@@ -334,7 +335,7 @@ def machine_here(
 
     Its disk is that of the model at ``path``, else that of localrt's cache.
     """
-    cores = hardware.probe().cpu.usable_cores
+    cores = default_threads()
     typical = _with_source(typical_machine().with_cores(cores), cores="measured")
     if best_isa() is None:
         return typical, "the CPU kernels are not compiled: a typical desktop's rates are assumed"

@@ -6,7 +6,6 @@ allocates, fills their structs and calls them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.cores import default_threads
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
@@ -101,7 +101,7 @@ class NativeOps(StreamSteps):
                 "the compiled kernels are missing: install a C++ compiler, then localrt again"
             )
         self._api = load_library(path)
-        self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
+        self._handle = self._api.lrt_create(threads or default_threads(), isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
         self._kv_format: CacheFormat = kv_format
@@ -535,9 +535,3 @@ def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:
         return NativeOps().tile
     except MissingExtraError:
         return tile_tensor
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -10,6 +10,7 @@ import pytest
 
 import localrt
 from localrt.cli import doctor
+from localrt.common.cores import Cores
 from localrt.offload import hardware
 from localrt.quant.cuda.gpu_file import GpuFile
 from tests.planner.models import RATE
@@ -40,6 +41,23 @@ def test_json_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert folders["cache"]["path"] == str(tmp_path / "LOCALRT_CACHE")
     assert folders["cache"]["writable"]
     assert list(tmp_path.iterdir()) == []  # looking makes nothing
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [
+        (Cores(6, 0, 6), "6 of 6 cores"),
+        (Cores(8, 8, 8), "8 of 8 performance cores; 8 efficiency cores unused"),
+        (Cores(8, 0, 2), "2 of 8 cores (limited by a control group)"),
+    ],
+)
+def test_threads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cores: Cores, text: str
+) -> None:
+    monkeypatch.setattr(hardware, "find_cores", lambda root: cores)
+    assert f"threads   {text}\n" in _doctor(capsys, as_json=False)
+    counts = {"performance": cores.performance, "efficiency": cores.efficiency}
+    assert _doctor(capsys)["machine"]["cpu"]["cores"] == {**counts, "threads": cores.threads}
 
 
 def test_the_full_report_has_the_rates_that_plans_have(

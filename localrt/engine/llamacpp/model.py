@@ -20,8 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import psutil
-
+from localrt.common.cores import default_threads
 from localrt.common.errors import (
     CheckpointError,
     LocalrtError,
@@ -145,8 +144,8 @@ class LlamaCppModel:
         """Load ``path``, a GGUF file (of a split model: its first part).
 
         A cache of ``ctx`` tokens is checked against memory at once, so that a context that cannot
-        fit fails here; ``threads`` defaults to the physical cores. An exception from ``progress``
-        stops the load and is raised here.
+        fit fails here; ``threads`` defaults to the performance cores. An exception from
+        ``progress`` stops the load and is raised here.
 
         Raises:
             CheckpointError: the file is missing or malformed.
@@ -192,9 +191,8 @@ class LlamaCppModel:
             api.llama_model_free(handle)
             raise UnsupportedModelError(f"{path.name} is not a model that continues text")
 
-        cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         info = _describe(api, handle, "cuda" if on_gpu else "cpu")
-        model = cls(library, handle, info, threads=threads or cores, settings=settings)
+        model = cls(library, handle, info, threads=threads or default_threads(), settings=settings)
         try:
             if ctx is not None:
                 model.check_cache_fits(ctx)

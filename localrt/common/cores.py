@@ -1,0 +1,151 @@
+"""Which cores compute by default: a thread for each physical performance core.
+
+Threads are not bound to these cores. Systems put busy threads on fast cores by themselves, and work
+is handed out in pieces, so a thread on a slow or busy core takes fewer of them. A bound thread
+could not make way for another program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterator, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from localrt.common.control_groups import group_folders
+
+# How much faster than the others the cores of another kind are, by each file that says so. A higher
+# clock alone makes none: AMD's compact cores do the same work a cycle at up to 1.55 times less.
+_KINDS = (("cpu_capacity", 1.3), ("cpufreq/cpuinfo_max_freq", 1.6))
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Physical cores that this process may use; if they are of one kind, all are ``performance``.
+
+    ``threads`` is how many compute by default: fewer than ``performance`` only if the process's
+    control group is limited to less CPU time.
+    """
+
+    performance: int
+    efficiency: int
+    threads: int
+
+
+def default_threads() -> int:
+    """Return the number of threads that compute if the user names none."""
+    return find_cores().threads
+
+
+def find_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores:
+    """Return the cores of this process.
+
+    ``root`` is where ``proc`` and ``sys`` lie, ``allowed`` the logical cores that the process may
+    use; tests pass their own.
+    """
+    if allowed is None and hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+    fast = slow = 0
+    if allowed is not None:
+        fast, slow = _linux_cores(root, allowed)
+    elif sys.platform == "darwin":
+        fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
+        slow = _sysctl("hw.perflevel1.physicalcpu")
+    else:
+        fast, slow = _windows_cores()
+    if not fast:
+        fast, slow = slow or os.cpu_count() or 1, 0
+    times = min(_cpu_limits(root), default=fast)
+    return Cores(fast, slow, threads=max(1, min(fast, round(times))))
+
+
+def _linux_cores(root: Path, allowed: Set[int]) -> tuple[int, int]:
+    folder = root / "sys/devices/system/cpu"
+
+    def physical(logical: Set[int]) -> int:
+        files = (folder / f"cpu{number}/topology/thread_siblings_list" for number in logical)
+        return len({_read(file) or str(file) for file in files})
+
+    fast = _fast(root, folder, allowed)
+    return physical(fast), physical(allowed - fast)
+
+
+def _fast(root: Path, folder: Path, allowed: Set[int]) -> Set[int]:
+    """Return the logical cores of the fast kind: above the widest step between speeds."""
+    if performance := _read(root / "sys/devices/cpu_core/cpus"):  # Intel's, of two kinds
+        return allowed & _numbers(performance)
+    for name, least in _KINDS:
+        speeds = {number: _read(folder / f"cpu{number}" / name) for number in allowed}
+        known = {number: int(text) for number, text in speeds.items() if text.isdigit()}
+        steps = [(b / a, b) for a, b in pairwise(sorted(set(known.values()))) if a]
+        if len(known) == len(allowed) and steps and max(steps)[0] >= least:
+            return {number for number, speed in known.items() if speed >= max(steps)[1]}
+    return allowed
+
+
+def _numbers(text: str) -> set[int]:
+    """Parse a list as Linux writes it: ``0-3,8``."""
+    ranges = (part.partition("-") for part in text.split(","))
+    return {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
+
+
+def _cpu_limits(root: Path) -> Iterator[float]:
+    """Return how many cores' time each control group of this process may use, if limited."""
+    for version, folder in group_folders(root, "cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with suppress(ValueError):  # not there, or "max"
+            quota, period = map(int, " ".join(_read(folder / name) for name in names).split())
+            if quota > 0 and period > 0:
+                yield quota / period
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> int:
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(
+        name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0
+    )
+    return 0 if failed else value.value
+
+
+def _windows_cores() -> tuple[int, int]:
+    if sys.platform == "win32":
+        kernel, size = ctypes.windll.kernel32, ctypes.c_uint32(0)
+        kernel.GetLogicalProcessorInformationEx(0, None, ctypes.byref(size))
+        records = ctypes.create_string_buffer(size.value)
+        if kernel.GetLogicalProcessorInformationEx(0, records, ctypes.byref(size)):
+            own, every = ctypes.c_size_t(0), ctypes.c_size_t(0)
+            process = ctypes.c_void_p(-1)  # this one
+            kernel.GetProcessAffinityMask(process, ctypes.byref(own), ctypes.byref(every))
+            return count_records(records.raw[: size.value], own.value, platform.processor())
+    return 0, 0
+
+
+def count_records(records: bytes, allowed: int, processor: str) -> tuple[int, int]:
+    """Count fast and slow cores in PROCESSOR_RELATIONSHIP records of 64-bit Windows.
+
+    ``allowed`` is the process's mask within the first group of processors.
+    """
+    classes, at = [], 0
+    while at + 42 <= len(records):
+        (size,) = struct.unpack_from("<I", records, at + 4)
+        mask, group = struct.unpack_from("<QH", records, at + 32)
+        if group or not allowed or mask & allowed:
+            classes.append(records[at + 9])  # the higher, the faster
+        at += max(size, 42)
+    if "AuthenticAMD" in processor:  # compact cores, see above
+        return len(classes), 0
+    fast = classes.count(max(classes, default=0))
+    return fast, len(classes) - fast
