@@ -1,1 +1,1 @@
-"""Helpers for all packages: errors, settings, options in messages, files, sizes as text."""
+"""Helpers for all packages: errors, settings, options in messages, files, cores, sizes as text."""
