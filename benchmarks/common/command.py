@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from localrt.common.errors import OptionError
@@ -14,7 +15,7 @@ from localrt.quant.cpu.ops import NativeOps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
-ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
+_ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
 
 
 def make_parser(
@@ -50,12 +51,13 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
 
 def isa_name(text: str) -> str:
     """For ``type=``: an instruction set that the kernels can use here; empty: the best."""
-    try:
-        return NativeOps(threads=1, isa=text).isa
-    except OptionError as error:
-        if text not in ISAS:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ISAS)}") from None
-        raise argparse.ArgumentTypeError(str(error)) from None
+    usable = []
+    for name in (text, *_ISAS):
+        with suppress(OptionError):
+            usable.append(NativeOps(threads=1, isa=name).isa)
+            if name == text:
+                return usable[0]
+    raise argparse.ArgumentTypeError(f"{text!r} cannot run here; {', '.join(usable)} can")
 
 
 def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:

@@ -1,6 +1,6 @@
 """The CPU kernels one at a time, beside ggml's: GB/s, share of the read floor, GFLOP/s.
 
-    python -m benchmarks.kernels [--formats q4_0,q4_k] [--rows 1,8,64] [--json FILE]
+    python -m benchmarks.kernels [--formats q4_0,q4_k] [--rows 1,8,64] [--isa avx2] [--json FILE]
 
 Every product runs over copies that together exceed the last-level cache, so that weights come from
 memory. By turns with every line run what bounds it: the floor (plain reading) and the peak (int8
