@@ -1,7 +1,7 @@
 """Compare whole models on one instruction set with peers that were built for the same one.
 
     python -m benchmarks.cpu [--isa avx2] [--ik LLAMA_BENCH] [--llamacpp LLAMA_BENCH]
-        [--models smollm2,qwen1.5b,FILE.gguf] [--runs 5] [--only WORDS] [--json FILE]
+        [--models smollm2 qwen1.5b FILE.gguf] [--runs 5] [--only WORDS] [--json FILE]
 
 A peer is a ``llama-bench`` executable. For AVX2 build it with cmake's -DGGML_NATIVE=OFF
 -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON. A row first runs each peer once in every setting
@@ -31,7 +31,6 @@ from benchmarks.common.command import (
     cited_command,
     find_model,
     isa_name,
-    listed,
     make_parser,
 )
 from benchmarks.common.record import Record, load, save_row, setting
@@ -50,18 +49,16 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement of one file: ``tokens`` are read, decoded, or are the rows of a tree."""
+    """One measurement of one file: ``tokens`` are read, decoded, or are the rows of a tree.
+
+    ``llama-bench`` measures the kinds ``prompt`` and ``decode`` too.
+    """
 
     name: str
     model: str
     kind: str
     tokens: int
     repeats: int = 1
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether ``llama-bench`` measures that too."""
-        return self.kind in ("prompt", "decode")
 
 
 def rows_of(model: str) -> list[Row]:
@@ -135,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print."""
     parser = make_parser(__doc__)
     parser.add_argument("--isa", type=isa_name, default="", help="default: this machine's best")
-    parser.add_argument("--models", type=listed(), default=list(MODELS), help="names or files")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="names or files")
     parser.add_argument("--ik", type=Path, metavar="LLAMA_BENCH", help="of ik_llama.cpp")
     parser.add_argument("--llamacpp", type=Path, metavar="LLAMA_BENCH", help="of llama.cpp")
     parser.add_argument("--runs", type=int, default=5)
@@ -157,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = find_model(row.model)
         contestants: dict[str, Callable[[], Record]]
         contestants = {"localrt": partial(run_ours, row, path, args.isa, threads)}
-        for peer in peers if row.has_peers else ():
+        for peer in peers if row.kind in ("prompt", "decode") else ():
             call = fastest(peer, row, path, threads)
             if call is not None:
                 contestants[peer.name] = call

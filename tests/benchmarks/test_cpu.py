@@ -71,7 +71,7 @@ def test_command(
     file = tmp_path / "cpu.json"
     words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
     words += ["--runs", "3", "--json", str(file)]
-    assert cpu.main([*words, "--models", "qwen1.5b,a.gguf", "--only", "a, prompt of 512"]) == 0
+    assert cpu.main([*words, "--models", "qwen1.5b", "a.gguf", "--only", "a, prompt of 512"]) == 0
     assert cpu.main([*words, "--models", "smollm2"]) == 0
     record = json.loads(file.read_text())
     rows = {row["name"]: row for row in record["rows"]}
