@@ -29,6 +29,8 @@ Logits = npt.NDArray[np.float32]
 # Different logits are never this close; dividing by a smaller number overflows.
 _GREEDY_BELOW = 1e-8
 _MIDDLE_TOP_K, _MIDDLE_TOP_P, _MIDDLE_WEIGHT = 40, 0.99, 3
+# The best k of all logits are sought among those that reach the best of some groups of them.
+_GROUP, _GROUPS_PER_TOKEN = 64, 4
 _NUMBERS = (
     ("temperature", 0.0, 100.0),
     ("repetition_penalty", 0.01, 100.0),
@@ -215,25 +217,33 @@ def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Dis
     """
     if sampling.greedy:
         return Distribution(np.array([int(logits.argmax())], np.intp), np.ones(1))
-    tokens = _top_k(logits, sampling.top_k)
-    scaled = logits[tokens].astype(np.float64)
+    # Sorting all logits is faster than sorting their ids: those that stay are found at the end.
+    tokens = None
+    if sampling.top_k or sampling.typical_p < 1.0:
+        tokens = _top_k(logits, sampling.top_k)
+    values = np.sort(logits)[::-1] if tokens is None else logits[tokens]
+    scaled = values.astype(np.float64)
     scaled = (scaled - scaled[0]) / sampling.temperature
     probs = np.exp(scaled)
     probs /= probs.sum()
-    if sampling.typical_p < 1.0:
-        tokens, probs = _typical(tokens, probs, sampling.typical_p)
+    if tokens is not None and sampling.typical_p < 1.0:
+        kept = _typical(probs, sampling.typical_p)
+        tokens, values, probs = tokens[kept], values[kept], _renormalized(probs[kept])
     if sampling.top_p < 1.0:
         # The smallest set that reaches top_p: keep a token if the ones before it fall short.
         keep = max(1, int(np.searchsorted(np.cumsum(probs), sampling.top_p, side="left")) + 1)
-        tokens, probs = _renormalized(tokens[:keep], probs[:keep])
+        probs = _renormalized(probs[:keep])
     if sampling.min_p > 0.0:
         keep = int(np.count_nonzero(probs >= sampling.min_p * probs[0]))
-        tokens, probs = _renormalized(tokens[:keep], probs[:keep])
+        probs = _renormalized(probs[:keep])
+    skip, keep = 0, len(probs)
     if sampling.excludes_top and chance < sampling.xtc_probability:
-        skip = _top_choices(logits[tokens], sampling.xtc_threshold) - 1
-        if skip > 0:
-            tokens, probs = _renormalized(tokens[skip:], probs[skip:])
-    return Distribution(tokens, probs)
+        skip = max(0, _top_choices(values[:keep], sampling.xtc_threshold) - 1)
+        if skip:
+            probs = _renormalized(probs[skip:])
+    if tokens is None:
+        tokens = _top_k(logits, keep)
+    return Distribution(tokens[skip:keep], probs)
 
 
 def constrained(
@@ -247,8 +257,11 @@ def constrained(
 def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     """Return the ids of the k best logits (all if k is 0), best first, ties by id."""
     if 0 < k < len(logits):
-        floor = np.partition(logits, len(logits) - k)[len(logits) - k]
-        ids = np.flatnonzero(logits >= floor)
+        # At least k of them reach what k of the groups' best ones do.
+        groups = len(logits) // _GROUP
+        best = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+        some = best if _GROUPS_PER_TOKEN * k <= groups else logits
+        ids = np.flatnonzero(logits >= np.partition(some, len(some) - k)[len(some) - k])
     else:
         k = len(logits)
         ids = np.arange(len(logits))
@@ -256,15 +269,13 @@ def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     return np.asarray(ids[order[:k]])
 
 
-def _typical(
-    tokens: npt.NDArray[np.intp], probs: npt.NDArray[np.float64], mass: float
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+def _typical(probs: npt.NDArray[np.float64], mass: float) -> npt.NDArray[np.intp]:
+    """Return the indices of the most typical of ``probs`` (n,) that reach ``mass``."""
     surprise = -np.log(np.maximum(probs, 1e-300))
     distance = np.abs(surprise - (probs * surprise).sum())
     order = np.argsort(distance, kind="stable")
     keep = max(1, int(np.searchsorted(np.cumsum(probs[order]), mass, side="left")) + 1)
-    kept = np.sort(order[:keep])
-    return _renormalized(tokens[kept], probs[kept])
+    return np.sort(order[:keep])
 
 
 def _top_choices(logits: Logits, threshold: float) -> int:
@@ -273,10 +284,9 @@ def _top_choices(logits: Logits, threshold: float) -> int:
     return int(np.count_nonzero(probs >= threshold * probs.sum()))
 
 
-def _renormalized(
-    tokens: npt.NDArray[np.intp], probs: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    return tokens, probs / probs.sum()
+def _renormalized(probs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    total: float = probs.sum()
+    return probs / total
 
 
 def ends_middle(logits: Logits, ends: Collection[int]) -> bool:

@@ -73,6 +73,15 @@ def test_filters(settings: dict[str, Any], tokens: list[int]) -> None:
     assert kept(logits_of(0.1, 0.2, 0.4, 0.3), **settings) == tokens
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_k": 900}, {"min_p": 0.3}])
+def test_ties_in_large_vocabulary(settings: dict[str, Any]) -> None:
+    logits = np.random.default_rng(0).integers(0, 20, 5000).astype(np.float32) / 4
+    best = np.argsort(-logits, kind="stable")
+    result = distribution(logits, Sampling(**{**NEUTRAL, **settings}))
+    count = settings.get("top_k", int((logits >= logits.max() + np.log(0.3)).sum()))
+    assert result.tokens.tolist() == best[:count].tolist()
+
+
 def test_flat_top_p() -> None:
     logits = np.linspace(0, 1e-3, 1000).astype(np.float32)
     tokens = kept(logits, top_p=0.1)
