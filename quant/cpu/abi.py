@@ -118,8 +118,7 @@ class AttentionArgs(Structure):
 
     _fields_ = fields(
         (c_void_p, "x q out norm qkv_bias q_norm k_norm v_norm out_bias post_norm sinks"),
-        (c_void_p, "cos sin near_turns far_turns positions chosen"),
-        (POINTER(SpanArgs), "spans"),
+        (c_void_p, "cos sin near_turns far_turns positions chosen spans"),
         (Stack, "qkv proj"),
         (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
         (c_int32, "gated head_gates norms_last most_chosen"),
@@ -131,8 +130,7 @@ class IndexArgs(Structure):
     """An indexer that chooses tokens."""
 
     _fields_ = fields(
-        (c_void_p, "x chosen q_norm k_norm cos sin block_cos block_sin"),
-        (POINTER(SpanArgs), "spans"),
+        (c_void_p, "x chosen q_norm k_norm cos sin block_cos block_sin spans"),
         (Stack, "qk"),
         (c_int32, "rows span_count heads head_dim rotary block budget"),
         (c_float, "eps"),
@@ -143,8 +141,7 @@ class LatentArgs(Structure):
     """Both steps of a layer of latent attention."""
 
     _fields_ = fields(
-        (c_void_p, "x q out norm query_norm latent_norm cos sin"),
-        (POINTER(SpanArgs), "spans"),
+        (c_void_p, "x q out norm query_norm latent_norm cos sin spans"),
         (Stack, "down query_up key_up value_up proj"),
         (c_int32, "rows span_count heads rotary latent nope value interleaved"),
         (c_float, "eps latent_eps scale"),

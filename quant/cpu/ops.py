@@ -37,7 +37,6 @@ from localrt.quant.cpu.passes import (
     attention_args,
     index_args,
     latent_args,
-    native_cache,
     recurrent_args,
 )
 from localrt.quant.cpu.streams import StreamSteps
@@ -48,6 +47,7 @@ from localrt.quant.cpu.weights import (
     Tiler,
     address_of,
     build_weight,
+    kept_args,
     locate,
     route_args,
 )
@@ -80,6 +80,8 @@ from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
+_PLACES = 8  # arrays whose addresses are remembered
+
 
 class NativeOps(StreamSteps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
@@ -108,6 +110,7 @@ class NativeOps(StreamSteps):
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
+        self._places: dict[int, tuple[Floats, int]] = {}  # by an array's id
         self._slots: Floats | None = None  # the array released last
         self._adapters = NativeAdapters(self._api, self._handle)
         self._tiler = Tiler(self._api, self._handle, self._adapters.sites)
@@ -226,7 +229,7 @@ class NativeOps(StreamSteps):
         """(R, H, E), already scaled; keys and values are written to the caches."""
         q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
         args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
-        args.x, args.q = x.ctypes.data, q.ctypes.data
+        args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
         if spec.temperature is not None:
             q[: step.rows] *= spec.temperature.factors(step.batch.positions)[:, None]
@@ -243,10 +246,9 @@ class NativeOps(StreamSteps):
         """(R, 1 + most): of each row how many tokens it sees, and where they lie in its cache."""
         chosen = np.empty((step.rows, 1 + spec.most_tokens), np.int32)
         args = index_args(weights, spec, step, layer)
-        args.x, args.chosen = x.ctypes.data, chosen.ctypes.data
+        args.x, args.chosen = locate(x), locate(chosen)
         self._api.lrt_choose_tokens(self._handle, args)
-        for span in step.batch.spans:
-            native_cache(span).layer_done(layer, span.rows)
+        step.layer_done(layer)
         return chosen
 
     def attention_output(
@@ -259,15 +261,16 @@ class NativeOps(StreamSteps):
         chosen: npt.NDArray[np.int32] | None = None,
     ) -> Floats:
         out = self._array(step.rows, weights.out.stack.rows)
-        args = step.attention[layer]
+        args = step.attention
+        assert args is not None, "both steps of a layer come one after the other"
         if chosen is not None:
             assert weights.qkv_bias is None, "keys that leave out their bias are seen in order"
-            args.chosen, args.most_chosen = chosen.ctypes.data, chosen.shape[1] - 1
-        args.q, args.out = q.ctypes.data, out.ctypes.data
+            args.chosen, args.most_chosen = locate(chosen), chosen.shape[1] - 1
+        args.q, args.out = self._locate(q), self._locate(out)
         self._api.lrt_attention_output(self._handle, args)
+        args.chosen, step.attention = None, None
         if spec.reads is None:
-            for span in step.batch.spans:
-                native_cache(span).layer_done(layer, span.rows)
+            step.layer_done(layer)
         self._spare[q.shape] = q
         return out
 
@@ -277,7 +280,7 @@ class NativeOps(StreamSteps):
         """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches."""
         q = self._array(step.rows, spec.query_rows)
         args = latent_args(weights, spec, step, layer)
-        args.x, args.q = x.ctypes.data, q.ctypes.data
+        args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_latent_append(self._handle, args)
         return q
 
@@ -285,11 +288,11 @@ class NativeOps(StreamSteps):
         self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
     ) -> Floats:
         out = self._array(step.rows, weights.out.stack.rows)
-        args = step.latent[layer]
-        args.q, args.out = q.ctypes.data, out.ctypes.data
+        args = step.latent
+        assert args is not None, "both steps of a layer come one after the other"
+        args.q, args.out = self._locate(q), self._locate(out)
         self._api.lrt_latent_output(self._handle, args)
-        for span in step.batch.spans:
-            native_cache(span).layer_done(layer, span.rows)
+        step.layer_done(layer)
         self._spare[q.shape] = q
         return out
 
@@ -303,7 +306,7 @@ class NativeOps(StreamSteps):
     ) -> Floats:
         out = self._array(step.rows, weights.out.stack.rows)
         args = recurrent_args(weights, spec, step, layer)
-        args.x, args.out = x.ctypes.data, out.ctypes.data
+        args.x, args.out = self._locate(x), self._locate(out)
         self._api.lrt_recurrent(self._handle, args)
         for span in step.batch.spans:
             states_of(span.cache).layer_done(layer)
@@ -326,7 +329,7 @@ class NativeOps(StreamSteps):
     ) -> tuple[Floats, Routing]:
         """(R, D), and the choices."""
         rows, hidden = x.shape
-        args = route_args(weights, spec)
+        args = kept_args(weights.gate, weights, spec, route_args)
         ranked, used = args.ranked, args.used
         normed = self._array(rows, hidden)
         # One array behind all three results: asking where an array lies costs as much as making it.
@@ -504,22 +507,10 @@ class NativeOps(StreamSteps):
         self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
         out = self._array(x.shape[0], weights.down.stack.rows)
-        args = MlpArgs(
-            x=locate(x),
-            out=locate(out),
-            norm=address_of(weights.norm),
-            post_norm=address_of(weights.post_norm),
-            gate_up=weights.gate_up.stack,
-            down=weights.down.stack,
-            rows=x.shape[0],
-            activation=ACTIVATIONS[spec.activation],
-            eps=spec.eps,
-            cut=spec.cutoff is not None,
-            cutoff=spec.cutoff or 0.0,
-            gate_scale=spec.gate_scale,
-        )
+        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, _mlp_args)
         if gate is not None:
             args.row_gate = gate.stack
+        args.x, args.out, args.rows = self._locate(x), self._locate(out), x.shape[0]
         self._api.lrt_norm_gated_mlp(self._handle, args)
         return out
 
@@ -527,6 +518,32 @@ class NativeOps(StreamSteps):
         """An array that the last pass released, or a new one: fresh pages cost more than a row."""
         spare = self._spare.pop((rows, cols), None)
         return np.empty((rows, cols), np.float32) if spare is None else spare
+
+    def _locate(self, array: Floats) -> int:
+        """``locate``, remembered for the few arrays that passes of one row use in turn."""
+        kept = self._places.get(id(array))
+        if kept is not None:
+            return kept[1]
+        address = locate(array)
+        if len(array) == 1:
+            if len(self._places) == _PLACES:
+                self._places.clear()
+            self._places[id(array)] = array, address
+        return address
+
+
+def _mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
+    return MlpArgs(
+        norm=address_of(weights.norm),
+        post_norm=address_of(weights.post_norm),
+        gate_up=weights.gate_up.stack,
+        down=weights.down.stack,
+        activation=ACTIVATIONS[spec.activation],
+        eps=spec.eps,
+        cut=spec.cutoff is not None,
+        cutoff=spec.cutoff or 0.0,
+        gate_scale=spec.gate_scale,
+    )
 
 
 def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:

@@ -22,7 +22,7 @@ from localrt.quant.cpu.abi import (
     StateSpanArgs,
 )
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.cpu.weights import NativeVector, address_of
+from localrt.quant.cpu.weights import NativeVector, address_of, kept_args
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -62,29 +62,32 @@ class NativePass:
     rows: int
     positions: int  # their addresses
     reach: int  # a bound on all positions of the pass and its caches
-    attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
-    latent: dict[int, LatentArgs] = field(default_factory=dict)
+    attention: AttentionArgs | None = None  # of the layer between its two steps
+    latent: LatentArgs | None = None
+    caches: list[NativeKVCache] = field(default_factory=list)
+    spans: list[SpanArgs] = field(default_factory=list)  # side by side in memory
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
     places: list[_Places] = field(default_factory=list)  # addresses of the above
 
-    def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
-        """Every sequence's cache of a layer, and what its rows see."""
-        spans = (SpanArgs * len(self.masks))()
-        for index, span in enumerate(self.batch.spans):
-            cache = native_cache(span)
-            data, stride = cache.layer_ready(layer)
-            spans[index] = SpanArgs(
-                data,
-                _address(self.masks[index]),
-                stride,
-                _CACHE_FORMATS.index(cache.kv_format),
-                cache.length,
-                span.rows,
-                0 if span.mask is None else span.mask.shape[1] - span.rows,
-            )
-        return spans
+    def span_args(self, layer: int) -> int:
+        """The address of every sequence's cache of a layer, and of what its rows see.
+
+        It is valid until the next call.
+        """
+        if not self.spans:
+            self.caches = [native_cache(span) for span in self.batch.spans]
+            spans = map(_span_args, self.batch.spans, self.caches, self.masks)
+            self.spans = list((SpanArgs * len(self.caches))(*spans))
+        for span, cache in zip(self.spans, self.caches, strict=True):
+            span.data, span.stride = cache.layer_ready(layer)
+        return ctypes.addressof(self.spans[0])
+
+    def layer_done(self, layer: int) -> None:
+        """The layer's keys and values have been written and read."""
+        for span, cache in zip(self.batch.spans, self.caches, strict=True):
+            cache.layer_done(layer, span.rows)
 
     def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
         """Every sequence's memory of a recurrent layer, and its rows."""
@@ -120,16 +123,16 @@ class NativePass:
         """
         if rope is None:
             return None, None
-        if (rope, back) not in self.tables:
+        tables = self.tables.get((rope, back))
+        if tables is None:
             frequencies = np.asarray(rope.inv_freq, np.float32)
             angles = (self.batch.positions - back).astype(np.float32)[:, None] * frequencies
             scale = np.float32(rope.scale)
-            self.tables[rope, back] = (
+            tables = self.tables[rope, back] = (
                 NativeVector(np.cos(angles) * scale),
                 NativeVector(np.sin(angles) * scale),
             )
-        cos, sin = self.tables[rope, back]
-        return cos.address, sin.address
+        return tables[0].address, tables[1].address
 
 
 def attention_args(
@@ -140,43 +143,36 @@ def attention_args(
     turns: Turns | None,
 ) -> AttentionArgs:
     """Of both steps: the second finds them in the pass. ``turns`` if keys lack their bias."""
-    cos, sin = step.rope_tables(spec.rope)
-    near, far = (None, None) if turns is None else turns.addresses(step.reach)
-    spans = step.span_args(layer)
-    args = step.attention[layer] = AttentionArgs(
-        norm=address_of(weights.norm),
-        qkv_bias=address_of(weights.qkv_bias),
-        q_norm=address_of(weights.q_norm),
-        k_norm=address_of(weights.k_norm),
-        v_norm=address_of(weights.v_norm),
-        out_bias=address_of(weights.out_bias),
-        post_norm=address_of(weights.post_norm),
-        sinks=address_of(weights.sinks),
-        cos=cos,
-        sin=sin,
-        near_turns=near,
-        far_turns=far,
-        positions=step.positions,
-        spans=spans,
+    args = step.attention = kept_args(weights.qkv, weights, spec, _attention_args)
+    if turns is not None:
+        args.near_turns, args.far_turns = turns.addresses(step.reach)
+    args.cos, args.sin = step.rope_tables(spec.rope)
+    args.spans, args.positions = step.span_args(layer), step.positions
+    args.rows, args.span_count = step.rows, len(step.spans)
+    return args
+
+
+# What the kernels call as ``AttentionWeights`` and ``AttentionSpec`` do.
+_ATTENTION_VECTORS = (
+    *("norm", "qkv_bias", "q_norm", "k_norm", "v_norm"),
+    *("out_bias", "post_norm", "sinks"),
+)
+_ATTENTION_SIZES = (
+    *("heads", "kv_heads", "head_dim", "joint_norms", "projections", "gated", "head_gates"),
+    *("norms_last", "eps", "scale"),
+)
+
+
+def _attention_args(weights: AttentionWeights, spec: AttentionSpec) -> AttentionArgs:
+    return AttentionArgs(
+        **{name: address_of(getattr(weights, name)) for name in _ATTENTION_VECTORS},
+        **{name: getattr(spec, name) for name in _ATTENTION_SIZES},
         qkv=weights.qkv.stack,
         proj=weights.out.stack,
-        rows=step.rows,
-        span_count=len(spans),
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
         rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
         window=spec.window or 0,
-        joint_norms=spec.joint_norms,
-        projections=spec.projections,
-        gated=spec.gated,
-        head_gates=spec.head_gates,
-        norms_last=spec.norms_last,
-        eps=spec.eps,
-        scale=spec.scale,
         softcap=spec.softcap or 0.0,
     )
-    return args
 
 
 def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: int) -> IndexArgs:
@@ -194,7 +190,7 @@ def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: 
         spans=spans,
         qk=weights.qk.stack,
         rows=step.rows,
-        span_count=len(spans),
+        span_count=len(step.spans),
         heads=spec.heads,
         head_dim=spec.head_dim,
         rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
@@ -210,7 +206,7 @@ def latent_args(
     """Of both steps: the second finds them in the pass."""
     cos, sin = step.rope_tables(spec.rope)
     spans = step.span_args(layer)
-    args = step.latent[layer] = LatentArgs(
+    args = step.latent = LatentArgs(
         norm=address_of(weights.norm),
         query_norm=address_of(weights.query_norm),
         latent_norm=address_of(weights.latent_norm),
@@ -222,7 +218,7 @@ def latent_args(
         value_up=weights.value_up.stack,
         proj=weights.out.stack,
         rows=step.rows,
-        span_count=len(spans),
+        span_count=len(step.spans),
         heads=spec.heads,
         rotary=spec.rope_dim,
         latent=spec.latent,
@@ -242,10 +238,7 @@ def recurrent_args(
     weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
 ) -> RecurrentArgs:
     """Arguments of a recurrent layer's only step; constant ones are made once."""
-    kept = weights.mix.call
-    if kept is None or kept[0] is not weights or kept[1] is not spec:
-        kept = weights.mix.call = weights, spec, _recurrent_args(weights, spec)
-    args: RecurrentArgs = kept[2]
+    args = kept_args(weights.mix, weights, spec, _recurrent_args)
     args.spans, args.rows = step.state_args(layer), step.rows
     args.span_count = len(step.states)
     return args
@@ -279,6 +272,17 @@ def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> Recurrent
     if weights.gate_up is not None and weights.decay_up is not None:
         args.gate_up, args.decay_up = weights.gate_up.stack, weights.decay_up.stack
     return args
+
+
+def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | None) -> SpanArgs:
+    """Without what differs from layer to layer."""
+    return SpanArgs(
+        mask=_address(mask),
+        format=_CACHE_FORMATS.index(cache.kv_format),
+        held=cache.length,
+        rows=span.rows,
+        extra=0 if span.mask is None else span.mask.shape[1] - span.rows,
+    )
 
 
 def native_cache(span: Span) -> NativeKVCache:

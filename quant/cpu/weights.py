@@ -8,11 +8,12 @@ them. It knows the compiled library, not where blocks and experts come from.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ class NativeWeight:
     stack: Stack
     parts: ctypes.Array[Matrix]
     tensors: list[TiledTensor]
-    call: Any = None  # arguments kept for the next call with this weight
+    call: Any = None  # see ``kept_args``
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +81,29 @@ def locate(array: npt.NDArray[Any]) -> int:
     except (TypeError, ValueError):
         address: int = array.ctypes.data
         return address
+
+
+_Weights = TypeVar("_Weights")
+_Spec = TypeVar("_Spec")
+_Args = TypeVar("_Args")
+
+
+def kept_args(
+    weight: NativeWeight,
+    weights: _Weights,
+    spec: _Spec,
+    make: Callable[[_Weights, _Spec], _Args],
+) -> _Args:
+    """The arguments that ``make`` gives for ``weights`` and ``spec``, made once.
+
+    ``weight``, one of the matrices, keeps them for the next call. It keeps no reference to
+    ``weights``: evicted ones are freed at once.
+    """
+    kept = weight.call
+    if kept is None or kept[0]() is not weights or kept[1] is not spec:
+        kept = weight.call = ref(weights), spec, make(weights, spec)
+    args: _Args = kept[2]
+    return args
 
 
 class Tiler:
@@ -258,21 +282,15 @@ class NativeExpertTable:
 
 
 def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
-    """A router's constant arguments, made once."""
-    kept = weights.gate.call
-    if kept is not None and kept[0] is weights and kept[1] is spec:
-        args: RouteArgs = kept[2]
-        return args
+    """A router's constant arguments."""
     vectors = ("norm", "gate_bias", "choice_bias", "gate_norm", "expert_scale")
     sizes = (
         *("used", "ranked", "normalize", "groups", "used_groups", "group_top"),
         *("eps", "scale"),
     )
-    args = RouteArgs(
+    return RouteArgs(
         **{name: address_of(getattr(weights, name)) for name in vectors},
         **{name: getattr(spec, name) for name in sizes},
         gate=weights.gate.stack,
         scoring=SCORINGS[spec.scoring],
     )
-    weights.gate.call = (weights, spec, args)
-    return args

@@ -43,6 +43,10 @@ class Rope:
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
 
+    def __hash__(self) -> int:
+        """Of a few numbers: passes look tables up for every layer."""
+        return hash((self.inv_freq[-1:], self.scale))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:
@@ -132,7 +136,7 @@ class AttentionSpec:
         return self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class AttentionWeights:
     """One attention unit. ``qkv`` stacks the rows of q, k and v, as far as a layer has them."""
 

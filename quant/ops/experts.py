@@ -62,7 +62,7 @@ class RouterSpec:
         return min(2 * self.used, self.count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class RouterWeights:
     """A router and the norm before it."""
 

@@ -78,7 +78,7 @@ class MlpSpec:
         return self.activation != "relu2"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class MlpWeights:
     """One MLP unit. ``gate_up`` stacks the rows of gate and up, (2F, D), or is up alone, (F, D).
 

@@ -162,7 +162,7 @@ class RecurrentSpec:
         return state + self.taps * self.channels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class RecurrentWeights:
     """One unit of a recurrent layer.
 
