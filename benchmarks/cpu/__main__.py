@@ -37,7 +37,7 @@ from benchmarks.common.record import Record, load, save_row, setting
 from benchmarks.compare.__main__ import summary
 from benchmarks.cpu.llama_bench import Peer, PeerFailedError
 from benchmarks.cpu.tables import cpu_table
-from localrt.offload import hardware
+from localrt.common.cores import default_threads
 
 MODELS = {
     "smollm2": "SmolLM2-135M Q4_1",
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not peer.program.is_file():
             parser.error(f"{peer.program} is not a file")
     file = args.json or RESULTS / f"cpu-{args.isa}.json"
-    threads = hardware.probe().cpu.usable_cores
+    threads = default_threads()
     about: dict[str, Any] = setting(cited_command("cpu", arguments), "numpy")
     about |= {"isa": args.isa, "threads": threads, "runs": args.runs}
     record = load(file, rows=[])
