@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,7 @@ class TokenTree:
         )
 
     @classmethod
+    @cache
     def empty(cls) -> TokenTree:
         """Return a tree without nodes."""
         return cls.of([], [], [], "")

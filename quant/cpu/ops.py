@@ -182,7 +182,7 @@ class NativeOps(StreamSteps):
         # Arrays for other row counts would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
-        step = NativePass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
+        step = NativePass(batch, len(batch.tokens), locate(batch.positions), reach)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
@@ -205,7 +205,7 @@ class NativeOps(StreamSteps):
             rows = rows_of_tokens(rows, each, table.stack.rows)
         out = np.empty((len(rows), table.stack.cols), np.float32)
         self._api.lrt_read_rows(
-            self._handle, table.parts, rows.ctypes.data, len(rows), scale, out.ctypes.data
+            self._handle, table.parts, locate(rows), len(rows), scale, self._locate(out)
         )
         return out
 
@@ -449,9 +449,9 @@ class NativeOps(StreamSteps):
         logits = large_floats((len(rows), weight.stack.rows))
         wanted = np.ascontiguousarray(rows, np.int64)
         args = HeadArgs(
-            x=x.ctypes.data,
-            wanted=wanted.ctypes.data,
-            logits=logits.ctypes.data,
+            x=self._locate(x),
+            wanted=locate(wanted),
+            logits=locate(logits),
             norm=address_of(norm),
             weight=weight.stack,
             count=len(rows),

@@ -64,10 +64,11 @@ class NativePass:
     reach: int  # a bound on all positions of the pass and its caches
     attention: AttentionArgs | None = None  # of the layer between its two steps
     latent: LatentArgs | None = None
-    caches: list[NativeKVCache] = field(default_factory=list)
-    spans: list[SpanArgs] = field(default_factory=list)  # side by side in memory
+    spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # side by side
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
+    tables: dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]] = field(
+        default_factory=dict
+    )  # by a rope's id: hashing all frequencies would outlast a step
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
     places: list[_Places] = field(default_factory=list)  # addresses of the above
 
@@ -77,16 +78,16 @@ class NativePass:
         It is valid until the next call.
         """
         if not self.spans:
-            self.caches = [native_cache(span) for span in self.batch.spans]
-            spans = map(_span_args, self.batch.spans, self.caches, self.masks)
-            self.spans = list((SpanArgs * len(self.caches))(*spans))
-        for span, cache in zip(self.spans, self.caches, strict=True):
+            caches = list(map(native_cache, self.batch.spans))
+            spans = map(_span_args, self.batch.spans, caches, self.masks)
+            self.spans = list(zip((SpanArgs * len(caches))(*spans), caches, strict=True))
+        for span, cache in self.spans:
             span.data, span.stride = cache.layer_ready(layer)
-        return ctypes.addressof(self.spans[0])
+        return ctypes.addressof(self.spans[0][0])
 
     def layer_done(self, layer: int) -> None:
         """The layer's keys and values have been written and read."""
-        for span, cache in zip(self.batch.spans, self.caches, strict=True):
+        for span, cache in self.spans:
             cache.layer_done(layer, span.rows)
 
     def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
@@ -123,16 +124,17 @@ class NativePass:
         """
         if rope is None:
             return None, None
-        tables = self.tables.get((rope, back))
+        tables = self.tables.get((id(rope), back))
         if tables is None:
             frequencies = np.asarray(rope.inv_freq, np.float32)
             angles = (self.batch.positions - back).astype(np.float32)[:, None] * frequencies
             scale = np.float32(rope.scale)
-            tables = self.tables[rope, back] = (
+            tables = self.tables[id(rope), back] = (
+                rope,
                 NativeVector(np.cos(angles) * scale),
                 NativeVector(np.sin(angles) * scale),
             )
-        return tables[0].address, tables[1].address
+        return tables[1].address, tables[2].address
 
 
 def attention_args(

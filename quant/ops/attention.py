@@ -43,10 +43,6 @@ class Rope:
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
 
-    def __hash__(self) -> int:
-        """Of a few numbers: passes look tables up for every layer."""
-        return hash((self.inv_freq[-1:], self.scale))
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:

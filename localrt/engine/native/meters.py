@@ -63,6 +63,8 @@ class RamForecast:
 
     def beside(self, nbytes: int) -> RamForecast:
         """Return the same forecast if something else in the process takes ``nbytes``."""
+        if not nbytes:
+            return self
         room = None if self.room is None else max(0, self.room - nbytes)
         return replace(self, process=self.process + nbytes, room=room)
 
