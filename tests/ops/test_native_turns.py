@@ -1,0 +1,78 @@
+"""Sequences of one model in turn, with trees and batches: the bits of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.tiny import tokens
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+CAPACITY = 40
+TREE = np.tril(np.ones((3, 3), np.bool_))
+TREE[2, 1] = False  # two children of one token
+
+
+def load(path: Path, kv_format: Any) -> Decoder:
+    with closing(open_checkpoint(path)) as checkpoint:
+        config = read_config(checkpoint, context=CAPACITY)
+        return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
+
+
+def conversation(decoder: Decoder, seed: int) -> Iterator[np.ndarray]:
+    """The logits of a prompt, decode steps and trees of one sequence."""
+    cache = decoder.cache(CAPACITY)
+    yield decoder.forward(Batch.extend([(cache, tokens(5 + seed, seed=seed))]))
+    for turn in range(3):
+        yield decoder.forward(Batch.extend([(cache, tokens(1, seed=turn))]))
+        tree = Batch.extend([(cache, tokens(3, seed=turn))])
+        span = Span(cache, 3, TREE)
+        yield decoder.forward(Batch(tree.tokens, tree.positions - [0, 0, 1], (span,)))
+        cache.select(cache.length - 3, [0, 2])
+
+
+KINDS = (
+    "qwen2",
+    "gemma2",
+    "gemma3n",
+    "granite",
+    "ministral3",
+    "qwen3.5",
+    "falcon-h1",
+    "deepseek-v3",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format"), [("qwen2", "int8"), *((name, "bf16") for name in KINDS)]
+)
+def test_turns(name: str, kv_format: Any, tiny: Callable[[str], tuple[Path, Any]]) -> None:
+    decoder = load(tiny(name)[0], kv_format)
+    alone = [list(conversation(decoder, seed)) for seed in (0, 1)]
+    in_turn = zip(conversation(decoder, 0), conversation(decoder, 1), strict=True)
+    for now, before in zip(in_turn, zip(*alone, strict=True), strict=True):
+        for ours, theirs in zip(now, before, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_batches(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> None:
+    decoder = load(tiny(name)[0], "bf16")
+    both, each = ([decoder.cache(CAPACITY) for _ in range(2)] for _ in range(2))
+    for count in (7, 4, 1, 2):
+        parts = [tokens(count + place, seed=place) for place in range(2)]
+        joint = decoder.forward(Batch.extend(list(zip(both, parts, strict=True))))
+        single = [decoder.forward(Batch.extend([part])) for part in zip(each, parts, strict=True)]
+        np.testing.assert_array_equal(joint, np.concatenate(single))
