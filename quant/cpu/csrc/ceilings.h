@@ -6,20 +6,26 @@ namespace {
 // `rounds` times twelve independent chains of products on every thread; returns the operations done,
 // a product and its sum being two.
 double multiply_peak(Context& context, int rounds) {
-    constexpr int CHAINS = 12;
+    constexpr int CHAINS = 12, STEPS = 8;
+    using Peak = Dots<code_class(15), 0, STEPS>;
     const int threads = context.pool.threads();
     volatile int sink = 0;
     parallel(context, threads, [&](int) {
         alignas(64) uint8_t bytes[64];
         for (int i = 0; i < 64; i++) bytes[i] = (uint8_t)(sink + i % 16);
-        const B64 codes = B64::load(bytes);
+        const Peak::Weights codes = B64::load(bytes);
         const Quad a = Quad::load((const int8_t*)bytes);
         I16 sums[CHAINS];
         for (auto& sum : sums) sum = I16::zero();
-        for (int round = 0; round < rounds; round++) {
+        for (int round = 0; round < rounds; round += STEPS)
 #pragma GCC unroll 12
-            for (auto& sum : sums) sum = dot4<4>(sum, codes, a);
-        }
+            for (auto& sum : sums) {
+                Peak dots;
+                dots.begin(nullptr);
+#pragma GCC unroll 8
+                for (int step = 0; step < STEPS; step++) dots.add(step, codes, a);
+                sum = sum + dots.total();
+            }
         int total = 0;
         for (auto& sum : sums) total += sum.sum();
         if (total == 1) sink = total;

@@ -9,67 +9,61 @@
 
 namespace {
 
-inline void nibbles(const uint8_t* p, B64* q) {
-    const B64 low = B64::set1(15);
-    for (int v = 0; v < 4; v++) {
-        B64 b = B64::load(p + 64 * v);
-        q[v] = b & low;
-        q[v + 4] = b.shr<4>() & low;
-    }
-}
+// The codes of a step, BITS wide: `at(v)` are those of columns 4v to 4v + 3. Each is made where it is used, so that
+// eight of them need no registers at once.
+template <int BITS> struct StepCodes {
+    const uint8_t* p;
 
-inline void sixth_bits(const uint8_t* p, B64* q) {
-    const B64 pair = B64::set1(0x30);
-    for (int half = 0; half < 2; half++) {
-        B64 high = B64::load(p + 64 * half);
-        B64* out = q + 4 * half;
-        out[0] = out[0] | (high.shl<4>() & pair);
-        out[1] = out[1] | (high.shl<2>() & pair);
-        out[2] = out[2] | (high & pair);
-        out[3] = out[3] | (high.shr<2>() & pair);
+    // Best asked for in this order, in which neighbours share their bytes.
+    static constexpr int nth(int i) { return BITS >= 4 && BITS < 8 ? i / 2 + i % 2 * 4 : i; }
+    LRT_INLINE B64 at(int v) const {
+        if (BITS == 8) return B64::load(p + 64 * v);
+        if (BITS < 4) {
+            const B64 two = shifted(B64::load(p + v / 4 * 64), v % 4) & B64::set1(3);
+            return BITS == 3 ? masked(two, p + 128, v, 4) : two;
+        }
+        const B64 both = B64::load(p + v % 4 * 64);
+        const B64 four = (v < 4 ? both : both.template shr<4>()) & B64::set1(15);
+        if (BITS == 5) return masked(four, p + 256, v, 16);
+        if (BITS == 6) return four | (placed(B64::load(p + 256 + v / 4 * 64), v % 4) & B64::set1(0x30));
+        return four;
     }
-}
 
-inline void pairs(const uint8_t* p, B64* q) {
-    const B64 pair = B64::set1(3);
-    for (int half = 0; half < 2; half++) {
-        const B64 b = B64::load(p + 64 * half);
-        B64* out = q + 4 * half;
-        out[0] = b & pair;
-        out[1] = b.shr<2>() & pair;
-        out[2] = b.shr<4>() & pair;
-        out[3] = b.shr<6>() & pair;
+  private:
+    // The i-th pair of bits of each byte at the lowest place, and at bits 4 and 5.
+    static LRT_INLINE B64 shifted(B64 b, int i) {
+        return i == 0 ? b : i == 1 ? b.template shr<2>() : i == 2 ? b.template shr<4>() : b.template shr<6>();
     }
-}
+    static LRT_INLINE B64 placed(B64 b, int i) {
+        return i == 0 ? b.template shl<4>() : i == 1 ? b.template shl<2>() : i == 2 ? b : b.template shr<2>();
+    }
+    static LRT_INLINE B64 masked(B64 q, const uint8_t* masks, int v, int bit) { return q.with_bits(mask64(masks + 8 * v), bit); }
+};
 
-inline void masked_bits(const uint8_t* p, int bit, B64* q) {
-    for (int v = 0; v < 8; v++) {
-        uint64_t mask;
-        __builtin_memcpy(&mask, p + 8 * v, 8);
-        q[v] = q[v].with_bits(mask, bit);
-    }
-}
+// Codes of four bits that stand for other numbers.
+struct LookedUp {
+    StepCodes<4> codes;
+    B64 table;
 
-// The codes of a step, BITS wide.
-template <int BITS> inline void read_codes(const uint8_t* p, B64* q) {
-    if (BITS < 4) {
-        pairs(p, q);
-        if (BITS == 3) masked_bits(p + 128, 4, q);
-        return;
-    }
-    if (BITS == 8) {
-        for (int v = 0; v < 8; v++) q[v] = B64::load(p + 64 * v);
-        return;
-    }
-    nibbles(p, q);
-    if (BITS == 5) masked_bits(p + 256, 16, q);
-    if (BITS == 6) sixth_bits(p + 256, q);
-}
+    LookedUp(const uint8_t* p, const uint8_t* numbers) : codes{p}, table(B64::table(numbers)) {}
+    static constexpr int nth(int i) { return StepCodes<4>::nth(i); }
+    LRT_INLINE B64 at(int v) const { return table.lookup(codes.at(v)); }
+};
+
+// Codes that are made all at once.
+struct Filled {
+    B64 q[8];
+    static constexpr int nth(int i) { return i; }
+    LRT_INLINE B64 at(int v) const { return q[v]; }
+};
 
 constexpr int step_bytes(int bits) { return bits * 64; }
 
 // Whether scales and minima are whole numbers for every 16 columns: of a step two, in the halves of a word.
 template <class Layout> constexpr bool half_minima() { return !Layout::SYMMETRIC && Layout::HALVES == 2; }
+// Sums of products of STEPS steps.
+template <class Layout, int STEPS, int CHAINS = 1>
+using DotsOf = Dots<code_class(Layout::MOST), !Layout::SYMMETRIC ? 0 : Layout::ZERO == 128 ? 128 : 1, STEPS, CHAINS>;
 // What is noted of activations: -zero times their sums, or those of both halves; 0 for nothing.
 constexpr int BOTH_SUMS = -1;
 template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? BOTH_SUMS : 0; }
@@ -79,7 +73,7 @@ inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
 // int4 to int8 in groups, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: half-precision scales, maybe minima.
 template <int BITS_, bool MINIMUM> struct Affine {
-    static constexpr int BITS = BITS_, HALVES = 1, SPAN = 0, ZERO = 1 << (BITS - 1);
+    static constexpr int BITS = BITS_, MOST = (1 << BITS) - 1, HALVES = 1, SPAN = 0, ZERO = 1 << (BITS - 1);
     static constexpr bool SYMMETRIC = !MINIMUM;
     static constexpr int HEADER = MINIMUM ? 64 : 32, STEP = step_bytes(BITS);
     struct Head { F16L scale, offset; };
@@ -89,7 +83,7 @@ template <int BITS_, bool MINIMUM> struct Affine {
         if (MINIMUM) head.offset = F16L::load_f16(p + 32);
         return head;
     }
-    static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
+    static StepCodes<BITS> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
     static F16L offset(const Head& head, int) { return head.offset; }
 };
@@ -120,7 +114,7 @@ struct SixBit {
 };
 
 template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
-    static constexpr int BITS = FIVE ? 5 : 4, HALVES = 1, SPAN = 256, ZERO = 0;
+    static constexpr int BITS = FIVE ? 5 : 4, MOST = (1 << BITS) - 1, HALVES = 1, SPAN = 256, ZERO = 0;
     static constexpr bool SYMMETRIC = false;
     static constexpr int HEADER = 256, STEP = step_bytes(BITS);
     struct Head { F16L scale[8], offset[8]; };
@@ -133,25 +127,25 @@ template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
             (i < 8 ? head.scale[i] : head.offset[i - 8]) = (i < 8 ? d : minimum) * F16L::from(six[i]);
         return head;
     }
-    static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
+    static StepCodes<BITS> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
     static F16L offset(const Head& head, int step) { return head.offset[step]; }
 };
 
 struct Six {  // Q6_K: a scale for every 16 columns
-    static constexpr int BITS = 6, HALVES = 2, SPAN = 256, ZERO = 32;
+    static constexpr int MOST = 63, HALVES = 2, SPAN = 256, ZERO = 32;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 288, STEP = step_bytes(6);
     struct Head { F16L d; };
     static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
-    static void codes(const uint8_t* p, B64* q) { read_codes<6>(p, q); }
+    static StepCodes<6> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
         return head.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
     }
 };
 
 struct Three {  // Q3_K: the same, of six bits around 32
-    static constexpr int BITS = 3, HALVES = 2, SPAN = 256, ZERO = 4;
+    static constexpr int MOST = 7, HALVES = 2, SPAN = 256, ZERO = 4;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 224, STEP = step_bytes(3);
     struct Head { F16L scale[16]; };
@@ -163,12 +157,12 @@ struct Three {  // Q3_K: the same, of six bits around 32
         for (int i = 0; i < 16; i++) head.scale[i] = d * (F16L::from(six[i]) + middle);
         return head;
     }
-    static void codes(const uint8_t* p, B64* q) { read_codes<3>(p, q); }
+    static StepCodes<3> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t*, int step, int half) { return head.scale[2 * step + half]; }
 };
 
 struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
-    static constexpr int BITS = 2, HALVES = 2, SPAN = 256, ZERO = 0;
+    static constexpr int MOST = 3, HALVES = 2, SPAN = 256, ZERO = 0;
     static constexpr bool SYMMETRIC = false;
     static constexpr int HEADER = 320, STEP = step_bytes(2);
     struct Head { F16L d, least; };
@@ -178,30 +172,35 @@ struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
     }
     static I16 scales(const uint8_t* p, int step) { return both(p, step) & I16::set1(0x000F000F); }
     static I16 minima(const uint8_t* p, int step) { return both(p, step).shr(4) & I16::set1(0x000F000F); }
-    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
+    static StepCodes<2> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
         return head.d * F16L::from(scales(p, step).shr(16 * half) & I16::set1(15));
     }
     static F16L minimum(const Head& head, const uint8_t* p, int step, int half) {
         return head.least * F16L::from(minima(p, step).shr(16 * half) & I16::set1(15));
     }
-    // Codes times their scales: whole numbers up to 45, found in a table of each row's four.
-    static void scaled_codes(const uint8_t* p, int step, B64* q) {
+    // Codes times their scales: whole numbers up to MOST_SCALED, found in a table of each row's four.
+    static constexpr int MOST_SCALED = 45;
+    struct Scaled {
+        StepCodes<2> codes;
+        B64 place, tables[2];
+        LRT_INLINE B64 at(int v) const { return tables[v / 4].lookup(codes.at(v) | place); }
+    };
+    static Scaled scaled_codes(const uint8_t* p, int step) {
         alignas(64) static const uint32_t rows[4] = {0x00000000, 0x04040404, 0x08080808, 0x0C0C0C0C};
-        const B64 place = B64::table(reinterpret_cast<const uint8_t*>(rows));
+        Scaled scaled = {codes(p + HEADER + step * STEP), B64::table(reinterpret_cast<const uint8_t*>(rows)), {}};
         const I16 pair = scales(p, step);
-        codes(p + HEADER + step * STEP, q);
         for (int half = 0; half < 2; half++) {
             const I16 once = pair.shr(16 * half) & I16::set1(15), twice = once + once;
-            const B64 table = (once.shl(8) | twice.shl(16) | (twice + once).shl(24)).as_bytes();
-            for (int v = 4 * half; v < 4 * half + 4; v++) q[v] = table.lookup(q[v] | place);
+            scaled.tables[half] = (once.shl(8) | twice.shl(16) | (twice + once).shl(24)).as_bytes();
         }
+        return scaled;
     }
 };
 
 // A symmetric layout whose head is one half-precision scale.
-template <int BITS_, int SPAN_, int ZERO_, int STEP_> struct OneScale {
-    static constexpr int BITS = BITS_, HALVES = 1, SPAN = SPAN_, ZERO = ZERO_;
+template <int MOST_, int SPAN_, int ZERO_, int STEP_> struct OneScale {
+    static constexpr int MOST = MOST_, HALVES = 1, SPAN = SPAN_, ZERO = ZERO_;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 32, STEP = STEP_;
     struct Head { F16L scale; };
@@ -210,69 +209,62 @@ template <int BITS_, int SPAN_, int ZERO_, int STEP_> struct OneScale {
 };
 
 struct Ternary : OneScale<2, 256, 1, step_bytes(2)> {  // TQ2_0
-    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
+    static StepCodes<2> codes(const uint8_t* p) { return {p}; }
 };
 
-// Codes of four bits that stand for other numbers.
-inline void looked_up(const uint8_t* p, const uint8_t* numbers, B64* q) {
-    const B64 table = B64::table(numbers);
-    nibbles(p, q);
-    for (int v = 0; v < 8; v++) q[v] = table.lookup(q[v]);
-}
-
 // Twice E2M1, around 12.
-inline void e2m1_codes(const uint8_t* p, B64* q) {
+inline LookedUp e2m1_codes(const uint8_t* p) {
     alignas(16) static const uint8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    looked_up(p, numbers, q);
+    return {p, numbers};
 }
 
 struct Mxfp4 {  // E8M0 scales
-    static constexpr int BITS = 5, HALVES = 1, SPAN = 32, ZERO = 12;
+    static constexpr int MOST = 24, HALVES = 1, SPAN = 32, ZERO = 12;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 16, STEP = step_bytes(4);
     struct Head { F16L scale; };
     static Head open(const uint8_t* p) { return {F16L::bits(I16::load_u8(p).shl(23)) * F16L::set1(0.5f)}; }
-    static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
+    static LookedUp codes(const uint8_t* p) { return e2m1_codes(p); }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
 struct Nvfp4 {  // E4M3 scales, one for every 16 columns
-    static constexpr int BITS = 5, HALVES = 2, SPAN = 32, ZERO = 12;
+    static constexpr int MOST = 24, HALVES = 2, SPAN = 32, ZERO = 12;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 32, STEP = step_bytes(4);
     struct Head { F16L scale[2]; };
     static Head open(const uint8_t* p) { return {{e4m3(p), e4m3(p + 16)}}; }
     // Half of a positive E4M3: as float32 bits it lacks 120 in the exponent.
     static F16L e4m3(const uint8_t* p) { return F16L::bits(I16::load_u8(p).shl(20)) * F16L::set1(0x1p119f); }
-    static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
+    static LookedUp codes(const uint8_t* p) { return e2m1_codes(p); }
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
 };
 
 template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
-    static constexpr int BITS = 8, HALVES = 1, SPAN = 64, ZERO = 128;
+    static constexpr int MOST = 255, HALVES = 1, SPAN = 64, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = FLOATS ? 64 : 32, STEP = step_bytes(4);
     struct Head { F16L scale; };
     static Head open(const uint8_t* p) {
         return {(FLOATS ? F16L::load((const float*)p) : F16L::load_f16(p)) * F16L::set1(1.f / 127)};
     }
-    static void codes(const uint8_t* p, B64* q) {
+    static LookedUp codes(const uint8_t* p) {
         alignas(16) static const uint8_t numbers[16] = {1,   40,  61,  78,  92,  105, 116, 128,
                                                         138, 148, 159, 171, 184, 199, 220, 255};
-        looked_up(p, numbers, q);
+        return {p, numbers};
     }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
 // IQ4_NL's and IQ4_XS' levels, around 128.
-inline void iq4_codes(const uint8_t* p, B64* q) {
+inline LookedUp iq4_codes(const uint8_t* p) {
     alignas(16) static const uint8_t numbers[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                     129, 141, 153, 166, 181, 197, 217, 241};
-    looked_up(p, numbers, q);
+    return {p, numbers};
 }
 
-struct Iq4Nl : OneScale<8, 32, 128, step_bytes(4)> {
-    static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
+struct Iq4Nl : OneScale<241, 32, 128, step_bytes(4)> {
+    static LookedUp codes(const uint8_t* p) { return iq4_codes(p); }
 };
 
 // Eight numbers of six bits: five in a word, two in bytes, the last one on top of these.
@@ -286,7 +278,7 @@ struct EightSixBit {
 };
 
 struct Iq4Xs {  // scales of six bits around 32
-    static constexpr int BITS = 8, HALVES = 1, SPAN = 256, ZERO = 128;
+    static constexpr int MOST = 241, HALVES = 1, SPAN = 256, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 128, STEP = step_bytes(4);
     struct Head { F16L scale[8]; };
@@ -298,7 +290,7 @@ struct Iq4Xs {  // scales of six bits around 32
         for (int i = 0; i < 8; i++) head.scale[i] = d * (F16L::from(six[i]) + middle);
         return head;
     }
-    static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
+    static LookedUp codes(const uint8_t* p) { return iq4_codes(p); }
     static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
 };
 
@@ -342,7 +334,7 @@ inline F16L odd_times(F16L d, I16 n) { return d * F16L::from(n + n + I16::set1(1
 
 // Signed entries of at most ZERO_; `EIGHTHS` of d are the unit of scales.
 template <int HALVES_, int ZERO_, int HEADER_, int STEP_, int EIGHTHS> struct Signed {
-    static constexpr int BITS = ZERO_ > 15 ? 7 : 5, HALVES = HALVES_, SPAN = 256, ZERO = ZERO_;
+    static constexpr int MOST = 2 * ZERO_, HALVES = HALVES_, SPAN = 256, ZERO = ZERO_;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = HEADER_, STEP = STEP_;
     struct Head { F16L d; };
@@ -353,9 +345,11 @@ template <int HALVES_, int ZERO_, int HEADER_, int STEP_, int EIGHTHS> struct Si
 };
 
 struct Iq3Xxs : Signed<1, 62, 32, 192, 2> {
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ3_XXS, 4, 8>(p, nullptr, q);
-        negate<true, 2 * ZERO>(p + 128, q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ3_XXS, 4, 8>(p, nullptr, codes.q);
+        negate<true, 2 * ZERO>(p + 128, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
         return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 128)));
@@ -363,17 +357,21 @@ struct Iq3Xxs : Signed<1, 62, 32, 192, 2> {
 };
 
 struct Iq3S : Signed<1, 15, 96, 208, 8> {
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ3_S, 4, 9>(p, p + 192, q);
-        negate<false, 2 * ZERO>(p + 128, q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ3_S, 4, 9>(p, p + 192, codes.q);
+        negate<false, 2 * ZERO>(p + 128, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) { return odd_times(head.d, nibble(tile, step)); }
 };
 
 struct Iq2Xxs : Signed<1, 43, 32, 128, 1> {
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ2_XXS, 8, 8>(p, nullptr, q);
-        negate<true, 2 * ZERO>(p + 64, q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ2_XXS, 8, 8>(p, nullptr, codes.q);
+        negate<true, 2 * ZERO>(p + 64, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
         return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 64)));
@@ -381,18 +379,22 @@ struct Iq2Xxs : Signed<1, 43, 32, 128, 1> {
 };
 
 struct Iq2Xs : Signed<2, 43, 160, 128, 1> {
-    static void codes(const uint8_t* p, B64* q) {
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
         const uint64_t high = spare_bits(p + 64);
-        entries<IQ2_XS, 8, 9>(p, reinterpret_cast<const uint8_t*>(&high), q);
-        negate<true, 2 * ZERO>(p + 64, q);
+        entries<IQ2_XS, 8, 9>(p, reinterpret_cast<const uint8_t*>(&high), codes.q);
+        negate<true, 2 * ZERO>(p + 64, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
 };
 
 struct Iq2S : Signed<2, 43, 160, 144, 1> {
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ2_S, 8, 10>(p, p + 128, q);
-        negate<false, 2 * ZERO>(p + 64, q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ2_S, 8, 10>(p, p + 128, codes.q);
+        negate<false, 2 * ZERO>(p + 64, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
 };
@@ -407,9 +409,11 @@ inline void shift(uint64_t less, B64* q) {
 }
 
 struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and its sign are four bits of a mask
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ1_S, 8, 11>(p, p + 64, q);
-        shift((mask64(p + 88) >> 3 & 0x1111111111111111ull) * 15, q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ1_S, 8, 11>(p, p + 64, codes.q);
+        shift((mask64(p + 88) >> 3 & 0x1111111111111111ull) * 15, codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
         return odd_times(head.d, I16::nibbles(mask64(at(tile, step) + 88)) & I16::set1(7));
@@ -417,9 +421,11 @@ struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and its sign are four 
 };
 
 struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales as IQ4_XS' six bits
-    static void codes(const uint8_t* p, B64* q) {
-        entries<IQ1_M, 8, 11>(p, p + 64, q);
-        shift(mask64(p + 88), q);
+    static Filled codes(const uint8_t* p) {
+        Filled codes;
+        entries<IQ1_M, 8, 11>(p, p + 64, codes.q);
+        shift(mask64(p + 88), codes.q);
+        return codes;
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) {
         return odd_times(head.d, EightSixBit(tile + 32)[step].shr(3 * half) & I16::set1(7));

@@ -10,14 +10,15 @@ namespace {
 
 constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
-// Up to DIRECT_ROWS: a step of weights is unpacked into registers and meets them at once.
+// Up to DIRECT_ROWS: each vector of codes is unpacked into a register and meets all of them.
 template <class Layout, int R>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
     const int groups = acts.cols / 32;
     const int8_t* a = acts.codes;
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES, STARTS = start_halves<Layout>();
+    constexpr int HALVES = Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>();
+    using Products = DotsOf<Layout, STEPS, chains(R)>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     F16L sums[R];
 #pragma GCC unroll 4
@@ -26,40 +27,45 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
         const auto head = Layout::open(tile);
         const uint8_t* steps = tile + Layout::HEADER;
         for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
-            B64 q[8];
-            Layout::codes(steps, q);
+            const auto codes = Layout::codes(steps);
             constexpr int BYTES = Layout::STEP + (Layout::SPAN == 256 ? Layout::HEADER / 8 : Layout::HEADER);
             for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(steps + PREFETCH + line);
             F16L part[R];
-            I16 dots[R];
+            I16 both[R];
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
-                F16L scale;
-                if constexpr (!half_minima<Layout>()) scale = Layout::scale(head, tile, step, half);
+                Products dots[R];
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++) {
-                    // Two chains: half the latency.
-                    I16 first = Layout::SYMMETRIC ? I16::set1(start[r * HALVES + half]) : I16::zero(), second = I16::zero();
+                for (int r = 0; r < R; r++) dots[r].begin(Layout::SYMMETRIC ? start + r * HALVES + half : nullptr);
+#pragma GCC unroll 8
+                for (int i = 0; i < STEPS; i++) {
+                    const int v = HALVES == 1 ? codes.nth(i) : half * STEPS + i;
+                    const typename Products::Weights w = codes.at(v);
 #pragma GCC unroll 4
-                    for (int v = half * QUADS; v < (half + 1) * QUADS; v += 2) {
-                        first = dot4<Layout::BITS>(first, q[v], Quad::load(a + 32 * r + 4 * v));
-                        second = dot4<Layout::BITS>(second, q[v + 1], Quad::load(a + 32 * r + 4 * v + 4));
+                    for (int r = 0; r < R; r++) dots[r].add(i, w, Quad::load(a + 32 * r + 4 * v));
+                }
+                if constexpr (half_minima<Layout>()) {  // both halves' sums in a word
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) {
+                        const I16 sum = dots[r].total();
+                        both[r] = half ? both[r] | sum.shl(16) : sum & I16::set1(0xFFFF);
                     }
-                    if constexpr (half_minima<Layout>()) {  // both halves' sums in a word
-                        dots[r] = half ? dots[r] | (first + second).shl(16) : (first + second) & I16::set1(0xFFFF);
-                        continue;
+                } else {
+                    const F16L scale = Layout::scale(head, tile, step, half);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) {
+                        const F16L dot = F16L::from(dots[r].total());
+                        part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
+                        if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
+                        if constexpr (!ZERO) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
                     }
-                    const F16L dot = F16L::from(first + second);
-                    part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
-                    if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
-                    if constexpr (!ZERO) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
                 }
             }
             if constexpr (half_minima<Layout>()) {
                 const I16 scales = Layout::scales(tile, step), minima = Layout::minima(tile, step);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    F16L whole = F16L::from(dots[r].dot2(scales)) * head.d;
+                    F16L whole = F16L::from(both[r].dot2(scales)) * head.d;
                     whole = F16L::from(I16::set1(start[r]).dot2(minima)).fma(head.least, whole);
                     sums[r] = whole.fma(F16L::set1(meta[2 * r]), sums[r]);
                 }
@@ -269,16 +275,17 @@ template <class Layout> struct Packed {
             const auto head = Layout::open(tile);
             const uint8_t* steps = tile + Layout::HEADER;
             for (int step = 0; step < span(m) / 32; step++, group++, steps += Layout::STEP) {
-                B64 q[8];
-                Layout::codes(steps, q);
+                const auto codes = Layout::codes(steps);
                 for (int v = 0; v < 8; v++) {
+                    alignas(64) uint8_t quads[64];
+                    codes.at(v).store(quads);
                     const int half = Layout::HALVES == 2 ? v / 4 : 0;
                     float scales[16], offsets[16];
                     Layout::scale(head, tile, step, half).store(scales);
                     if constexpr (half_minima<Layout>()) Layout::minimum(head, tile, step, half).store(offsets);
                     else if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
                     for (int i = 0; i < 4; i++) {
-                        const int code = reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
+                        const int code = quads[4 * lane + i];
                         const float value = Layout::SYMMETRIC ? scales[lane] * (float)(code - Layout::ZERO)
                                                               : scales[lane] * (float)code + offsets[lane];
                         out[group * 32 + 4 * v + i] = value * factor;

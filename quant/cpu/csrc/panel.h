@@ -13,6 +13,13 @@ struct Panel {
     alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // as the scales; or both minima as bits
 };
 
+// Sums of a group's columns that share a scale; with minima of halves codes are times their scales, and all are one sum.
+template <class Layout, bool MINIMA = half_minima<Layout>()> struct PanelSums {
+    using Products = DotsOf<Layout, 8 / Layout::HALVES>;
+};
+template <class Layout> struct PanelSums<Layout, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
+template <class Layout> using PanelDots = typename PanelSums<Layout>::Products;
+
 // `tiles` point at a span of each tile and move on by `columns`.
 template <class Layout> inline void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
     constexpr int HALVES = Layout::HALVES;
@@ -24,11 +31,12 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
             const auto head = Layout::open(p);
             const uint8_t* steps = p + Layout::HEADER;
             for (int step = 0; step < span / 32; step++, steps += Layout::STEP) {
-                B64 q[8];
-                if constexpr (half_minima<Layout>()) Layout::scaled_codes(p, step, q);
-                else Layout::codes(steps, q);
+                const auto made = [&] {
+                    if constexpr (half_minima<Layout>()) return Layout::scaled_codes(p, step);
+                    else return Layout::codes(steps);
+                }();
 #pragma GCC unroll 8
-                for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) q[v].store(codes);
+                for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) made.at(v).store(codes);
 #pragma GCC unroll 2
                 for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
                     if constexpr (half_minima<Layout>()) {
@@ -63,7 +71,7 @@ struct PanelRows {  // a run at the panel's first column
     const int32_t* start;
 };
 
-template <int R, int HALVES, bool SYMMETRIC, int BITS>
+template <int R, int HALVES, bool SYMMETRIC, class Products>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahead& ahead, F16L* totals) {
     // With minima of halves, codes are times their scales: one sum for both.
     constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
@@ -81,20 +89,21 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         F16L part[R][T];
 #pragma GCC unroll 2
         for (int half = 0; half < PARTS; half++) {
-            I16 dots[R][T];
+            Products dots[R][T];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-                for (int t = 0; t < T; t++) dots[r][t] = SYMMETRIC ? I16::set1(rows.start[r * PARTS + half]) : I16::zero();
+                for (int t = 0; t < T; t++) dots[r][t].begin(SYMMETRIC ? rows.start + r * PARTS + half : nullptr);
 #pragma GCC unroll 8
             for (int v = 0; v < QUADS; v++, codes += 64 * T) {
-                B64 w[T];
+                typename Products::Weights w[T];
+#pragma GCC unroll 2
                 for (int t = 0; t < T; t++) w[t] = B64::load(codes + 64 * t);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const Quad a = Quad::load_shared(rows.codes + 32 * r + 4 * (half * QUADS + v));
 #pragma GCC unroll 2
-                    for (int t = 0; t < T; t++) dots[r][t] = dot4<BITS>(dots[r][t], w[t], a);
+                    for (int t = 0; t < T; t++) dots[r][t].add(v, w[t], a);
                 }
             }
             F16L scale[T];
@@ -106,7 +115,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
                 if (MINIMA) both = I16::set1(rows.start[r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
-                    const F16L dot = F16L::from(dots[r][t]);
+                    const F16L dot = F16L::from(dots[r][t].total());
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
                     if (MINIMA) {
                         const I16 least = both.dot2(I16::load(offsets + 16 * t));
@@ -131,14 +140,15 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
 
 template <class Layout>
 inline void panel_run(int size, const Panel& panel, int groups, const PanelRows& rows, Ahead& ahead, F16L* totals) {
-    // Codes of one width share their kernels; only plain AVX2 is quicker with fewer bits.
-    constexpr int BITS = DOT_BITS(Layout::BITS);
     switch (size) {
 #define LRT_RUN(R) \
-    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, BITS>(panel, groups, rows, ahead, totals);
+    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, PanelDots<Layout>>(panel, groups, rows, ahead, totals);
         LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
 #if LRT_PANEL_ROWS > 3
-        LRT_RUN(4) LRT_RUN(5) LRT_RUN(6)
+        LRT_RUN(4)
+#endif
+#if LRT_PANEL_ROWS > 4
+        LRT_RUN(5) LRT_RUN(6)
 #endif
 #undef LRT_RUN
     }

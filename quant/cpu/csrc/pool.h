@@ -8,8 +8,10 @@
 
 #if defined(_MSC_VER)
 #define LRT_NOINLINE __declspec(noinline)
+#define LRT_INLINE __forceinline
 #else
 #define LRT_NOINLINE __attribute__((noinline))
+#define LRT_INLINE inline __attribute__((always_inline))
 #endif
 
 class Pool {

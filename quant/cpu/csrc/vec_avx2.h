@@ -5,15 +5,28 @@
 
 namespace {
 
-#define LRT_PANEL_ROWS 3
+#define LRT_PANEL_ROWS 4
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-// Without VNNI the products of up to seven bits take a shorter way.
-constexpr int DOT_BITS(int bits) { return LRT_VNNI || bits > 7 ? 8 : 7; }
+constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // of sums: several have less latency
+// Widths of codes that share their kernels.
+constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : most <= 32 ? 32 : most <= 64 ? 64 : most <= 128 ? 128 : 255; }
 constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
+// Copies register by register: as one block they would go through memory.
+#define LRT_PAIR(NAME, HALF) \
+    NAME() = default; \
+    NAME(HALF a_, HALF b_) : a(a_), b(b_) {} \
+    NAME(const NAME& from) : a(from.a), b(from.b) {} \
+    NAME& operator=(const NAME& from) { \
+        a = from.a; \
+        b = from.b; \
+        return *this; \
+    }
+
 struct I16 {
     __m256i a, b;
+    LRT_PAIR(I16, __m256i)
     static I16 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
     static I16 set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
     static I16 load(const void* p) {
@@ -65,6 +78,7 @@ struct I16 {
 
 struct F16L {
     __m256 a, b;
+    LRT_PAIR(F16L, __m256)
     static F16L zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
     static F16L set1_shared(const float* p) { return set1(*p); }
     static F16L set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -113,6 +127,7 @@ struct F16L {
 
 struct B64 {
     __m256i a, b;
+    LRT_PAIR(B64, __m256i)
     static B64 load(const void* p) {
         return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
     }
@@ -151,20 +166,6 @@ struct B64 {
 
 inline B64 I16::as_bytes() const { return {a, b}; }
 
-template <int BITS> inline __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
-#if LRT_VNNI
-    return _mm256_dpbusd_avx_epi32(acc, u, s);
-#else
-    if (BITS <= 7) {  // pairs of products fit 16 bits
-        __m256i pairs = _mm256_maddubs_epi16(u, s);
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-#endif
-}
-
 // Four activations, for all lanes.
 struct Quad {
     __m256i v;
@@ -176,9 +177,58 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// acc + the four products of each lane; codes unsigned, activations signed.
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) {
-    return {dot4_half<BITS>(acc.a, codes.a, a.v), dot4_half<BITS>(acc.b, codes.b, a.v)};
-}
+// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+#if LRT_VNNI
+template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
+    using Weights = B64;
+    I16 sums[CHAINS];
+
+    LRT_INLINE void begin(const int32_t* start) {
+        for (int i = 0; i < CHAINS; i++) sums[i] = ZERO && !i ? I16::set1(*start) : I16::zero();
+    }
+    LRT_INLINE void add(int step, B64 w, Quad a) {
+        I16& sum = sums[step % CHAINS];
+        sum = {_mm256_dpbusd_avx_epi32(sum.a, w.a, a.v), _mm256_dpbusd_avx_epi32(sum.b, w.b, a.v)};
+    }
+    LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
+};
+#else
+// Pairs of products are added in 16 bits, as many as fit, and only then in 32. Codes of eight bits go in two halves.
+template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
+    static constexpr bool HALVED = MOST > 128;
+    static constexpr int ROOM = INT16_MAX / (2 * 127 * (HALVED ? 15 : MOST));
+    static constexpr int FIT = least(STEPS, ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1);
+    struct Weights {
+        B64 codes, high;
+        Weights() = default;
+        LRT_INLINE Weights(B64 stored) : codes(HALVED ? stored & B64::set1(15) : stored) {
+            if (HALVED) high = stored.shr<4>() & B64::set1(15);
+        }
+    };
+    const int32_t* start;
+    I16 pairs, high, sum;
+
+    LRT_INLINE void begin(const int32_t* first) { start = first; }
+    LRT_INLINE void add(int step, const Weights& w, Quad a) {
+        pairs = joined(step, pairs, w.codes, a);
+        if (HALVED) high = joined(step, high, w.high, a);
+        if (step % FIT != FIT - 1) return;
+        I16 more = pairs.dot2(I16::set1(0x00010001));
+        if (HALVED) more = more + high.dot2(I16::set1(0x00100010));
+        sum = step < FIT ? more : sum + more;
+    }
+    LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
+
+  private:
+    static LRT_INLINE I16 joined(int step, I16 pairs, B64 codes, Quad a) {
+        const I16 products = {_mm256_maddubs_epi16(codes.a, a.v), _mm256_maddubs_epi16(codes.b, a.v)};
+        if (step % FIT) pairs = {_mm256_add_epi16(pairs.a, products.a), _mm256_add_epi16(pairs.b, products.b)};
+        else pairs = products;
+        __asm__("" : "+x"(pairs.a), "+x"(pairs.b));  // one after the other: as a tree they would not fit the registers
+        return pairs;
+    }
+};
+#endif
 
 }  // namespace

@@ -8,7 +8,8 @@ namespace {
 // Panels of two tiles and six rows: 24 sums and products of the 32 registers.
 #define LRT_PANEL_ROWS 6
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-constexpr int DOT_BITS(int) { return 8; }
+constexpr int code_class(int) { return 255; }  // of codes that share their kernels
+constexpr int chains(int) { return 2; }  // of sums: several have less latency
 constexpr bool WIDE_LOOK_UP = true;  // of codebooks' entries
 constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // rows times heads that share a key; sums of theirs in registers
 
@@ -118,7 +119,17 @@ struct Quad {
     }
 };
 
-// acc + the four products of each lane; codes unsigned, activations signed.
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) { return {_mm512_dpbusd_epi32(acc.v, codes.v, a.v)}; }
+// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
+    using Weights = B64;
+    I16 sums[CHAINS];
+
+    LRT_INLINE void begin(const int32_t* start) {
+        for (int i = 0; i < CHAINS; i++) sums[i] = ZERO && !i ? I16::set1(*start) : I16::zero();
+    }
+    LRT_INLINE void add(int step, B64 w, Quad a) { sums[step % CHAINS].v = _mm512_dpbusd_epi32(sums[step % CHAINS].v, w.v, a.v); }
+    LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
+};
 
 }  // namespace

@@ -7,8 +7,8 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-// Signed products take up to seven bits as they are; eight bits need a correction.
-constexpr int DOT_BITS(int bits) { return bits > 7 ? 8 : 7; }
+constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // of codes that share their kernels
+constexpr int chains(int) { return 1; }  // of sums
 constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
@@ -152,16 +152,26 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// acc + the four products of each lane; codes unsigned, activations signed.
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) {
-    if (BITS <= 7) return I16::each([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), a.v); });
-    // code = (code - 128) + 2 * 64
-    const int8x16_t half = vdupq_n_s8(64);
-    const int32x4_t twice = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, a.v), half, a.v);
-    return I16::each([&](int i) {
-        const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128)));
-        return vaddq_s32(vdotq_s32(acc.v[i], centred, a.v), twice);
-    });
-}
+// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0. Signed products take up to seven bits as they
+// are, and codes of eight bits around 128 as signed numbers; others need a correction.
+template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
+    static constexpr bool SIGNED = MOST > 127;
+    struct Weights {
+        B64 v;
+        Weights() = default;
+        Weights(B64 codes) : v(SIGNED ? B64::each([&](int i) { return veorq_u8(codes.v[i], vdupq_n_u8(128)); }) : codes) {}
+    };
+    I16 sum;
+
+    LRT_INLINE void begin(const int32_t* start) { sum = ZERO && !(SIGNED && ZERO == 128) ? I16::set1(*start) : I16::zero(); }
+    LRT_INLINE void add(int, const Weights& w, Quad a) {
+        sum = I16::each([&](int i) { return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(w.v.v[i]), a.v); });
+        if (!SIGNED || ZERO == 128) return;
+        const int8x16_t half = vdupq_n_s8(64);  // code = (code - 128) + 2 * 64
+        sum = I16::each([&](int i) { return vdotq_s32(vdotq_s32(sum.v[i], half, a.v), half, a.v); });
+    }
+    LRT_INLINE I16 total() const { return sum; }
+};
 
 }  // namespace

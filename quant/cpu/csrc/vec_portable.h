@@ -8,7 +8,8 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 1;
-constexpr int DOT_BITS(int) { return 8; }
+constexpr int code_class(int) { return 255; }  // of codes that share their kernels
+constexpr int chains(int) { return 1; }  // of sums
 constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;
@@ -160,11 +161,18 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return {p}; }
 };
 
-// acc + the four products of each lane; codes unsigned, activations signed.
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad q) {
-    for (int r = 0; r < LANES; r++)
-        for (int i = 0; i < 4; i++) acc.v[r] += codes.v[4 * r + i] * q.a[i];
-    return acc;
-}
+// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
+    using Weights = B64;
+    I16 sum;
+
+    void begin(const int32_t* start) { sum = ZERO ? I16::set1(*start) : I16::zero(); }
+    void add(int, const B64& w, Quad q) {
+        for (int r = 0; r < LANES; r++)
+            for (int i = 0; i < 4; i++) sum.v[r] += w.v[4 * r + i] * q.a[i];
+    }
+    I16 total() const { return sum; }
+};
 
 }  // namespace
