@@ -40,6 +40,7 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.rotation import widened
+from localrt.quant.ops.arrays import Regions
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 
 
@@ -113,6 +114,7 @@ class Tiler:
         self._api = api
         self._handle = handle
         self.sites = sites  # matrices' numbers, by their tensors' names
+        self.memory = Regions()
 
     def know(self, format_: Format) -> None:
         """Give the library the codebook that products with a format's tiles need, once."""
@@ -186,7 +188,7 @@ class _Building:
         self._first = first
         self._row_bytes = first.format.row_bytes(first.shape[1])
         # Room for all rows that may follow; ``done`` frees what was not needed.
-        self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
+        self._out = tiler.memory.take(padded_rows(max(most_rows, 0)) * self._row_bytes)
         self._rows = 0
 
     def add(self, piece: PackedTensor) -> None:
@@ -199,9 +201,9 @@ class _Building:
 
     def done(self) -> TiledTensor:
         first = self._first
-        self._out.resize(padded_rows(self._rows) * self._row_bytes, refcheck=False)
+        out = self._tiler.memory.cut(self._out, padded_rows(self._rows) * self._row_bytes)
         shape = (self._rows, first.shape[1])
-        return TiledTensor(first.name, first.format, shape, self._out, first.scale)
+        return TiledTensor(first.name, first.format, shape, out, first.scale)
 
 
 def _require_known(name: str, format_: Format, cols: int) -> None:

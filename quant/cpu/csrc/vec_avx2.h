@@ -146,21 +146,23 @@ struct B64 {
     template <int N> B64 shl() const { return {_mm256_slli_epi16(a, N), _mm256_slli_epi16(b, N)}; }
     B64 lookup(B64 i) const { return {_mm256_shuffle_epi8(a, i.a), _mm256_shuffle_epi8(b, i.b)}; }
     B64 with_bits(uint64_t mask, int bit) const {
-        return {_mm256_or_si256(a, spread((uint32_t)mask, bit)), _mm256_or_si256(b, spread((uint32_t)(mask >> 32), bit))};
+        const B64 set = spread(mask) & set1(bit);
+        return *this | set;
     }
     // twice less the byte where the mask's bit is set: negative about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const {
         const __m256i from = _mm256_set1_epi8((char)twice);
-        return {_mm256_blendv_epi8(a, _mm256_sub_epi8(from, a), spread((uint32_t)mask, 0xFF)),
-                _mm256_blendv_epi8(b, _mm256_sub_epi8(from, b), spread((uint32_t)(mask >> 32), 0xFF))};
+        const B64 set = spread(mask);
+        return {_mm256_blendv_epi8(a, _mm256_sub_epi8(from, a), set.a), _mm256_blendv_epi8(b, _mm256_sub_epi8(from, b), set.b)};
     }
-    // Byte i becomes `bit` where bit i of the mask is set.
-    static __m256i spread(uint32_t mask, int bit) {
-        const __m256i which = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-        const __m256i select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
-        __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)mask), which);
-        __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, select), select);
-        return _mm256_and_si256(set, _mm256_set1_epi8((char)bit));
+    // All ones where the mask's bit of a byte is set.
+    static B64 spread(uint64_t mask) {
+        const __m256i all = _mm256_set1_epi64x((long long)mask), select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+        const __m256i first = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i second = _mm256_setr_epi64x(0x0404040404040404, 0x0505050505050505, 0x0606060606060606, 0x0707070707070707);
+        const __m256i a = _mm256_and_si256(_mm256_shuffle_epi8(all, first), select);
+        const __m256i b = _mm256_and_si256(_mm256_shuffle_epi8(all, second), select);
+        return {_mm256_cmpeq_epi8(a, select), _mm256_cmpeq_epi8(b, select)};
     }
 };
 
