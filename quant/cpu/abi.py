@@ -29,7 +29,7 @@ from localrt.common.errors import MissingExtraError
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
-_ABI_VERSION = 22
+_ABI_VERSION = 23
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -276,6 +276,27 @@ class HeadArgs(Structure):
     )
 
 
+class Step(Structure):
+    """A step of a list that ``lrt_run`` runs: a kernel's arguments, or two rows that are added."""
+
+    _fields_ = fields(
+        (c_void_p, "args x y"),
+        (c_int32, "kind count"),
+        (c_float, "scale total"),
+    )
+
+
+STEP_KINDS = {
+    "lrt_read_rows": 0,
+    "lrt_norm_qkv_rope_append": 1,
+    "lrt_attention_output": 2,
+    "lrt_norm_gated_mlp": 3,
+    "lrt_head": 4,
+    "add": 5,
+}
+"""What a ``Step`` does: a function of the library, or a sum."""
+
+
 _SIGNATURES = {
     "lrt_abi_version": (c_int, ()),
     "lrt_create": (c_void_p, (c_int, c_char_p)),
@@ -291,6 +312,7 @@ _SIGNATURES = {
         (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p),
     ),
     "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
+    "lrt_run": (None, (c_void_p, POINTER(Step), c_int)),
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
     "lrt_search_scales": (None, (c_void_p, POINTER(SearchArgs))),

@@ -6,8 +6,8 @@ allocates, fills their structs and calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from localrt.quant.cpu.passes import (
     latent_args,
     recurrent_args,
 )
+from localrt.quant.cpu.replay import ReplayedForward, Tape
 from localrt.quant.cpu.streams import StreamSteps
 from localrt.quant.cpu.weights import (
     NativeExpertTable,
@@ -102,7 +103,8 @@ class NativeOps(StreamSteps):
             raise MissingExtraError(
                 "the compiled kernels are missing: install a C++ compiler, then localrt again"
             )
-        self._api = load_library(path)
+        self._api: Any = load_library(path)
+        self._tape: Tape | None = None
         self._handle = self._api.lrt_create(threads or default_threads(), isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
@@ -132,7 +134,22 @@ class NativeOps(StreamSteps):
         return None
 
     def graphed(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, whose decode steps are replayed."""
+        return ReplayedForward(self, forward)
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """Passes record their calls on ``tape`` inside this context."""
+        tape.library = library = self._api
+        self._api = self._tape = tape
+        try:
+            yield
+        finally:
+            self._api, self._tape = library, None
+
+    def run_steps(self, first: Any, count: int) -> None:
+        """Run ``count`` recorded steps, ``first`` being the first of them in their array."""
+        self._api.lrt_run(self._handle, first, count)
 
     def recorder(self) -> None:
         """Nothing is recorded."""
@@ -188,6 +205,8 @@ class NativeOps(StreamSteps):
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
             step.masks.append(mask)
         self.begin_adapters(batch)
+        if self._tape is not None:
+            self._tape.tables = step.tables
         return step
 
     def embed(
@@ -203,7 +222,7 @@ class NativeOps(StreamSteps):
         rows = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
         if each > 1:
             rows = rows_of_tokens(rows, each, table.stack.rows)
-        out = np.empty((len(rows), table.stack.cols), np.float32)
+        out = self._array(len(rows), table.stack.cols)
         self._api.lrt_read_rows(
             self._handle, table.parts, locate(rows), len(rows), scale, self._locate(out)
         )
@@ -228,7 +247,10 @@ class NativeOps(StreamSteps):
     ) -> Floats:
         """(R, H, E), already scaled; keys and values are written to the caches."""
         q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
-        args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
+        turns = self._turns_of(weights, spec)
+        if self._tape is not None and (turns is not None or spec.temperature is not None):
+            self._tape.broken = True  # they depend on positions
+        args = attention_args(weights, spec, step, layer, turns)
         args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
         if spec.temperature is not None:
@@ -427,6 +449,8 @@ class NativeOps(StreamSteps):
 
     def add(self, x: Floats, y: Floats, scale: float = 1.0, total: float = 1.0) -> Floats:
         """Residual sum in place of ``x``."""
+        if self._tape is not None:
+            self._tape.add(x, y, scale, total)
         if scale != 1.0:
             y *= np.float32(scale)
         x += y
@@ -517,7 +541,10 @@ class NativeOps(StreamSteps):
     def _array(self, rows: int, cols: int) -> Floats:
         """An array that the last pass released, or a new one: fresh pages cost more than a row."""
         spare = self._spare.pop((rows, cols), None)
-        return np.empty((rows, cols), np.float32) if spare is None else spare
+        array = np.empty((rows, cols), np.float32) if spare is None else spare
+        if self._tape is not None:
+            self._tape.kept.append(array)
+        return array
 
     def _locate(self, array: Floats) -> int:
         """``locate``, remembered for the few arrays that passes of one row use in turn."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,17 @@ from localrt.quant.ops.states import StatePass
 _CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
 
 
+RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]]
+"""Cosines and sines, by the rope's id and how many tokens earlier: hashing a rope is slow."""
+
+
+def rotations(rope: Rope, positions: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Cosines and sines of ``positions`` (R,), each (R, rotary / 2)."""
+    angles = positions.astype(np.float32)[:, None] * np.asarray(rope.inv_freq, np.float32)
+    scale = np.float32(rope.scale)
+    return np.cos(angles) * scale, np.sin(angles) * scale
+
+
 class _Places:
     """Addresses of a sequence's states: asking numpy each time would outlast a step."""
 
@@ -66,9 +77,7 @@ class NativePass:
     latent: LatentArgs | None = None
     spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # side by side
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    tables: dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]] = field(
-        default_factory=dict
-    )  # by a rope's id: hashing all frequencies would outlast a step
+    tables: RopeTables = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
     places: list[_Places] = field(default_factory=list)  # addresses of the above
 
@@ -126,14 +135,8 @@ class NativePass:
             return None, None
         tables = self.tables.get((id(rope), back))
         if tables is None:
-            frequencies = np.asarray(rope.inv_freq, np.float32)
-            angles = (self.batch.positions - back).astype(np.float32)[:, None] * frequencies
-            scale = np.float32(rope.scale)
-            tables = self.tables[id(rope), back] = (
-                rope,
-                NativeVector(np.cos(angles) * scale),
-                NativeVector(np.sin(angles) * scale),
-            )
+            cos, sin = map(NativeVector, rotations(rope, self.batch.positions - back))
+            tables = self.tables[id(rope), back] = rope, cos, sin
         return tables[1].address, tables[2].address
 
 

@@ -194,7 +194,10 @@ class Ops(Protocol):
         """Bytes free on the device's own memory; None where it computes in RAM."""
 
     def graphed(self, forward: Forward) -> Forward:
-        """``forward``, or a faster way to run the same pass (CUDA graphs)."""
+        """``forward``, or a faster way to run the same pass (CUDA graphs, recorded calls).
+
+        The weights must stay where they are.
+        """
 
     def recorder(self) -> Recorder | None:
         """A recorder for segments of a pass; None if recording is not faster."""

@@ -88,7 +88,8 @@ class NativeEngine(Engine):
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
         # Otherwise placement is chosen during the pass, so it cannot be captured as a graph.
-        if all(experts.capturable for experts in decoder.weights.experts):
+        weights = decoder.weights
+        if not weights.memory.streams and all(experts.capturable for experts in weights.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()

@@ -266,3 +266,13 @@ struct HeadArgs {
     int32_t count;
     float eps, softcap;
 };
+
+// A step of a list that is run at once: a kernel's arguments, or `x` (count) = (x + scale * y) * total.
+enum StepKind : int32_t { STEP_READ_ROWS, STEP_QKV, STEP_ATTENTION, STEP_MLP, STEP_HEAD, STEP_ADD };
+struct Step {
+    const void* args;
+    float* x;       // of STEP_READ_ROWS the result
+    const void* y;  // of STEP_READ_ROWS the rows' numbers, int64
+    int32_t kind, count;
+    float scale, total;
+};

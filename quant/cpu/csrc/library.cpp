@@ -66,7 +66,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 22; }
+LRT_API int lrt_abi_version() { return 23; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -90,6 +90,22 @@ LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* we
     r->kernels.combine_experts(r->context, slots, weights, shared, rows, used, cols, out);
 }
 LRT_API void lrt_head(Runtime* r, const HeadArgs* args) { r->kernels.head(r->context, *args); }
+// Steps of one pass, one after the other.
+LRT_API void lrt_run(Runtime* r, const Step* steps, int count) {
+    for (const Step* s = steps; s < steps + count; s++) {
+        switch (s->kind) {
+            case STEP_READ_ROWS:
+                r->kernels.read_rows(*(const Matrix*)s->args, (const int64_t*)s->y, s->count, s->scale, s->x);
+                break;
+            case STEP_QKV: r->kernels.norm_qkv_rope_append(r->context, *(const AttentionArgs*)s->args); break;
+            case STEP_ATTENTION: r->kernels.attention_output(r->context, *(const AttentionArgs*)s->args); break;
+            case STEP_MLP: r->kernels.norm_gated_mlp(r->context, *(const MlpArgs*)s->args); break;
+            case STEP_HEAD: r->kernels.head(r->context, *(const HeadArgs*)s->args); break;
+            case STEP_ADD:
+                for (int i = 0; i < s->count; i++) s->x[i] = (s->x[i] + s->scale * ((const float*)s->y)[i]) * s->total;
+        }
+    }
+}
 LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows, float* out) {
     r->kernels.linear(r->context, *stack, x, rows, out);
 }

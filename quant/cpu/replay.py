@@ -1,0 +1,189 @@
+"""Decode steps as a list of calls: most of Python's time between the kernels is saved.
+
+The first pass of one row over one sequence is recorded as it runs: the kernels' calls with
+arguments of their own, and the sums between them. Later ones set token, position and cache, and run
+the list. Passes that do anything else, such as experts, recurrent layers or adapters, are not
+recorded. A recording is used only if it repeats its own pass bit for bit. Weights must stay where
+they are. It knows a ``forward``, not models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localrt.quant.cpu.abi import STEP_KINDS, AttentionArgs, HeadArgs, SpanArgs, Step
+from localrt.quant.cpu.kv import NativeKVCache
+from localrt.quant.cpu.passes import RopeTables, rotations
+from localrt.quant.cpu.weights import locate
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.protocol import Batch, Forward
+
+if TYPE_CHECKING:
+    from localrt.quant.cpu.ops import NativeOps
+
+
+class Tape:
+    """The steps of a pass, by parts that end with a sum. It stands in for the ``library``.
+
+    ``broken``: the pass does something that cannot be repeated. ``kept`` and ``tables`` keep alive
+    what steps read and write.
+    """
+
+    def __init__(self) -> None:
+        self.library: Any = None
+        self.steps: list[Step] = []
+        self.ends: list[int] = []  # of parts
+        self.kept: list[Any] = []
+        self.tables: RopeTables = {}
+        self.attention: list[tuple[AttentionArgs, SpanArgs]] = []
+        self.heads: list[HeadArgs] = []
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        """A function of the library, which records its calls."""
+        function: Callable[..., object] = getattr(self.library, name)
+        kind = STEP_KINDS.get(name)
+        if kind is None:
+            self.broken = True
+            return function
+
+        def call(handle: int, args: Any, *more: Any) -> object:
+            step = Step(kind=kind)
+            if more:  # rows of an embedding
+                self.kept.append(args)
+                step.args = ctypes.addressof(args)
+                step.y, step.count, step.scale, step.x = more
+            else:
+                step.args = ctypes.addressof(self._own(args))
+            self.steps.append(step)
+            return function(handle, args, *more)
+
+        return call
+
+    def add(self, x: Floats, y: Floats, scale: float, total: float) -> None:
+        """A sum of a part's result and the residual stream: the part's end."""
+        step = Step(kind=STEP_KINDS["add"], count=x.size, scale=scale, total=total)
+        step.x, step.y = locate(x), locate(y)
+        self.kept += [x, y]
+        self.steps.append(step)
+        self.ends.append(len(self.steps))
+
+    def _own(self, args: Any) -> Any:
+        """A copy of arguments that other passes fill in their way."""
+        copy = type(args).from_buffer_copy(args)
+        self.kept.append(copy)
+        if isinstance(copy, AttentionArgs):
+            span = SpanArgs.from_address(copy.spans)  # of the only sequence
+            self.attention.append((copy, SpanArgs.from_buffer_copy(span)))
+        elif isinstance(copy, HeadArgs):
+            self.heads.append(copy)
+        return copy
+
+
+class Recording:
+    """A pass of one row that can be repeated on other tokens and caches."""
+
+    def __init__(self, tape: Tape, batch: Batch, run: Callable[[Any, int], None]) -> None:
+        self._kept, self._tables, self._run = tape.kept, tape.tables, run
+        self._steps = (Step * len(tape.steps))(*tape.steps)
+        starts = [0, *tape.ends]
+        self._parts = [
+            (Step.from_buffer(self._steps, start * ctypes.sizeof(Step)), end - start)
+            for start, end in zip(starts, [*tape.ends, len(tape.steps)], strict=True)
+        ]
+        self._token, self._position = batch.tokens, batch.positions
+        (self._head,) = tape.heads
+        self._wanted = np.zeros(1, np.int64)
+        self._head.wanted = self._wanted.ctypes.data
+        spans = (SpanArgs * len(tape.attention))(*(span for _, span in tape.attention))
+        memory = np.frombuffer(memoryview(spans), np.uint8).reshape(len(spans), -1)
+        for (args, _), span in zip(tape.attention, spans, strict=True):
+            args.spans = ctypes.addressof(span)
+        self._places = memory.view(np.int64)[:, SpanArgs.data.offset // 8]
+        self._held = memory.view(np.int32)[:, SpanArgs.held.offset // 4]
+        self._base, _ = _cache(batch).layer_ready(0)
+
+    def run(self, batch: Batch, check: Callable[[], None] | None = None) -> Floats:
+        """The logits (1, V); the cache counts nothing."""
+        cache = _cache(batch)
+        base, _ = cache.layer_ready(0)
+        self._token[:], self._position[:] = batch.tokens, batch.positions
+        self._held[:] = cache.length
+        self._places += base - self._base
+        self._base = base
+        for (_, back), (rope, cos, sin) in self._tables.items():
+            cos.values[:], sin.values[:] = rotations(rope, self._position - back)
+        logits = large_floats((1, self._head.weight.rows))
+        self._head.logits = logits.ctypes.data
+        if check is None:
+            self._run(self._steps, len(self._steps))
+        else:
+            for first, count in self._parts:
+                check()
+                self._run(first, count)
+        return logits
+
+
+class ReplayedForward:
+    """A decoder's ``forward`` whose decode steps are recorded once, and replayed."""
+
+    def __init__(self, ops: NativeOps, forward: Forward) -> None:
+        self._ops, self._forward = ops, forward
+        self._recording: Recording | None = None
+        self._records = True  # nothing is known to stand against it
+
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        rows: Sequence[int] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Floats:
+        if not self._fits(batch, rows):
+            return self._forward(batch, rows=rows, check=check)
+        if self._recording is None:
+            return self._record(batch, check)
+        cache = _cache(batch)
+        cache.reserve(cache.length + 1)
+        self._ops.begin_adapters(batch)
+        logits = self._recording.run(batch, check)
+        cache.advance(1)
+        return logits
+
+    def _fits(self, batch: Batch, rows: Sequence[int] | None) -> bool:
+        """Whether it is a decode step that may be recorded or replayed."""
+        if not self._records or len(batch.tokens) != 1 or (rows is not None and not len(rows)):
+            return False
+        cache, mask = batch.spans[0].cache, batch.spans[0].mask
+        # Other caches move their blocks as a pass goes on.
+        return mask is None and not cache.mix and type(cache) is NativeKVCache
+
+    def _record(self, batch: Batch, check: Callable[[], None] | None) -> Floats:
+        """Run a pass and record it; the recording is used if it repeats the pass."""
+        own = Batch(batch.tokens.copy(), batch.positions.copy(), batch.spans)
+        tape, cache = Tape(), _cache(batch)
+        with self._ops.recording(tape):
+            logits = self._forward(own, check=check)
+        self._records = not tape.broken and len(tape.heads) == 1
+        if not self._records:
+            return logits
+        recording = Recording(tape, own, self._ops.run_steps)
+        cache.trim(cache.length - 1)
+        again = recording.run(own)
+        if not np.array_equal(again.view(np.int32), logits.view(np.int32)):
+            self._records = False
+            return self._forward(own, check=check)
+        self._recording = recording
+        cache.advance(1)
+        return logits
+
+
+def _cache(batch: Batch) -> NativeKVCache:
+    (span,) = batch.spans
+    assert isinstance(span.cache, NativeKVCache), "other caches are not recorded"
+    return span.cache

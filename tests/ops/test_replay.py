@@ -1,0 +1,103 @@
+"""Decode steps that are recorded and replayed: the same bits as passes that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.common.errors import CancelledError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.tiny import CONFIGS, tokens
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+CAPACITY = 40
+TREE = np.tril(np.ones((3, 3), np.bool_))
+TREE[2, 1] = False  # two children of one token
+
+
+def load(path: Path, kv_format: Any = "bf16") -> Decoder:
+    with closing(open_checkpoint(path)) as checkpoint:
+        config = read_config(checkpoint, context=CAPACITY)
+        return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
+
+
+class Counted:
+    """A decoder's ``forward`` that counts its calls."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.forward, self.calls = decoder.forward, 0
+
+    def __call__(self, batch: Batch, **options: Any) -> Any:
+        self.calls += 1
+        return self.forward(batch, **options)
+
+
+def conversations(decoder: Decoder, forward: Any) -> list[np.ndarray]:
+    """The logits of two sequences in turn: prompts, decode steps, a tree, a batch, a trim."""
+    first, second = decoder.cache(CAPACITY), decoder.cache(CAPACITY)
+    found = [forward(Batch.extend([(first, tokens(9))]), rows=[8])]
+    found += [forward(Batch.extend([(second, tokens(4, seed=1))]), rows=[])]
+    for turn in range(3):
+        for cache in (first, second, first):
+            found.append(forward(Batch.extend([(cache, tokens(1, seed=turn))]), rows=[0]))
+        tree = Batch.extend([(first, tokens(3, seed=turn))])
+        span = Span(first, 3, TREE)
+        found.append(forward(Batch(tree.tokens, tree.positions - [0, 0, 1], (span,))))
+        first.select(first.length - 3, [0, 2])
+        found.append(forward(Batch.extend([(first, tokens(1)), (second, tokens(2))])))
+        second.trim(second.length - 1)
+    return found
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_same_bits(name: str, kv_format: Any, tiny: Callable[[str], tuple[Path, Any]]) -> None:
+    path, _ = tiny(name)
+    decoder = load(path, kv_format)
+    replayed = conversations(decoder, decoder.ops.graphed(decoder.forward))
+    for ours, plain in zip(replayed, conversations(decoder, decoder.forward), strict=True):
+        assert np.array_equal(ours, plain)
+
+
+def test_replays(tiny: Callable[[str], tuple[Path, Any]]) -> None:
+    path, _ = tiny("llama")
+    decoder = load(path)
+    forward = Counted(decoder)
+    replayed: Any = ReplayedForward(decoder.ops, forward)  # type: ignore[arg-type]
+    cache = decoder.cache(CAPACITY)
+    for count in (5, 1, 1, 1):
+        replayed(Batch.extend([(cache, tokens(count))]), rows=[count - 1])
+    assert forward.calls == 2  # the prompt, and the step that is recorded
+    assert cache.length == 8
+
+    def check() -> None:
+        raise CancelledError("stop")
+
+    with pytest.raises(CancelledError):
+        replayed(Batch.extend([(cache, tokens(1))]), rows=[0], check=check)
+    assert cache.length == 8
+
+
+def test_other_results(tiny: Callable[[str], tuple[Path, Any]]) -> None:
+    """A pass that does more than its calls say is not replayed."""
+    path, _ = tiny("llama")
+    decoder = load(path)
+
+    def doubled(batch: Batch, **options: Any) -> Any:
+        return 2 * decoder.forward(batch, **options)
+
+    replayed = conversations(decoder, decoder.ops.graphed(doubled))
+    for ours, plain in zip(replayed, conversations(decoder, doubled), strict=True):
+        assert np.array_equal(ours, plain)
