@@ -6,7 +6,12 @@
 #include <type_traits>
 #include "kernels.h"
 #pragma GCC push_options
+#if defined(LRT_EVEX)  // as AVX-512 encodes the same instructions, for tests: scripts/avxvnni
+#pragma GCC target("avx2,fma,f16c,avx512vl,avx512vnni")
+#define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32
+#else
 #pragma GCC target("avx2,fma,f16c,avxvnni")
+#endif
 #define LRT_VNNI 1
 #include "vec_avx2.h"
 #define KERNELS kernels_avxvnni

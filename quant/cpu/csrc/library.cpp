@@ -41,7 +41,9 @@ const Choice* choices(int* count) {
         {"avx512", &kernels_avx512,
          __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")},
-#if __GNUC__ >= 12 && !defined(__clang__)
+#if defined(LRT_EVEX)
+        {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")},
+#elif __GNUC__ >= 12 && !defined(__clang__)
         {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni")},
 #endif
         {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
