@@ -418,8 +418,10 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         if (!split)
             for (int i = 0; i < n; i++) rotate_head(span.format, size, place(group, begin + i, 0) + 2);
     });
-    for (int group = 0; group < groups; group++)
-        for (int index = 0; index < queries; index++) {
+    const int share = 64, all = groups * queries;
+    parallel(context, (all + share - 1) / share, [&](int task) {
+        for (int at = task * share; at < least(all, (task + 1) * share); at++) {
+            const int group = at / queries, index = at % queries;
             float* first = place(group, index, 0);
             BlockResult sofar{first[0], first[1]};
             for (int piece = 1; piece < pieces; piece++) {
@@ -438,6 +440,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
             for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;
         }
+    });
 }
 
 }  // namespace
