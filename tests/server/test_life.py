@@ -116,7 +116,9 @@ def test_client_disconnects(slow: None, server: Running, path: str, stream: bool
 
 def test_disconnect_in_queue(slow: None, model: Any) -> None:
     with serving(model, max_running=1) as running:
-        first, second = send(running, LONG), send(running, LONG)
+        first = send(running, LONG)
+        wait_for(lambda: running.live.stats().running == 1)
+        second = send(running, LONG)
         wait_for(lambda: running.live.stats().waiting == 1)
         second.close()
         wait_for(lambda: running.live.stats().waiting == 0)
