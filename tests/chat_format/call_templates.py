@@ -362,5 +362,5 @@ ALONE = frozenset(["GigaChat", "Llama", "gpt-oss"])
 WORDLESS = frozenset(["Llama", "gpt-oss"])
 """Those that write no text beside calls."""
 
-UNWRITABLE = {"LFM 2.5": r"'\s*[,)]", "MiniCPM": r"\]\]>"}
+UNWRITABLE = {"Gemma 4": r'<\|"\|>', "LFM 2.5": r"'\s*[,)]", "MiniCPM": r"\]\]>"}
 """What no string may have: its end could not be told."""
