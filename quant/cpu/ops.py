@@ -18,7 +18,6 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
     HeadArgs,
-    MlpArgs,
     SearchArgs,
     find_library,
     load_library,
@@ -37,6 +36,7 @@ from localrt.quant.cpu.passes import (
     attention_args,
     index_args,
     latent_args,
+    mlp_args,
     recurrent_args,
 )
 from localrt.quant.cpu.replay import ReplayedForward, Tape
@@ -531,7 +531,7 @@ class NativeOps(StreamSteps):
         self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
         out = self._array(x.shape[0], weights.down.stack.rows)
-        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, _mlp_args)
+        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
         if gate is not None:
             args.row_gate = gate.stack
         args.x, args.out, args.rows = self._locate(x), self._locate(out), x.shape[0]
@@ -557,20 +557,6 @@ class NativeOps(StreamSteps):
                 self._places.clear()
             self._places[id(array)] = array, address
         return address
-
-
-def _mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
-    return MlpArgs(
-        norm=address_of(weights.norm),
-        post_norm=address_of(weights.post_norm),
-        gate_up=weights.gate_up.stack,
-        down=weights.down.stack,
-        activation=ACTIVATIONS[spec.activation],
-        eps=spec.eps,
-        cut=spec.cutoff is not None,
-        cutoff=spec.cutoff or 0.0,
-        gate_scale=spec.gate_scale,
-    )
 
 
 def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:

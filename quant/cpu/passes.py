@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cpu.abi import (
+    ACTIVATIONS,
     RECURRENT_KINDS,
     AttentionArgs,
     IndexArgs,
     LatentArgs,
+    MlpArgs,
     RecurrentArgs,
     SpanArgs,
     StateSpanArgs,
@@ -35,7 +37,7 @@ from localrt.quant.ops.attention import (
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
@@ -177,6 +179,21 @@ def _attention_args(weights: AttentionWeights, spec: AttentionSpec) -> Attention
         rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
+    )
+
+
+def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
+    """Constant arguments of an MLP's only step."""
+    return MlpArgs(
+        norm=address_of(weights.norm),
+        post_norm=address_of(weights.post_norm),
+        gate_up=weights.gate_up.stack,
+        down=weights.down.stack,
+        activation=ACTIVATIONS[spec.activation],
+        eps=spec.eps,
+        cut=spec.cutoff is not None,
+        cutoff=spec.cutoff or 0.0,
+        gate_scale=spec.gate_scale,
     )
 
 
