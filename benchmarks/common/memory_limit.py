@@ -16,6 +16,7 @@ from typing import Any
 from localrt.bench.process import ChildProcess, child_command
 from localrt.bench.runner import model_files, run_bench
 from localrt.bench.workload import BenchOptions, Outcome
+from localrt.common.control_groups import group_folders
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_bytes
 from localrt.common.settings import Settings
@@ -154,23 +155,6 @@ def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> str
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
     """Groups that could hold a new one, nearest first, with their version's file names."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            base, files = mount / "memory", _V1
-        elif controllers == "":
-            base, files = mount, _V2
-        else:
-            continue
-        names = [name for name in path.split("/") if name]
-        if ".." in names:
-            names = []
-        for depth in range(len(names), -1, -1):
-            folder = base.joinpath(*names[:depth])
-            if (folder / "cgroup.procs").exists():
-                yield folder, files
+    for version, folder in group_folders(root, "memory"):
+        if (folder / "cgroup.procs").exists():
+            yield folder, _V1 if version == 1 else _V2
