@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import RESULTS, ROOT, make_parser
+from benchmarks.common.command import ISAS, RESULTS, ROOT, make_parser
 from benchmarks.common.record import machine_of, markdown_table, versions_of
-from benchmarks.cpu.tables import ISAS, cpu_table, times
+from benchmarks.cpu.tables import cpu_table, times
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table
@@ -96,7 +96,7 @@ def headline_table() -> str:
             "",
         ]
     )
-    headers = ["", "localrt", "llama.cpp, best settings", "ratio", "to ik_llama.cpp"]
+    headers = ["", "localrt", "llama.cpp, best settings", "ratio", "times ik_llama.cpp"]
     columns = 5 if any(ik for *_, ik in rows) else 4
     table = markdown_table(headers[:columns], [row[:columns] for row in rows])
     measured = [limited, *(_read(path.stem) for path in sorted(RESULTS.glob("cpu-*.json")))]

@@ -8,14 +8,21 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.quant.cpu.ops import NativeOps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
-_ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
+ISAS = {
+    "avx512": "AVX-512",
+    "avxvnni": "AVX-VNNI",
+    "avx2": "AVX2",
+    "neon": "NEON",
+    "portable": "portable kernels",
+}
+"""Instruction sets, by the names that force them."""
 
 
 def make_parser(
@@ -52,7 +59,7 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
 def isa_name(text: str) -> str:
     """For ``type=``: an instruction set that the kernels can use here; empty: the best."""
     usable = []
-    for name in (text, *_ISAS):
+    for name in (text, *ISAS):
         with suppress(OptionError):
             usable.append(NativeOps(threads=1, isa=name).isa)
             if name == text:
@@ -78,4 +85,7 @@ def find_model(name: str) -> Path:
     from tests.real_models import FILES, find_real_model  # which needs pytest
 
     found = find_real_model(name) if name in FILES else None
-    return found or resolve(name, settings=Settings.from_environment()).path
+    try:
+        return found or resolve(name, settings=Settings.from_environment()).path
+    except LocalrtError as error:
+        raise SystemExit(f"localrt: {error}") from None

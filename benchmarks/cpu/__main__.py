@@ -148,10 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about: dict[str, Any] = setting(cited_command("cpu", arguments), "numpy")
     about |= {"isa": args.isa, "threads": threads, "runs": args.runs}
     record = load(file, rows=[])
+    paths = {model: find_model(model) for model in args.models}
     for row in [row for model in args.models for row in rows_of(model)]:
         if args.only and not any(word in row.name for word in args.only):
             continue
-        path = find_model(row.model)
+        path = paths[row.model]
         contestants: dict[str, Callable[[], Record]]
         contestants = {"localrt": partial(run_ours, row, path, args.isa, threads)}
         for peer in peers if row.kind in ("prompt", "decode") else ():

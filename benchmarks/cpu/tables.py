@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common.command import ISAS
 from benchmarks.common.record import machine_of, markdown_table, versions_of
 from benchmarks.cpu.llama_bench import PEERS
 from localrt.common.formatting import format_rate
-
-ISAS = {"avx512": "AVX-512", "avxvnni": "AVX-VNNI", "avx2": "AVX2", "neon": "NEON"}
 
 
 def cpu_table(record: Mapping[str, Any]) -> str:
@@ -26,7 +25,7 @@ def cpu_table(record: Mapping[str, Any]) -> str:
     headers = ["", "localrt, tok/s", "ik_llama.cpp", "ratio", "llama.cpp", "ratio", "of reading"]
     return (
         f"{markdown_table(headers, rows)}\n\n`{record['command']}`: "
-        f"{ISAS.get(record['isa'], record['isa'])} on {machine_of(record)}; medians of "
+        f"{ISAS[record['isa']]} on {machine_of(record)}; medians of "
         f"{record['runs']} turns. {versions_of(record)}{_builds(record)}."
     )
 

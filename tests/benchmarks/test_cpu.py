@@ -131,3 +131,9 @@ def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["isa"] == "portable"
     assert found["value"] > 0
     assert ("of_floor" in found) == (kind == "decode")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    """It is named before anything is measured."""
+    with pytest.raises(SystemExit, match="no such file or folder"):
+        cpu.main(["--models", str(tmp_path / "none.gguf")])
