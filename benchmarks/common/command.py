@@ -1,12 +1,15 @@
-"""The command line of a benchmark: its parser, the command as results cite it, models by name."""
+"""A benchmark's command line: its parser, how results cite it, models by name, child processes."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.settings import Settings
@@ -89,3 +92,16 @@ def find_model(name: str) -> Path:
         return found or resolve(name, settings=Settings.from_environment()).path
     except LocalrtError as error:
         raise SystemExit(f"localrt: {error}") from None
+
+
+def run_child(name: str, words: Sequence[str], job: Mapping[str, Any], **options: Any) -> Any:
+    """What ``python WORDS JOB`` prints on its last line, as JSON.
+
+    Raises:
+        SystemExit: it failed; ``name`` says in what.
+    """
+    command = [sys.executable, *words, json.dumps(job)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **options)
+    if done.returncode:
+        raise SystemExit(f"{name} failed: see above")
+    return json.loads(done.stdout.splitlines()[-1])

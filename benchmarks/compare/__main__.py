@@ -11,7 +11,6 @@ The JSON keeps rows that are not measured.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import ROOT, cited_command, find_model, isa_name, make_parser
+from benchmarks.common.command import (
+    ROOT,
+    cited_command,
+    find_model,
+    isa_name,
+    make_parser,
+    run_child,
+)
 from benchmarks.common.record import Record, load, save_row, setting
 from localrt.common.formatting import table
 
@@ -61,11 +67,7 @@ def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> dict[str,
     load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
     job = {**asdict(row), "model": str(find_model(row.model)), "load": load, "isa": isa}
     env = {**os.environ, "PYTHONPATH": str(checkout), "LOCALRT_CACHE": str(cache)}
-    command = [sys.executable, "-P", str(_CHILD), json.dumps(job)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{row.name} failed in {checkout.name}: see above")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Record = run_child(f"{row.name} in {checkout.name}", ["-P", str(_CHILD)], job, env=env)
     if found["checkout"] != str(checkout):
         raise SystemExit(f"localrt was imported from {found['checkout']}, not from {checkout}")
     return found
