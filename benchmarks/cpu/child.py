@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,115 +27,62 @@ from localrt.speculative.tree import TokenTree
 HELD = 64  # tokens before a pass of few rows
 ROUNDS = 40
 READ_BYTES = 256 << 20
-_KEPT = ("lrt_create", "lrt_destroy", "lrt_isa", "lrt_abi_version")
 
 
-def main(job: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, in plain values; ``value`` is what turns compare."""
+def main(job: dict[str, Any]) -> dict[str, float]:
+    """What was measured; ``value`` is what turns compare."""
     force_isa(job["isa"])
     options = LoadOptions(engine="native", ctx=job["tokens"] + 256, threads=job["threads"])
-    path = Path(job["model"])
-    with closing(load_parts(path, options).engine) as engine:
+    with closing(load_parts(Path(job["model"]), options).engine) as engine:
         (ops,) = engine.weights.implementations
         assert isinstance(ops, NativeOps), "the file runs on the CPU"
+        assert ops.isa == job["isa"]
         session = engine.session(job["tokens"] + 256)
         session.extend(_ids(HELD))
-        found = _KINDS[job["kind"]](session, ops, job)
-        if "floor_bytes_s" in found:
-            floor = found["floor_bytes_s"]
-            found["of_floor"] = found["value"] * _token_nbytes(path, ops) / floor
-        return {**found, "isa": ops.isa}
+        return KINDS[job["kind"]](session, ops, job)
 
 
 def _ids(count: int) -> list[int]:
     return [100 + (number * 7919 + 13) % 40_000 for number in range(count)]
 
 
-def _time(call: Callable[[], object]) -> float:
+def _time(call: Callable[..., object], *arguments: Any) -> float:
     start = time.perf_counter()
-    call()
+    call(*arguments)
     return time.perf_counter() - start
 
 
-def _prompt(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second of the best of ``repeats`` prompts."""
+def _rate(session: Any, job: dict[str, Any], rows: int) -> float:
+    """Tokens per second of the best of ``repeats`` from an empty context, ``rows`` a pass."""
+    ids = _ids(job["tokens"])
 
-    def read() -> None:
+    def run() -> None:
         session.trim(0)
-        session.extend(_ids(job["tokens"]))
+        for first in range(0, len(ids), rows):
+            session.extend(ids[first : first + rows])
 
-    return {"value": job["tokens"] / min(_time(read) for _ in range(job["repeats"]))}
+    return len(ids) / min(_time(run) for _ in range(job["repeats"]))
 
 
-def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second, from an empty context; plain reading is measured before and after."""
+def _prompt(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
+    return {"value": _rate(session, job, job["tokens"])}
+
+
+def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
+    """With the share of plain reading, which is measured before and after."""
     data = np.ones(READ_BYTES, np.uint8)
 
-    def read() -> float:
-        return min(_time(lambda: ops.read_all(data)) for _ in range(5))
+    def read_s() -> float:
+        return min(_time(ops.read_all, data) for _ in range(5))
 
-    def decode() -> None:
-        session.trim(0)
-        for token in _ids(job["tokens"]):
-            session.extend([token])
-
-    before, seconds, after = read(), _time(decode), read()
-    floor = READ_BYTES / statistics.mean((before, after))
-    return {"value": job["tokens"] / seconds, "floor_bytes_s": floor}
+    before, rate, after = read_s(), _rate(session, job, 1), read_s()
+    of_floor = rate * _token_nbytes(job["model"], ops) * (before + after) / 2 / READ_BYTES
+    return {"value": rate, "of_floor": of_floor}
 
 
-def _tree(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, Any]:
-    """How many passes of one row a pass takes that verifies draft tokens: ``tokens`` rows."""
-    drafts = job["tokens"] - 1
-    scores = [-1.0 - node for node in range(drafts)]
-    tree = TokenTree.of(_ids(drafts), list(range(-1, drafts - 1)), scores, "fixed")
-
-    def verify() -> None:
-        session.extend_tree(7, tree)
-        session.keep([0])
-
-    taken: dict[str, list[float]] = {"one": [], "tree": []}
-    for _ in range(ROUNDS):
-        session.trim(HELD)
-        taken["one"].append(_time(lambda: session.extend([7])))
-        taken["tree"].append(_time(verify))
-    return {"value": statistics.median(taken["tree"]) / statistics.median(taken["one"])}
-
-
-def _outside(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, Any]:
-    """The share of a token that Python and the calls take: what is left if no kernel computes."""
-
-    def step() -> float:
-        session.trim(HELD)
-        return statistics.median(_time(lambda: session.extend([7])) for _ in range(ROUNDS))
-
-    step()
-    whole = step()
-    ops._api = _Idle(ops._api)  # type: ignore[assignment]
-    step()
-    rest = step()
-    return {"value": rest / whole, "token_s": whole, "outside_s": rest}
-
-
-class _Idle:
-    """The library, but each step is a C function that returns at once. Its result is no use."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._library, name)
-        if name not in _KEPT:
-            signature = function.restype, function.argtypes
-            function = self._library._FuncPtr(("lrt_abi_version", self._library))
-            function.restype, function.argtypes = signature
-        setattr(self, name, function)
-        return function
-
-
-def _token_nbytes(path: Path, ops: NativeOps) -> int:
+def _token_nbytes(path: str, ops: NativeOps) -> int:
     """Bytes of weights that a token reads; of an embedding with a head besides, hardly any."""
-    with closing(open_checkpoint(path)) as checkpoint:
+    with closing(open_checkpoint(Path(path))) as checkpoint:
         tensors = dict(checkpoint.tensors)
     if "lm_head.weight" in tensors:
         del tensors["model.embed_tokens.weight"]
@@ -142,7 +90,42 @@ def _token_nbytes(path: Path, ops: NativeOps) -> int:
     return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
 
 
-_KINDS = {"prompt": _prompt, "decode": _decode, "tree": _tree, "outside": _outside}
+def _tree(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
+    """How many passes of one row a pass takes that verifies draft tokens: ``tokens`` rows."""
+    drafts = job["tokens"] - 1
+    tree = TokenTree.of(_ids(drafts), range(-1, drafts - 1), [-1.0] * drafts, "fixed")
+
+    def verify() -> None:
+        session.extend_tree(7, tree)
+        session.keep([0])
+
+    one, many = [], []
+    for _ in range(ROUNDS):
+        session.trim(HELD)
+        one.append(_time(session.extend, [7]))
+        many.append(_time(verify))
+    return {"value": statistics.median(many) / statistics.median(one)}
+
+
+def _outside(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
+    """The share of a token that Python and the calls take: what is left if no kernel computes."""
+
+    def step() -> float:
+        session.trim(HELD)
+        return statistics.median(_time(session.extend, [7]) for _ in range(ROUNDS))
+
+    whole, library = step(), ops._api
+    ops._api = idle = SimpleNamespace()
+    for name, function in vars(library).items():
+        if name.startswith("lrt_"):  # a C function that returns at once; its result is no use
+            setattr(idle, name, library._FuncPtr(("lrt_abi_version", library)))
+            getattr(idle, name).argtypes = function.argtypes
+    rest, ops._api = step(), library
+    return {"value": rest / whole}
+
+
+_FUNCTIONS = (_prompt, _decode, _tree, _outside)
+KINDS = {function.__name__[1:]: function for function in _FUNCTIONS}
 
 if __name__ == "__main__":
     print(json.dumps(main(json.loads(sys.argv[1]))))

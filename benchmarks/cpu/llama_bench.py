@@ -1,59 +1,58 @@
 """Peers that are measured with their own ``llama-bench``: llama.cpp and ik_llama.cpp.
 
-A peer is a program and the settings among which its fastest is looked for: weights repacked or
-not, flash attention or not. Knows nothing of ours.
+A peer's fastest setting is looked for: weights repacked or not, flash attention or not. Knows
+nothing of ours.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-PEERS = {
-    "ik_llama.cpp": ("-rtr", ("-w", "0")),
-    "llama.cpp": ("--repack", ("--no-warmup",)),
-}
-"""The option that repacks weights, and the words that leave out the warm-up."""
-
-LONG = 4096
-"""A prompt of so many tokens needs no warm-up: llama.cpp's would read all of it."""
+PEERS = {"ik_llama.cpp": ("-rtr", "-w 0"), "llama.cpp": ("--repack", "--no-warmup")}
+"""The option that repacks weights, and the one that leaves out the warm-up."""
 
 
 class PeerFailedError(Exception):
     """A run gave no figure; the message has the program's last line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One of ``PEERS``, and its ``llama-bench``."""
+def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per second of the best of ``repeats``; see ``child`` for ``job``.
 
-    name: str
-    program: Path
+    Raises:
+        PeerFailedError: it failed.
+    """
+    prompt = job["tokens"] if job["kind"] == "prompt" else 0
+    words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}".split()
+    if prompt > 4096:  # llama.cpp's warm-up would read all of it
+        words += PEERS[peer][1].split()
+    words += f"-r {job['repeats']} -t {job['threads']} -o json".split()
+    done = subprocess.run([program, "-m", job["model"], *words], capture_output=True, text=True)
+    try:
+        (found,) = json.loads(done.stdout)
+        return {
+            "value": max(found["samples_ts"]),
+            "setting": setting,
+            "build": found["build_commit"],
+        }
+    except (ValueError, LookupError, TypeError):
+        lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        raise PeerFailedError(f"{peer} {setting}: {lines[-1]}") from None
 
-    def settings(self) -> list[list[str]]:
-        """As words of the command line."""
-        repacking, _ = PEERS[self.name]
-        return [[repacking, repack, "-fa", flash] for repack in "10" for flash in "10"]
 
-    def run(self, model: Path, setting: Sequence[str], test: Mapping[str, int]) -> dict[str, Any]:
-        """Tokens per second: ``test`` has ``prompt`` and ``answer`` (one is 0), ``repeats``, of
-        which the best counts, and ``threads``.
-
-        Raises:
-            PeerFailedError: it failed.
-        """
-        words = ["-m", str(model), *setting]
-        words += PEERS[self.name][1] if test["prompt"] >= LONG else ()
-        words += "-p {prompt} -n {answer} -r {repeats} -t {threads}".format(**test).split()
-        done = subprocess.run([self.program, *words, "-o", "json"], capture_output=True, text=True)
+def fastest(peer: str, program: Path, job: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """A run in the best setting, the first of equals; None if all fail. Failures are printed."""
+    found: dict[float, Callable[[], Any]] = {}
+    for repack, flash in ("11", "10", "01", "00"):
+        setting = f"{PEERS[peer][0]} {repack} -fa {flash}"
+        call = partial(run_peer, peer, program, setting, job)
         try:
-            (found,) = json.loads(done.stdout)
-            best, build = max(found["samples_ts"]), found["build_commit"]
-        except (ValueError, LookupError, TypeError):
-            lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
-            raise PeerFailedError(f"{self.name} {' '.join(setting)}: {lines[-1]}") from None
-        return {"value": best, "build": build, "setting": " ".join(setting)}
+            found.setdefault(call()["value"], call)
+        except PeerFailedError as error:
+            print(error, flush=True)
+    return found[max(found)] if found else None

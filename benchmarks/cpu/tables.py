@@ -45,8 +45,8 @@ def _ours(row: Mapping[str, Any]) -> str:
 
 def _setting(peer: Mapping[str, Any]) -> str:
     _, repacked, _, attention = peer["setting"].split()
-    words = ["repacked" if repacked == "1" else "plain"]
-    return ", ".join([*words, *(["flash attention"] if attention == "1" else [])])
+    kept = "repacked" if repacked == "1" else "plain"
+    return f"{kept}, flash attention" if attention == "1" else kept
 
 
 def _builds(record: Mapping[str, Any]) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
+from benchmarks.common import command
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import child
-from benchmarks.cpu.llama_bench import Peer, PeerFailedError
+from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
 from benchmarks.cpu.tables import cpu_table
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
@@ -43,15 +44,16 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_peer(program: Path) -> None:
-    peer = Peer("ik_llama.cpp", program)
-    test = {"prompt": 8192, "answer": 0, "repeats": 2, "threads": 3}
-    assert len(peer.settings()) == 4
-    found = peer.run(Path("m.gguf"), ["-rtr", "0", "-fa", "1"], test)
+    job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
+    found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
     assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
-    words = "-m m.gguf -rtr 0 -fa 1 -w 0 -p 8192 -n 0 -r 2 -t 3 -o json"
-    assert program.with_suffix(".calls").read_text().split() == words.split()
+    run_peer("llama.cpp", program, "--repack 0 -fa 1", {**job, "kind": "decode", "tokens": 128})
+    assert program.with_suffix(".calls").read_text().splitlines() == [
+        "-m m.gguf -rtr 0 -fa 1 -p 8192 -n 0 -w 0 -r 2 -t 3 -o json",
+        "-m m.gguf --repack 0 -fa 1 -p 0 -n 128 -r 2 -t 3 -o json",
+    ]
     with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
-        peer.run(Path("m.gguf"), ["-rtr", "1", "-fa", "1"], test)
+        run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
 
 
 @native_only
@@ -63,20 +65,26 @@ def test_command(
 ) -> None:
     values = {"prompt": 202.0, "decode": 303.0, "tree": 1.25, "outside": 0.085}
 
-    def ours(row: cpu.Row, *_: Any) -> dict[str, Any]:
-        return {"value": values[row.kind], **({"of_floor": 0.98} if row.kind == "decode" else {})}
+    def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
+        floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
+        return {"value": values[job["kind"]], **floor}
 
-    monkeypatch.setattr(cpu, "run_ours", ours)
-    monkeypatch.setattr(cpu, "find_model", Path)
+    monkeypatch.setattr(command, "run_child", ours)
+    monkeypatch.setattr(command, "find_model", Path)
     file = tmp_path / "cpu.json"
     words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
     words += ["--runs", "3", "--json", str(file)]
-    assert cpu.main([*words, "--models", "qwen1.5b", "a.gguf", "--only", "a, prompt of 512"]) == 0
-    assert cpu.main([*words, "--models", "smollm2"]) == 0
+    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "tree,pass-64"]) == 0
+    assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
     record = json.loads(file.read_text())
     rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows)[:3] == [
+        "Qwen2.5-1.5B Q4_K_M, 4 rows at once",
+        "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",
+        "SmolLM2-135M Q4_1, prompt of 512",
+    ]
+    assert list(rows)[-2:] == ["a, prompt of 512", "a, decode"]
     prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
-    assert next(iter(rows)) == "a, prompt of 512"
     assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
     assert prompt["peers"]["llama.cpp"]["ratio"]["samples"] == [2.0] * 3
     assert rows["SmolLM2-135M Q4_1, 4 rows at once"]["peers"] == {}
@@ -120,15 +128,20 @@ def test_unknown_isa(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.endswith("portable can\n")
 
 
+def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cpu.main(["--only", "decode,4 rows"])
+    assert "'4 rows' is not one of prompt-512, decode, tree, " in capsys.readouterr().err
+
+
 @native_only
 @pytest.mark.real
-@pytest.mark.parametrize("kind", ["prompt", "decode", "tree", "outside"])
+@pytest.mark.parametrize("kind", child.KINDS)
 def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "ROUNDS", 2)
     monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
     job = {"kind": kind, "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
     found = child.main({**job, "model": str(real_model("smollm2"))})
-    assert found["isa"] == "portable"
     assert found["value"] > 0
     assert ("of_floor" in found) == (kind == "decode")
 
