@@ -15,6 +15,7 @@ IQ4_XS`` (or Q6_K).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ ROWS = {
     "prompt-8192": Row("prompt of 8,192", "prompt", 8192, ("qwen0.5b",)),
     "pass-64": Row("pass of 64 rows", "prompt", 64, ("qwen1.5b",), 5),
     "outside": Row("outside the kernels", "outside", 1, ("smollm2",)),
+    "neighbour": Row("beside a busy loop", "neighbour", 128, ("smollm2", "qwen0.5b")),
 }
 """By the names that ``--only`` takes."""
 
@@ -112,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (model if model in MODELS else FILE) not in row.models:
             continue
         name = f"{MODELS.get(model, Path(model).stem)}, {row.title}"
+        if row.kind == "neighbour" and not can_bind():
+            print(f"{name} is left out: it needs two cores and a system that can bind a process")
+            continue
         test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
         job = {**test, "model": str(paths[model]), "isa": args.isa, "threads": about["threads"]}
         contestants: dict[str, Callable[[], Record]] = {
@@ -127,6 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name} is done", flush=True)
     print(cpu_table(record) if record["rows"] else "These models have no such row.")
     return 0
+
+
+def can_bind() -> bool:
+    """Whether a process can be bound to one of several cores."""
+    return hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ It runs with its job as JSON. Sessions are extended without a sampler, as ``llam
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +29,16 @@ from localrt.speculative.tree import TokenTree
 
 HELD = 64  # tokens before a pass of few rows
 ROUNDS = 40
+TURNS = 5  # alone, then beside a busy loop
 READ_BYTES = 256 << 20
+_LOOP = """
+import os, sys
+core, parent = map(int, sys.argv[1:])
+os.sched_setaffinity(0, {core})
+print(flush=True)
+while os.getppid() == parent:
+    pass
+"""
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
@@ -124,7 +136,31 @@ def _outside(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, flo
     return {"value": rest / whole}
 
 
-_FUNCTIONS = (_prompt, _decode, _tree, _outside)
+def _neighbour(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
+    """The share of its speed that decoding keeps beside a busy loop."""
+    shares = []
+    for _ in range(TURNS):
+        alone = _rate(session, job, 1)
+        with _busy_loop():
+            shares.append(_rate(session, job, 1) / alone)
+    return {"value": statistics.median(shares)}
+
+
+@contextmanager
+def _busy_loop() -> Iterator[None]:
+    """Another process occupies the core on which this thread is; it ends with this one at last."""
+    core = ctypes.CDLL(None).sched_getcpu()
+    command = [sys.executable, "-c", _LOOP, str(core), str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as loop:
+        assert loop.stdout is not None
+        try:
+            assert loop.stdout.readline(), "the loop has begun"
+            yield
+        finally:
+            loop.kill()
+
+
+_FUNCTIONS = (_prompt, _decode, _tree, _outside, _neighbour)
 KINDS = {function.__name__[1:]: function for function in _FUNCTIONS}
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def cpu_table(record: Mapping[str, Any]) -> str:
     """Ours and the peers' tokens per second; ratios are medians of turns."""
     rows = []
     for row in record["rows"]:
-        cells = [row["name"], _ours(row)]
+        cells = [row["name"], _ours(row, record["threads"])]
         for name in PEERS:
             peer = row["peers"].get(name)
             rate = peer and f"{format_rate(peer['tok_s']['median'])} ({_setting(peer)})"
@@ -36,10 +36,17 @@ def times(row: Mapping[str, Any], peer: str) -> str:
     return f"{found['ratio']['median']:.2f}x" if found else ""
 
 
-def _ours(row: Mapping[str, Any]) -> str:
+def fair_share(threads: int) -> float:
+    """The share of its speed that a program keeps if it loses half of one of its cores."""
+    return (threads - 0.5) / threads
+
+
+def _ours(row: Mapping[str, Any], threads: int) -> str:
     value = row["localrt"]["median"]
     if row["kind"] == "tree":
         return f"{value:.2f} passes"
+    if row["kind"] == "neighbour":
+        return f"{value:.0%} (fair share {fair_share(threads):.0%})".replace("%", " %")
     return f"{100 * value:.1f} %" if row["kind"] == "outside" else format_rate(value)
 
 

@@ -14,7 +14,7 @@ from benchmarks.common import command
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import child
 from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
-from benchmarks.cpu.tables import cpu_table
+from benchmarks.cpu.tables import cpu_table, fair_share
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.real_models import real_model
@@ -63,7 +63,7 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    values = {"prompt": 202.0, "decode": 303.0, "tree": 1.25, "outside": 0.085}
+    values = {"prompt": 202.0, "decode": 303.0, "tree": 1.25, "outside": 0.085, "neighbour": 0.82}
 
     def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
         floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
@@ -71,6 +71,8 @@ def test_command(
 
     monkeypatch.setattr(command, "run_child", ours)
     monkeypatch.setattr(command, "find_model", Path)
+    monkeypatch.setattr(cpu, "can_bind", lambda: True)
+    monkeypatch.setattr(cpu, "default_threads", lambda: 2)
     file = tmp_path / "cpu.json"
     words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
     words += ["--runs", "3", "--json", str(file)]
@@ -96,9 +98,25 @@ def test_command(
         "| 3.00x | 98 % |",
         "4 rows at once | 1.25 passes |",
         "outside the kernels | 8.5 % |",
+        "beside a busy loop | 82 % (fair share 75 %) |",
         "ik_llama.cpp abc",
     ):
         assert cells in cpu_table(record)
+
+
+@native_only
+def test_one_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_model", Path)
+    monkeypatch.setattr(cpu, "can_bind", lambda: False)
+    words = ["--isa", "portable", "--only", "neighbour", "--json", str(tmp_path / "cpu.json")]
+    assert cpu.main([*words, "--models", "smollm2"]) == 0
+    assert "beside a busy loop is left out: it needs two cores" in capsys.readouterr().out
+
+
+def test_fair_share() -> None:
+    assert [fair_share(threads) for threads in (1, 2, 8)] == [0.5, 0.75, 0.9375]
 
 
 def test_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +156,10 @@ def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("kind", child.KINDS)
 def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "neighbour" and not cpu.can_bind():
+        pytest.skip("a process cannot be bound to one of several cores here")
     monkeypatch.setattr(child, "ROUNDS", 2)
+    monkeypatch.setattr(child, "TURNS", 1)
     monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
     job = {"kind": kind, "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
     found = child.main({**job, "model": str(real_model("smollm2"))})
