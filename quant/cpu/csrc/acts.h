@@ -1,4 +1,5 @@
-// Activations as the packed products take them: int8 per group of 32 columns, rows side by side.
+// Activations as the packed products take them: int8, or int16 where precision counts, per group of 32 columns, rows
+// side by side.
 #pragma once
 #include <cmath>
 
@@ -32,7 +33,7 @@ struct RunRange {  // runs [first, last)
 };
 
 // -zero * the sum of the codes: what the sums of a symmetric layout start from. With BOTH_SUMS those of both halves,
-// in the halves of a word, which minima are times.
+// in the halves of a word or, of int16, in two words, which minima are times.
 struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)
@@ -41,11 +42,12 @@ constexpr int MAX_STARTS = 15;
 
 struct Acts {
     const float* x;       // (R, K)
-    int8_t* codes;        // runs: (K / 32, n, 32), or null when no matrix needs them
+    int8_t* codes;        // runs: (K / 32, n, 32), or null when no matrix needs them; int16 are `pairs`
     float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
     const int32_t* mixes;  // adapters of each row, or null
+    int32_t* pairs = nullptr;  // runs: (K / 32, n, 16): int16 of columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ...; or null
 
     const Start* find_start(int zero, int of_halves) const {
         for (int i = 0; i < start_count; i++)
@@ -91,9 +93,11 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
-// Columns [column, column + count) of a row, from `x`, to int8 with a scale per 32 columns; rounding to
+// Columns [column, column + count) of a row, from `x`, to codes with a scale per 32 columns; rounding to
 // nearest, ties to even. `x` null is a row of zeros.
+template <bool PRECISE = false>
 inline void quantize_row(const Acts& acts, const Runs& runs, int row, const float* x, int column, int count) {
+    constexpr float MOST = PRECISE ? 32767.f : 127.f;
     const RowRun run = runs.of(row);
     const int n = run.size, groups = acts.cols / 32, at = row - run.start;
     for (int g = column / 32; g < (column + count) / 32; g++) {
@@ -101,11 +105,21 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
         if (x) x += 32;
         const size_t index = (size_t)run.start * groups + (size_t)g * n + at;
         const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
-        const float scale = peak / 127.f;
-        const F16L inverse = F16L::set1(peak > 0 ? 127.f / peak : 0.f);
+        const float scale = peak / MOST;
+        const F16L inverse = F16L::set1(peak > 0 ? MOST / peak : 0.f);
         const I16 first = (a * inverse).rounded(), second = (b * inverse).rounded();
-        first.store_i8(acts.codes + index * 32);
-        second.store_i8(acts.codes + index * 32 + 16);
+        if (PRECISE) {
+            alignas(64) uint32_t codes[32];
+            first.as_bytes().store(codes);
+            second.as_bytes().store(codes + 16);
+            for (int i = 0; i < 16; i++) {
+                const uint32_t* low = codes + i / 2 * 4 + i % 2;
+                acts.pairs[index * 16 + i] = (int32_t)((low[0] & 0xFFFF) | low[2] << 16);
+            }
+        } else {
+            first.store_i8(acts.codes + index * 32);
+            second.store_i8(acts.codes + index * 32 + 16);
+        }
         const int sums[2] = {first.sum(), second.sum()};
         float* meta = acts.meta + index * 2;
         meta[0] = scale;
@@ -114,13 +128,58 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
             const Start& start = acts.starts[i];
             int32_t* values = start.values + index * start.halves;
             if (start.zero == BOTH_SUMS) {
-                values[0] = (int32_t)((uint32_t)(sums[0] & 0xFFFF) | (uint32_t)sums[1] << 16);
+                values[0] = PRECISE ? sums[0] : (int32_t)((uint32_t)(sums[0] & 0xFFFF) | (uint32_t)sums[1] << 16);
+                if (PRECISE) values[1] = sums[1];
                 continue;
             }
             values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
             if (start.halves == 2) values[1] = -start.zero * sums[1];
         }
     }
+}
+
+// Codes of a run's group, as products take them.
+struct ByteCodes {
+    using Code = int8_t;
+    static constexpr int GROUP = 32;  // of a row
+    static const Code* of(const Acts& acts) { return acts.codes; }
+    static LRT_INLINE Quad quad(const Code* p, int v) { return Quad::load(p + 4 * v); }
+    static LRT_INLINE Quad shared_quad(const Code* p, int v) { return Quad::load_shared(p + 4 * v); }
+};
+struct PairCodes {
+    using Code = int32_t;
+    static constexpr int GROUP = 16;
+    struct Pairs { I16 even, odd; };
+    static const Code* of(const Acts& acts) { return acts.pairs; }
+    static LRT_INLINE Pairs quad(const Code* p, int v) { return {I16::set1(p[2 * v]), I16::set1(p[2 * v + 1])}; }
+    static LRT_INLINE Pairs shared_quad(const Code* p, int v) { return quad(p, v); }
+};
+
+// As Dots, of codes with int16.
+template <bool STARTED, int CHAINS = 1> struct PairDots {
+    struct Weights {
+        I16 even, odd;
+        Weights() = default;
+        LRT_INLINE Weights(B64 codes) : even(even_bytes(codes)), odd(odd_bytes(codes)) {}
+    };
+    I16 sums[CHAINS];
+
+    LRT_INLINE void begin(const int32_t* start) {
+        sums[0] = STARTED ? I16::set1(*start) : I16::zero();
+        if (CHAINS == 2) sums[CHAINS - 1] = I16::zero();
+    }
+    LRT_INLINE void add(int, const Weights& w, const PairCodes::Pairs& a) {
+        sums[0] = w.even.dot2(a.even, sums[0]);
+        sums[CHAINS - 1] = w.odd.dot2(a.odd, sums[CHAINS - 1]);
+    }
+    LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
+};
+
+// What minima of halves are times, both halves' sums, are added.
+template <class Codes> LRT_INLINE F16L add_minima(I16 minima, const int32_t* sums) {
+    if (Codes::GROUP == 32) return F16L::from(I16::set1(*sums).dot2(minima));
+    const F16L first = F16L::from(minima & I16::set1(0xFFFF)) * F16L::set1((float)sums[0]);
+    return F16L::from(minima.shr(16)).fma(F16L::set1((float)sums[1]), first);
 }
 
 }  // namespace

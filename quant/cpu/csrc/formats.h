@@ -67,7 +67,7 @@ using DotsOf = Dots<code_class(Layout::MOST), !Layout::SYMMETRIC ? 0 : Layout::Z
 // What is noted of activations: -zero times their sums, or those of both halves; 0 for nothing.
 constexpr int BOTH_SUMS = -1;
 template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? BOTH_SUMS : 0; }
-template <class Layout> constexpr int start_halves() { return half_minima<Layout>() ? 1 : Layout::HALVES; }
+template <class Layout> constexpr int start_halves(bool precise) { return half_minima<Layout>() && !precise ? 1 : Layout::HALVES; }
 
 inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
@@ -184,6 +184,7 @@ struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
     struct Scaled {
         StepCodes<2> codes;
         B64 place, tables[2];
+        static constexpr int nth(int i) { return i; }
         LRT_INLINE B64 at(int v) const { return tables[v / 4].lookup(codes.at(v) | place); }
     };
     static Scaled scaled_codes(const uint8_t* p, int step) {

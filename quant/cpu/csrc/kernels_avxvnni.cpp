@@ -9,6 +9,7 @@
 #if defined(LRT_EVEX)  // as AVX-512 encodes the same instructions, for tests: scripts/avxvnni
 #pragma GCC target("avx2,fma,f16c,avx512vl,avx512vnni")
 #define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32
+#define _mm256_dpwssd_avx_epi32 _mm256_dpwssd_epi32
 #else
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #endif

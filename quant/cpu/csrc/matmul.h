@@ -11,14 +11,16 @@ namespace {
 constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
 // Up to DIRECT_ROWS: each vector of codes is unpacked into a register and meets all of them.
-template <class Layout, int R>
+template <class Layout, int R, class Codes>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
+    constexpr bool PRECISE = !std::is_same<Codes, ByteCodes>::value, MINIMA = half_minima<Layout>();
     const int groups = acts.cols / 32;
-    const int8_t* a = acts.codes;
+    const typename Codes::Code* a = Codes::of(acts);
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    constexpr int HALVES = Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>();
-    using Products = DotsOf<Layout, STEPS, chains(R)>;
+    // Of bytes each half's sum fits 16 bits; of pairs codes are times their scales, as in panels: one sum for both.
+    constexpr int HALVES = MINIMA && PRECISE ? 1 : Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>(PRECISE);
+    using Products = std::conditional_t<PRECISE, PairDots<Layout::SYMMETRIC, chains(R)>, DotsOf<Layout, STEPS, chains(R)>>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     F16L sums[R];
 #pragma GCC unroll 4
@@ -27,7 +29,10 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
         const auto head = Layout::open(tile);
         const uint8_t* steps = tile + Layout::HEADER;
         for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
-            const auto codes = Layout::codes(steps);
+            const auto codes = [&] {
+                if constexpr (MINIMA && PRECISE) return Layout::scaled_codes(tile, step);
+                else return Layout::codes(steps);
+            }();
             constexpr int BYTES = Layout::STEP + (Layout::SPAN == 256 ? Layout::HEADER / 8 : Layout::HEADER);
             for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(steps + PREFETCH + line);
             F16L part[R];
@@ -42,9 +47,12 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                     const int v = HALVES == 1 ? codes.nth(i) : half * STEPS + i;
                     const typename Products::Weights w = codes.at(v);
 #pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) dots[r].add(i, w, Quad::load(a + 32 * r + 4 * v));
+                    for (int r = 0; r < R; r++) dots[r].add(i, w, Codes::quad(a + Codes::GROUP * r, v));
                 }
-                if constexpr (half_minima<Layout>()) {  // both halves' sums in a word
+                if constexpr (MINIMA && PRECISE) {
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) part[r] = F16L::from(dots[r].total()) * head.d;
+                } else if constexpr (MINIMA) {  // both halves' sums in a word
 #pragma GCC unroll 4
                     for (int r = 0; r < R; r++) {
                         const I16 sum = dots[r].total();
@@ -61,16 +69,16 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                     }
                 }
             }
-            if constexpr (half_minima<Layout>()) {
+            if constexpr (MINIMA) {
                 const I16 scales = Layout::scales(tile, step), minima = Layout::minima(tile, step);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    F16L whole = F16L::from(both[r].dot2(scales)) * head.d;
-                    whole = F16L::from(I16::set1(start[r]).dot2(minima)).fma(head.least, whole);
-                    sums[r] = whole.fma(F16L::set1(meta[2 * r]), sums[r]);
+                    if (!PRECISE) part[r] = F16L::from(both[r].dot2(scales)) * head.d;
+                    part[r] = add_minima<Codes>(minima, start + STARTS * r).fma(head.least, part[r]);
+                    sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
                 }
             }
-            a += 32 * R;
+            a += Codes::GROUP * R;
             meta += 2 * R;
             if (ZERO) start += STARTS * R;
         }
@@ -203,16 +211,18 @@ template <class Layout> struct Packed {
     }
     static const uint8_t* at(const Matrix& m, int tile) { return m.data + tile * tile_bytes(m); }
     static void direct(const Matrix& m, int tile, const Acts& acts, F16L* sums) {
-        if (acts.rows == 1) return direct_rows<Layout, 1>(at(m, tile), span(m), acts, sums);
+        if (acts.pairs) return direct_rows<Layout, 1, PairCodes>(at(m, tile), span(m), acts, sums);
+        if (acts.rows == 1) return direct_rows<Layout, 1, ByteCodes>(at(m, tile), span(m), acts, sums);
         if constexpr (DIRECT_ROWS == 4) {
-            if (acts.rows == 2) direct_rows<Layout, 2>(at(m, tile), span(m), acts, sums);
-            else direct_rows<Layout, 4>(at(m, tile), span(m), acts, sums);
+            if (acts.rows == 2) direct_rows<Layout, 2, ByteCodes>(at(m, tile), span(m), acts, sums);
+            else direct_rows<Layout, 4, ByteCodes>(at(m, tile), span(m), acts, sums);
         }
     }
     // Never inlined, for their totals' sake: side by side in one frame those of all layouts fill the stack.
     static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
                                       const Target& target) {
-        if (acts.rows <= DIRECT_ROWS) {
+        const bool few = acts.rows <= DIRECT_ROWS;
+        if (few && (!acts.pairs || acts.rows == 1)) {
             F16L sums[DIRECT_ROWS];
             for (int t = tile; t < tile + count; t++) {
                 direct(m, t, acts, sums);
@@ -220,13 +230,18 @@ template <class Layout> struct Packed {
             }
             return;
         }
+        if (few && count > PANEL_TILES) {  // few rows wait for memory, which is best read in order
+            for (int t = 0; t < count; t += PANEL_TILES) multiply(m, tile + t, least(PANEL_TILES, count - t), acts, runs, range, target);
+            return;
+        }
         const uint8_t* tiles[MOST_TILES];
         const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
         for (int t = 0; t < whole; t++) tiles[t] = at(m, tile + least(t, count - 1));
         F16L totals[TOTALS];
         const int rows = range.rows(runs), start = runs[range.first].start;
-        panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
-        for (int row = 0; row < rows; row++)
+        if (acts.pairs) panel_tiles<Layout, PairCodes>(tiles, whole, span(m), acts, runs, range, totals);
+        else panel_tiles<Layout, ByteCodes>(tiles, whole, span(m), acts, runs, range, totals);
+        for (int row = 0; row < least(rows, acts.rows - start); row++)  // a row of zeros may be among them
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
     // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
@@ -258,7 +273,7 @@ template <class Layout> struct Packed {
         }
         F16L totals[TOTALS];
         const int rows = range.rows(runs), start = runs[range.first].start;
-        panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
+        panel_tiles<Layout, ByteCodes>(tiles, 2 * count, span(gate), acts, runs, range, totals);
         auto gate_at = [&](int t, int row) { return totals + panel_index(2 * t, row, rows); };
         auto up_at = [&](int t, int row) { return totals + panel_index(2 * t + 1, row, rows); };
         for (int t = 0; t < count; t++) out.adapt(gate_at(t, 0), up_at(t, 0), PANEL_TILES, start, rows, gate, up, tile + t);

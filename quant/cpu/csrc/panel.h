@@ -14,14 +14,14 @@ struct Panel {
 };
 
 // Sums of a group's columns that share a scale; with minima of halves codes are times their scales, and all are one sum.
-template <class Layout, bool MINIMA = half_minima<Layout>()> struct PanelSums {
+template <class Layout, class Codes, bool MINIMA = half_minima<Layout>()> struct PanelSums {
     using Products = DotsOf<Layout, 8 / Layout::HALVES>;
 };
-template <class Layout> struct PanelSums<Layout, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
-template <class Layout> using PanelDots = typename PanelSums<Layout>::Products;
+template <class Layout> struct PanelSums<Layout, ByteCodes, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
+template <class Layout, bool MINIMA> struct PanelSums<Layout, PairCodes, MINIMA> { using Products = PairDots<Layout::SYMMETRIC>; };
 
 // `tiles` point at a span of each tile and move on by `columns`.
-template <class Layout> inline void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
+template <class Layout> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
     constexpr int HALVES = Layout::HALVES;
     for (int t = 0; t < PANEL_TILES; t++) {
         const uint8_t* p = tiles[t];
@@ -65,17 +65,18 @@ struct Ahead {
     }
 };
 
-struct PanelRows {  // a run at the panel's first column
-    const int8_t* codes;
+template <class Codes> struct PanelRows {  // a run at the panel's first column
+    const typename Codes::Code* codes;
     const float* meta;
     const int32_t* start;
 };
 
-template <int R, int HALVES, bool SYMMETRIC, class Products>
-LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahead& ahead, F16L* totals) {
+template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products>
+LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
     // With minima of halves, codes are times their scales: one sum for both.
     constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
     constexpr int T = PANEL_TILES, PARTS = MINIMA ? 1 : HALVES, QUADS = 8 / PARTS;
+    constexpr int STARTS = MINIMA && Codes::GROUP == 16 ? 2 : PARTS;
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
@@ -101,7 +102,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
                 for (int t = 0; t < T; t++) w[t] = B64::load(codes + 64 * t);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
-                    const Quad a = Quad::load_shared(rows.codes + 32 * r + 4 * (half * QUADS + v));
+                    const auto a = Codes::shared_quad(rows.codes + Codes::GROUP * r, half * QUADS + v);
 #pragma GCC unroll 2
                     for (int t = 0; t < T; t++) dots[r][t].add(v, w[t], a);
                 }
@@ -111,15 +112,13 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const F16L factor = F16L::set1(rows.meta[2 * r]);
-                I16 both;
-                if (MINIMA) both = I16::set1(rows.start[r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
                     const F16L dot = F16L::from(dots[r][t].total());
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
                     if (MINIMA) {
-                        const I16 least = both.dot2(I16::load(offsets + 16 * t));
-                        part[r][t] = F16L::from(least).fma(F16L::load(scales + 16 * (T + t)), part[r][t]);
+                        const F16L least = add_minima<Codes>(I16::load(offsets + 16 * t), rows.start + STARTS * r);
+                        part[r][t] = least.fma(F16L::load(scales + 16 * (T + t)), part[r][t]);
                     }
                     if (half == PARTS - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
                     if (!SYMMETRIC && !MINIMA) sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(rows.meta[2 * r + 1]), sums[r][t]);
@@ -128,9 +127,9 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
             scales += 16 * T * (MINIMA ? 2 : 1);
             offsets += 16 * T * (MINIMA ? 2 : 1);
         }
-        rows.codes += 32 * R;
+        rows.codes += Codes::GROUP * R;
         rows.meta += 2 * R;
-        if (SYMMETRIC || MINIMA) rows.start += PARTS * R;
+        if (SYMMETRIC || MINIMA) rows.start += STARTS * R;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -138,11 +137,12 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         for (int t = 0; t < T; t++) totals[r * T + t] = sums[r][t];
 }
 
-template <class Layout>
-inline void panel_run(int size, const Panel& panel, int groups, const PanelRows& rows, Ahead& ahead, F16L* totals) {
+template <class Layout, class Codes>
+inline void panel_run(int size, const Panel& panel, int groups, const PanelRows<Codes>& rows, Ahead& ahead, F16L* totals) {
+    using Products = typename PanelSums<Layout, Codes>::Products;
     switch (size) {
 #define LRT_RUN(R) \
-    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, PanelDots<Layout>>(panel, groups, rows, ahead, totals);
+    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, Codes, Products>(panel, groups, rows, ahead, totals);
         LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
 #if LRT_PANEL_ROWS > 3
         LRT_RUN(4)
@@ -157,14 +157,14 @@ inline void panel_run(int size, const Panel& panel, int groups, const PanelRows&
 // Runs [range.first, range.last) of the rows against `count` tiles, PANEL_TILES at a time; `totals` is
 // (count / PANEL_TILES, rows, PANEL_TILES). Columns are the outer loop: their activations stay in the
 // second-level cache while all tiles pass over them.
-template <class Layout>
+template <class Layout, class Codes>
 inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& acts, const Runs& runs, RunRange range,
                         F16L* totals) {
     Panel panel;
     const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
     constexpr int ZERO = start_zero<Layout>();
-    constexpr int STARTS = start_halves<Layout>();
+    constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
     const int32_t* starts = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     // A tile's bytes of one panel, spread over the first runs.
     const int bytes = PANEL_COLUMNS / 32 * Layout::STEP + PANEL_COLUMNS / span * Layout::HEADER;
@@ -182,10 +182,9 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
                 if (index - range.first == 4) ahead.lines = 0;
                 const RowRun run = runs[index];
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
-                panel_run<Layout>(run.size, panel, columns / 32,
-                                  {acts.codes + at * 32, acts.meta + at * 2,
-                                   ZERO ? starts + at * STARTS : nullptr},
-                                  ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
+                panel_run<Layout, Codes>(run.size, panel, columns / 32,
+                                         {Codes::of(acts) + at * Codes::GROUP, acts.meta + at * 2, ZERO ? starts + at * STARTS : nullptr},
+                                         ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
             }
         }
     }

@@ -137,12 +137,9 @@ struct Router {
     }
 };
 
-// Products of few numbers, on which much depends: packed or not, rows are not rounded.
+// Products of few numbers, on which much depends: with activations of 16 bits.
 inline void router_products(Context& context, const Stack& gate, const float* x, int rows, const float* norm, float eps, float* products) {
-    if (!all_packed(gate)) return matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate), products);
-    for (int first = 0; first < rows; first += PRECISE_ROWS)
-        precise_matmul(context, gate, x + (size_t)first * gate.cols, nullptr, least(PRECISE_ROWS, rows - first), norm, eps,
-                       products + (size_t)first * gate.rows);
+    matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate, true), products);
 }
 
 void norm_route(Context& context, const RouteArgs& args) {

@@ -24,7 +24,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
 }
 
 // Notes what a stack's matrices start from; returns whether one of them is packed.
-inline bool note_starts(const Stack& stack, Acts& acts) {
+inline bool note_starts(const Stack& stack, Acts& acts, bool precise = false) {
     bool packed = false;
     for (int i = 0; i < stack.count; i++)
         with_layout(stack.parts[i].layout, [&](auto part) {
@@ -32,18 +32,19 @@ inline bool note_starts(const Stack& stack, Acts& acts) {
                 using Layout = typename decltype(part)::Kind;
                 packed = true;
                 constexpr int ZERO = start_zero<Layout>();
-                constexpr int HALVES = start_halves<Layout>();
-                if (ZERO && !acts.find_start(ZERO, HALVES)) acts.starts[acts.start_count++] = {ZERO, HALVES, nullptr};
+                const int halves = start_halves<Layout>(precise);
+                if (ZERO && !acts.find_start(ZERO, halves)) acts.starts[acts.start_count++] = {ZERO, halves, nullptr};
             }
         });
     return packed;
 }
 
 // Room for the codes of `count` groups, and for what is noted.
-inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
+inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts, bool precise = false) {
     size_t starts = 0;
     for (int i = 0; i < acts.start_count; i++) starts += count * acts.starts[i].halves;
-    acts.codes = scratch<int8_t>(memory.codes, count * 32);
+    if (precise) acts.pairs = scratch<int32_t>(memory.codes, count * 16);
+    else acts.codes = scratch<int8_t>(memory.codes, count * 32);
     acts.meta = scratch<float>(memory.meta, count * 2);
     int32_t* values = scratch<int32_t>(memory.starts, starts);
     for (int i = 0; i < acts.start_count; i++) {
@@ -53,17 +54,17 @@ inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
 }
 
 // Room for rows that `stack` multiplies: codes if a part is packed.
-inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
+inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack, bool precise = false) {
     Acts acts = {x, nullptr, nullptr, {}, 0, rows, stack.cols, nullptr};
-    if (note_starts(stack, acts)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts);
+    if (note_starts(stack, acts, precise)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts, precise);
     return acts;
 }
 
-// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed.
+// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed, to 16 bits if `precise`.
 inline Acts prepare(Context& context, Context::Rows& memory, const float* x, const int64_t* wanted, int rows, const float* norm,
-                    float eps, const Stack& stack) {
+                    float eps, const Stack& stack, bool precise = false) {
     const int cols = stack.cols;
-    Acts acts = reserve(memory, x, rows, stack);
+    Acts acts = reserve(memory, x, rows, stack, precise);
     const bool copy = norm || wanted || stack.hadamard;
     float* normed = copy ? scratch<float>(memory.normed, (size_t)rows * cols) : nullptr;
     if (copy) acts.x = normed;
@@ -80,7 +81,8 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
                 if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
                 from = to;
             }
-            if (acts.codes) quantize_row(acts, runs, row, from, 0, cols);
+            if (acts.pairs) quantize_row<true>(acts, runs, row, from, 0, cols);
+            else if (acts.codes) quantize_row(acts, runs, row, from, 0, cols);
         }
     });
     return acts;
@@ -285,81 +287,11 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     scale_rows(context, args.out, args.rows, args.down.rows, factors);
 }
 
-// What rounding a row to int8 leaves over.
-inline void rounding_left(const float* x, int cols, float* out) {
-    for (int at = 0; at < cols; at += 32) {
-        const F16L a = F16L::load(x + at), b = F16L::load(x + at + 16);
-        const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
-        const F16L scale = F16L::set1(peak / 127.f), inverse = F16L::set1(peak > 0 ? 127.f / peak : 0.f);
-        (a - F16L::from((a * inverse).rounded()) * scale).store(out + at);
-        (b - F16L::from((b * inverse).rounded()) * scale).store(out + at + 16);
-    }
-}
-
-constexpr int PRECISE_ROWS = 32;         // at once
-constexpr size_t PRECISE_PRODUCTS = 2 << 20;  // bytes at once: they stay in the cache, and are not missing from a budget
-
-// out (count, stride): the products of pairs of rows, added, with the numbers of `stack`.
-inline void add_pairs(Context& context, const Stack& stack, const Acts& acts, int count, float* out, size_t stride) {
-    const int numbers = stack.rows;
-    float* products = scratch<float>(context.wide, (size_t)2 * count * numbers);
-    matmul(context, stack, acts, products);
-    const int piece = 16384, pieces = (numbers + piece - 1) / piece;
-    parallel(context, count * pieces, [&](int task) {
-        const int row = task / pieces, begin = task % pieces * piece, end = least(numbers, begin + piece);
-        const float *x = products + (size_t)2 * row * numbers, *rest = x + numbers;
-        float* to = out + row * stride;
-        for (int i = begin; i < end; i++) to[i] = x[i] + rest[i];
-    });
-}
-
-// Logits feel every rounding, and a head waits for its weights: rows go in with their rounding's rest as
-// another row each, and the two products are added.
-void precise_matmul(Context& context, Stack weight, const float* from, const int64_t* wanted, int count, const float* norm, float eps,
-                    float* out) {
-    const int cols = weight.cols, numbers = weight.rows;
-    float* pairs = scratch<float>(context.joined, (size_t)2 * count * cols);
-    parallel(context, count, [&](int row) {
-        float *x = pairs + (size_t)2 * row * cols, *rest = x + cols;
-        const float* line = from + (size_t)(wanted ? wanted[row] : row) * cols;
-        if (norm) rms_norm(line, norm, eps, cols, x);
-        else copy_floats(line, cols, x);
-        if (weight.hadamard) block_hadamard(x, cols, weight.hadamard);
-        rounding_left(x, cols, rest);
-    });
-    weight.hadamard = 0;
-    const Acts acts = prepare(context, context.rows, pairs, nullptr, 2 * count, nullptr, 0, weight);
-    const int at_once = (int)(PRECISE_PRODUCTS / (2 * sizeof(float) * count)) / 16 * 16;
-    if (numbers <= at_once) return add_pairs(context, weight, acts, count, out, numbers);
-    for (int part = 0, column = 0; part < weight.count; column += weight.parts[part++].rows) {
-        const Matrix& whole = weight.parts[part];
-        with_layout(whole.layout, [&](auto kind) {
-            for (int row = 0; row < whole.rows; row += at_once) {
-                Matrix slice = whole;
-                slice.data += row / 16 * kind.tile_bytes(whole);
-                slice.rows = least(at_once, whole.rows - row);
-                add_pairs(context, {&slice, 1, slice.rows, cols, 0}, acts, count, out + column + row, numbers);
-            }
-        });
-    }
-}
-
-inline bool all_packed(const Stack& stack) {
-    for (int i = 0; i < stack.count; i++)
-        if (!is_packed(stack.parts[i].layout)) return false;
-    return true;
-}
-
+// Logits feel every rounding, and a head waits for its weights: activations of 16 bits.
 void head(Context& context, const HeadArgs& args) {
     if (args.count == 0) return;  // a chunk of a prompt wants no logits
-    if (all_packed(args.weight)) {
-        for (int first = 0; first < args.count; first += PRECISE_ROWS)
-            precise_matmul(context, args.weight, args.x, args.wanted + first, least(PRECISE_ROWS, args.count - first), args.norm,
-                           args.eps, args.logits + (size_t)first * args.weight.rows);
-    } else {
-        const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
-        matmul(context, args.weight, acts, args.logits);
-    }
+    const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight, true);
+    matmul(context, args.weight, acts, args.logits);
     if (args.softcap > 0) {
         const F16L cap = F16L::set1(args.softcap);
         const int64_t total = (int64_t)args.count * args.weight.rows, piece = 8192;

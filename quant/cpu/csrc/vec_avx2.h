@@ -55,8 +55,15 @@ struct I16 {
         __m128i c = _mm_cvtsi32_si128(n);
         return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
     }
-    // The products of a lane's two 16-bit halves, added.
+    // The products of a lane's two 16-bit halves, added; and added to `sum`.
     I16 dot2(I16 o) const { return {_mm256_madd_epi16(a, o.a), _mm256_madd_epi16(b, o.b)}; }
+    I16 dot2(I16 o, I16 sum) const {
+#if LRT_VNNI
+        return {_mm256_dpwssd_avx_epi32(sum.a, a, o.a), _mm256_dpwssd_avx_epi32(sum.b, b, o.b)};
+#else
+        return sum + dot2(o);
+#endif
+    }
     inline struct B64 as_bytes() const;
     // Sixteen numbers of four bits.
     static I16 nibbles(uint64_t x) {
@@ -167,6 +174,10 @@ struct B64 {
 };
 
 inline B64 I16::as_bytes() const { return {a, b}; }
+
+// Bytes at even and at odd places, as 16-bit halves.
+inline I16 even_bytes(B64 x) { return I16{x.a, x.b} & I16::set1(0x00FF00FF); }
+inline I16 odd_bytes(B64 x) { return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)}; }
 
 // Four activations, for all lanes.
 struct Quad {

@@ -27,8 +27,9 @@ struct I16 {
     I16 operator|(I16 o) const { return {_mm512_or_si512(v, o.v)}; }
     I16 shl(int n) const { return {_mm512_sll_epi32(v, _mm_cvtsi32_si128(n))}; }
     I16 shr(int n) const { return {_mm512_srl_epi32(v, _mm_cvtsi32_si128(n))}; }
-    // The products of a lane's two 16-bit halves, added.
+    // The products of a lane's two 16-bit halves, added; and added to `sum`.
     I16 dot2(I16 o) const { return {_mm512_madd_epi16(v, o.v)}; }
+    I16 dot2(I16 o, I16 sum) const { return {_mm512_dpwssd_epi32(sum.v, v, o.v)}; }
     inline struct B64 as_bytes() const;
     // Sixteen numbers of four bits.
     static I16 nibbles(uint64_t x) {
@@ -103,6 +104,10 @@ struct B64 {
 };
 
 inline B64 I16::as_bytes() const { return {v}; }
+
+// Bytes at even and at odd places, as 16-bit halves.
+inline I16 even_bytes(B64 x) { return {_mm512_and_si512(x.v, _mm512_set1_epi32(0x00FF00FF))}; }
+inline I16 odd_bytes(B64 x) { return {_mm512_srli_epi16(x.v, 8)}; }
 
 // Four activations, for all lanes.
 struct Quad {

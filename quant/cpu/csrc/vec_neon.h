@@ -40,13 +40,14 @@ struct I16 {
     I16 shr(int n) const {
         return each([&](int i) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v[i]), vdupq_n_s32(-n))); });
     }
-    // The products of a lane's two 16-bit halves, added.
+    // The products of a lane's two 16-bit halves, added; and added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) {
             const int16x8_t a = vreinterpretq_s16_s32(v[i]), b = vreinterpretq_s16_s32(o.v[i]);
             return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
         });
     }
+    I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
     // Sixteen numbers of four bits.
     static I16 nibbles(uint64_t x) {
@@ -139,6 +140,14 @@ struct B64 {
 
 inline B64 I16::as_bytes() const {
     return B64::each([&](int i) { return vreinterpretq_u8_s32(v[i]); });
+}
+
+// Bytes at even and at odd places, as 16-bit halves.
+inline I16 even_bytes(B64 x) {
+    return I16::each([&](int i) { return vandq_s32(vreinterpretq_s32_u8(x.v[i]), vdupq_n_s32(0x00FF00FF)); });
+}
+inline I16 odd_bytes(B64 x) {
+    return I16::each([&](int i) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_u8(x.v[i]), 8)); });
 }
 
 // Four activations, for all lanes.

@@ -58,10 +58,11 @@ struct I16 {
     I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
     I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
-    // The products of a lane's two 16-bit halves, added.
+    // The products of a lane's two 16-bit halves, added; and added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) { return (int16_t)v[i] * (int16_t)o.v[i] + (v[i] >> 16) * (o.v[i] >> 16); });
     }
+    I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
     // Sixteen numbers of four bits.
     static I16 nibbles(uint64_t x) { return each([=](int i) { return (int32_t)(x >> 4 * i & 15); }); }
@@ -153,6 +154,10 @@ struct B64 {
 };
 
 inline B64 I16::as_bytes() const { return B64::load(v); }
+
+// Bytes at even and at odd places, as 16-bit halves.
+inline I16 even_bytes(const B64& x) { return I16::load(x.v) & I16::set1(0x00FF00FF); }
+inline I16 odd_bytes(const B64& x) { return I16::load(x.v).shr(8) & I16::set1(0x00FF00FF); }
 
 // Four activations, for all lanes.
 struct Quad {
