@@ -61,7 +61,9 @@ struct I16 {
 #if LRT_VNNI
         return {_mm256_dpwssd_avx_epi32(sum.a, a, o.a), _mm256_dpwssd_avx_epi32(sum.b, b, o.b)};
 #else
-        return sum + dot2(o);
+        sum = sum + dot2(o);
+        __asm__("" : "+x"(sum.a), "+x"(sum.b));  // one after the other: as a tree they would not fit the registers
+        return sum;
 #endif
     }
     inline struct B64 as_bytes() const;
