@@ -40,7 +40,7 @@ class CudaCopies:
         self._stream = cuda.Stream(self._device) if self._real else None
         self._back = cuda.Stream(self._device) if self._real else None
         self._lock = threading.Lock()
-        self._pinned: list[Bytes] = []
+        self._pinned: dict[int, Bytes] = {}  # by address
         self.unpinned = 0  # bytes of buffers that could not be pinned
 
     def alloc(self, nbytes: int) -> Tensor:
@@ -77,7 +77,7 @@ class CudaCopies:
         if self._real and nbytes:
             status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, nbytes, 0)
             if int(status) == 0:
-                self._pinned.append(data)
+                self._pinned[data.ctypes.data] = data
             else:
                 self.unpinned += nbytes
                 # CUDA remembers the error, and torch would raise it at the next kernel.
@@ -193,7 +193,7 @@ class CudaCopies:
 
     def close(self) -> None:
         """Unpin the RAM, and give torch's cached memory back to the GPU."""
-        for data in list(self._pinned):
+        for data in list(self._pinned.values()):
             self.free_host(data)
         if self._real:
             with contextlib.suppress(RuntimeError):
@@ -201,8 +201,7 @@ class CudaCopies:
 
     def free_host(self, data: Bytes) -> None:
         """Unpin a buffer of ``host_buffer``; it is freed with its last reference."""
-        if any(data is other for other in self._pinned):
+        if self._pinned.pop(data.ctypes.data, None) is not None:
             if self._stream is not None:
                 self._stream.synchronize()  # what is still being copied from there
-            self._pinned = [other for other in self._pinned if other is not data]
             self._cuda.cudart().cudaHostUnregister(data.ctypes.data)
