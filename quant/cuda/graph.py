@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -92,8 +92,7 @@ class Recordings:
     def __init__(self, ops: RecordedOps) -> None:
         self._ops = ops
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
-        # Graphs run one at a time and leave nothing behind: they can share their scratch memory.
-        self._pool = torch.cuda.graph_pool_handle() if ops.device != "cpu" else None
+        self._capture = Capture(torch.device(ops.device)) if ops.device != "cpu" else None
         self._passes = 0
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
@@ -139,7 +138,7 @@ class Recordings:
         self._seen.move_to_end(shape)
         seen.used = self._passes
         if seen.static is None and self._has_room():
-            seen.static = StaticPass(self._ops, batch, shape, self._pool)
+            seen.static = StaticPass(self._ops, batch, shape, self._capture)
         if seen.static is not None:
             self._ops.begin_plain()
         return seen.static
@@ -226,18 +225,47 @@ class GraphedForward:
         return host
 
 
-def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Record the kernels that ``body`` starts and return a replay function; ``pool`` holds their
-    scratch. None means no GPU: returns ``body``.
+class Capture:
+    """Where one GPU's graphs are recorded: they run one at a time and leave nothing behind, so that
+    they share a stream and their scratch memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda  # not typed throughout
+        self.device = device
+        self.pool, self.stream = cuda.graph_pool_handle(), cuda.Stream(device)
+
+
+def record(body: Callable[[], None], capture: Capture | None) -> Callable[[], None]:
+    """Record the kernels that ``body`` starts and return a replay function. None means no GPU:
+    returns ``body``.
 
     Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
+    ``torch.cuda.graph`` would wait for the whole device, give back all memory that torch keeps, and
+    record every GPU's kernels on a stream of the first one.
     """
-    if pool is None:
+    if capture is None:
         return body
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        body()
+    try:
+        return _record(body, capture)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()  # which torch does not do by itself while it records
+        return _record(body, capture)
+
+
+def _record(body: Callable[[], None], capture: Capture) -> Callable[[], None]:
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(capture.device)
+    capture.stream.wait_stream(current)
+    with torch.cuda.stream(capture.stream):
+        graph.capture_begin(capture.pool, capture_error_mode="thread_local")
+        try:
+            body()
+        except BaseException:
+            with suppress(RuntimeError):  # of the recording, which is of no use any more
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    current.wait_stream(capture.stream)
     replay: Callable[[], None] = graph.replay
     return replay
 
@@ -260,9 +288,11 @@ class StaticStep(CudaPass):
 class StaticPass:
     """The inputs of passes of one shape, where recordings read them, and those recordings."""
 
-    def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape, pool: Any = None) -> None:
+    def __init__(
+        self, ops: RecordedOps, batch: Batch, shape: _Shape, capture: Capture | None = None
+    ) -> None:
         (span,) = batch.spans
-        self._ops, self._pool = ops, pool
+        self._ops, self._capture = ops, capture
         self.wanted = list(shape.wanted)
         self._device = device = torch.device(ops.device)
         self._numbers = Numbers(span.rows, 1)
@@ -364,7 +394,7 @@ class StaticPass:
         once()  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
-        replay = record(once, self._pool)
+        replay = record(once, self._capture)
         if self._device.type == "cuda":
             recording.step.spans = ()  # the cache is not this recording's to keep alive
         return _Run(replay, recording)

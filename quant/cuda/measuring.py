@@ -28,7 +28,7 @@ from localrt.quant.cuda.gpu_file import (
     GpuFile,
     GpuRates,
 )
-from localrt.quant.cuda.graph import record
+from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.launch import (
     CudaStopwatch,
     Stopwatch,
@@ -218,7 +218,7 @@ def _launch_seconds(
     started = time.perf_counter()
     body()
     launch_s = (time.perf_counter() - started) / size.launches
-    replay = record(body, torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
+    replay = record(body, Capture(device) if device.type == "cuda" else None)
     return launch_s, stopwatch.seconds(replay) / size.launches
 
 
