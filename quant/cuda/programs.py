@@ -1,5 +1,5 @@
 """The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one GPU, kept on the
-disk.
+disk. For a GPU newer than the compiler they are PTX, which the driver compiles when it loads them.
 
 A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. What is
 kept belongs to the sources, the macros, the GPU's generation and the compiler's version, so
@@ -49,7 +49,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Machine code, and what the compiler said: registers, shared memory, spills."""
+    """Machine code or PTX, and what the compiler said: registers, shared memory, spills."""
 
     code: bytes
     log: str
@@ -99,10 +99,12 @@ def compile_program(program: Program, capability: int) -> Compiled:
         )
     )
     try:
-        options = [f"--gpu-architecture=sm_{capability}", *_FLAGS]
+        newest = max(_checked(nvrtc.nvrtcGetSupportedArchs())[0])
+        target = f"sm_{capability}" if capability <= newest else f"compute_{newest}"
+        options = [f"--gpu-architecture={target}", *_FLAGS]
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(made, len(encoded), encoded)
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(made))[0]
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(made))[0])
         _checked(nvrtc.nvrtcGetProgramLog(made, log))
         said = log.rstrip(b" \0").decode(errors="replace")
         if int(status) != 0:
@@ -111,9 +113,13 @@ def compile_program(program: Program, capability: int) -> Compiled:
                 f"the kernel {program.name} does not compile for a GPU of compute capability "
                 f"{capability / 10}: {first}"
             )
-        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(made))[0]
-        _checked(nvrtc.nvrtcGetCUBIN(made, code))
-        return Compiled(code, said)
+        if capability <= newest:
+            code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(made))[0])
+            _checked(nvrtc.nvrtcGetCUBIN(made, code))
+        else:
+            code = bytearray(_checked(nvrtc.nvrtcGetPTXSize(made))[0])
+            _checked(nvrtc.nvrtcGetPTX(made, code))
+        return Compiled(bytes(code), said)
     finally:
         nvrtc.nvrtcDestroyProgram(made)
 

@@ -192,6 +192,12 @@ def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_newer_gpu_gets_ptx() -> None:
+    code = compile_program(Program.of("quantize", IN="float"), 999).code
+    assert b".version" in code
+    assert code.endswith(b"\0"), "the driver reads text up to its end"
+
+
 def test_what_does_not_compile_is_one_line() -> None:
     program = linear_program("q4_0", 1, Cut(1, 1), None, torch.float32)
     with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
