@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.option_names import option
@@ -107,14 +110,19 @@ def _no_kv_format(name: str | None) -> str:
 
 def _default_device() -> str:
     """``"cuda"`` if a GPU can be used; torch is imported only if a driver is installed."""
-    from pathlib import Path
-
-    driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-    if not driver or find_spec("torch") is None:
+    if not _has_driver() or find_spec("torch") is None:
         return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _has_driver() -> bool:
+    """Whether there is an NVIDIA driver: on Windows, or on Linux, which WSL is too."""
+    if sys.platform == "win32":
+        system = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"))
+        return (system / "System32" / "nvcuda.dll").exists()
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -> str:

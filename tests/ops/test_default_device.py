@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from localrt.common.option_names import on_command_line, spelled
@@ -27,3 +30,14 @@ def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert choose.make_ops([NORMED], device="cuda", compute_format="bf16").name == "torch"
+
+
+def test_driver_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("SYSTEMROOT", str(tmp_path))
+    assert choose._default_device() == "cpu"
+    driver = tmp_path / "System32" / "nvcuda.dll"
+    driver.parent.mkdir()
+    driver.touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose._default_device() == "cuda"
