@@ -66,6 +66,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.reference.experts import gated
+from localrt.quant.reference.ops import free_gpu_memory
 
 
 def _missing(self: object, *args: Any) -> NoReturn:
@@ -123,10 +124,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             yield
 
     def free_memory(self) -> int | None:
-        if self._device.type != "cuda":
-            return None
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free)
+        return free_gpu_memory(self._device)
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""

@@ -72,6 +72,17 @@ from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
 STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
 
+def free_gpu_memory(device: torch.device) -> int | None:
+    """Bytes that this process may still take of a GPU, with what torch keeps for it: the driver
+    counts that as taken. None if ``device`` is no GPU.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + kept)
+
+
 @dataclass(slots=True)
 class _Pass:
     tokens: Tensor  # (R,)
@@ -105,10 +116,7 @@ class TorchOps(StreamSteps):
         return torch.inference_mode()
 
     def free_memory(self) -> int | None:
-        if self._device.type != "cuda":
-            return None
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free)
+        return free_gpu_memory(self._device)
 
     def graphed(self, forward: Forward) -> Forward:
         return forward

@@ -41,3 +41,14 @@ def test_driver_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     driver.touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose._default_device() == "cuda"
+
+
+def test_free_memory_has_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another sequence would count as another program's need."""
+    from localrt.quant.reference.ops import free_gpu_memory
+
+    known = {"mem_get_info": (100, 1000), "memory_reserved": 600, "memory_allocated": 250}
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_gpu_memory(torch.device("cuda", 0)) == 450
+    assert free_gpu_memory(torch.device("cpu")) is None
