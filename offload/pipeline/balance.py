@@ -1,7 +1,8 @@
 """Chooses which units stay in memory: evicts some as caches grow or memory runs short.
 
-Evicted units are kept again when there is room, without an extra read: they pass through the ring
-anyway. All changes happen between passes. This module moves units; it does not compute.
+Evicted units are kept again when there is room, without an extra read or copy: they pass through a
+ring anyway. Of a GPU a slab comes back at a time. All changes happen between passes. This module
+moves units; it does not compute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.models.weight_store import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Gpu, Slab
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
@@ -84,6 +85,8 @@ class Balance(WeightMemory):
         self._changed = ""  # says that the budget changed, and to what
         self._why = ""  # why units were evicted
         self._gpu_given = 0
+        self._evicted: list[list[Stage]] = []  # by their former slabs, latest last
+        self._returning: list[Stage] = []  # to a slab, in the pass at hand
         self._gpu_why = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
 
@@ -169,6 +172,7 @@ class Balance(WeightMemory):
         Raises:
             MemoryBudgetError: evicting everything that can be streamed is not enough.
         """
+        self.drop_returning()
         caches = self._caches.nbytes + growth
         ram, vram = self._shortage()
         if ram > 0:
@@ -188,22 +192,41 @@ class Balance(WeightMemory):
                 f"{option('ram')}"
             )
         self._choose_kept(caches)
+        self._choose_returning()
         self._grow_experts(caches)
 
     def settle(self) -> None:
         """After a pass, make the units resident that were copied as they passed."""
+        if any(stage.copy is None for stage in self._returning):  # such as a head without logits
+            self.drop_returning()
         copied = [stage for stage in self._stages if stage.copy is not None]
         for stage in self._stages:
             stage.keep = False
         if copied:
             self._stop_copies()  # copies look up where a unit is
         for stage in copied:
-            self._given.remove(stage)
-            memory, stage.copy = stage.copy, None
-            stage.where = Where.RAM
-            stage.put(memory)
+            memory, slab = stage.copy, stage.returning
+            stage.copy = stage.returning = None
+            stage.where = Where.RAM if slab is None else Where.VRAM
+            stage.put(memory, slab)
+            if slab is None:
+                self._given.remove(stage)
+            else:
+                self._gpu_given -= stage.unit.nbytes
+        if self._returning:
+            self._returning = []
+            self._evicted.pop()
         if copied:
             self._schedule()
+
+    def drop_returning(self) -> None:
+        """Free the slab that units were to return to: their pass has not ended well."""
+        slab = self._returning[0].returning if self._returning else None
+        for stage in self._returning:
+            stage.keep, stage.copy, stage.returning = False, None, None
+        self._returning = []
+        if slab is not None:
+            slab.free()
 
     @property
     def gpu(self) -> tuple[int, int] | None:
@@ -226,6 +249,7 @@ class Balance(WeightMemory):
         freed = 0 if self._gpu_experts is None else self._gpu_experts.evict(nbytes)
         if freed < nbytes:
             chosen = choose_slabs(self._slabs(), nbytes - freed)
+            self._evicted += map(list, chosen)
             streamed = self._move([stage for slab in chosen for stage in slab])
             self._gpu_given += streamed
             freed += streamed
@@ -264,7 +288,7 @@ class Balance(WeightMemory):
             freed = self.evict_gpu(shortage)
             gpu.capacity = min(gpu.capacity, gpu.used + held)
             self._gpu_why = _OTHERS if freed else self._gpu_why
-        elif shortage < 0:  # for keys and values: slabs do not come back
+        elif shortage < 0:
             gpu.capacity = min(self._gpu_most, gpu.capacity - shortage)
         missing = gpu.used + held - gpu.capacity
         if missing > 0:
@@ -353,6 +377,25 @@ class Balance(WeightMemory):
         room = self._room(caches)
         if room >= experts.slot_nbytes:
             experts.resize(min(self._most_experts, experts.nbytes + room))
+
+    def _choose_returning(self) -> None:
+        """Have the units of the slab that was freed last stay on the GPU as they pass, if there is
+        room for twice as much: caches grow too.
+        """
+        gpu = self._gpu
+        if gpu is None or not self._evicted:
+            return
+        stages = self._evicted[-1]
+        nbytes = sum(stage.unit.nbytes for stage in stages)
+        if gpu.capacity - gpu.used - gpu.held < 2 * nbytes:
+            return
+        try:
+            slab = Slab(gpu, nbytes, len(stages))
+        except MemoryBudgetError:  # others were quicker
+            return
+        self._returning = stages
+        for stage in stages:
+            stage.keep, stage.returning = True, slab
 
     def _choose_kept(self, caches: int) -> None:
         """Mark evicted units to keep, latest first, as far as there is room."""

@@ -57,8 +57,9 @@ class Stage:
 
     ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is made on
     them if they are used in place. With ``keep`` the unit is copied as it passes through the ring:
-    to ``copy``, which becomes its resident memory after the pass. A ``sparse`` layer on a GPU is
-    timed by its experts' runner, which sees the router's choice.
+    to ``copy``, which becomes its resident memory after the pass, in RAM or in the slab that it is
+    ``returning`` to. A ``sparse`` layer on a GPU is timed by its experts' runner, which sees the
+    router's choice.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Stage:
         self.part: Part | None = None
         self.keep = False
         self.copy: Any | None = None
+        self.returning: Slab | None = None
         self._load, self._moved = load, moved
         self._passing = PassingParts()
         self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
@@ -156,13 +158,18 @@ class Stage:
         if self.part is not None:
             return self.part
         (memory,) = memories
-        if self.keep:
-            self.copy = self.host_buffer()
-            self.copy[:] = memory
+        self.keep_copy(memory)
         lane, unit = self.lane, self.unit
         return self._passing.at(
             memories, lambda: self._load(lane.weights(unit, memory, self._vectors))
         )
+
+    def keep_copy(self, memory: Any) -> None:
+        """Copy the unit's bytes, as they pass through the ring, if they are to stay."""
+        if self.keep:
+            slab = self.returning
+            self.copy = self.host_buffer() if slab is None else slab.take(self.unit.nbytes)
+            self.copy[:] = memory
 
     def __call__(self, state: StreamedState) -> None:
         """Compute the part once its weights are there."""
@@ -348,6 +355,8 @@ class _PassingRun:
 
     def part_of(self, memories: Sequence[Any]) -> Part:
         """The slices as one part."""
+        for stage, memory in zip(self._run, memories, strict=True):
+            stage.keep_copy(memory)
         return self._parts.at(memories, lambda: self._join(self._run, memories))
 
     def __call__(self, state: StreamedState) -> None:

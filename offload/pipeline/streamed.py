@@ -125,6 +125,7 @@ class StreamedWeights(WeightStore):
 
     def abandon(self) -> None:
         """See ``WeightStore``: drops pending reads and copies."""
+        self.memory.drop_returning()
         if self.gpu is not None:
             self.gpu.stop_copies()
         for lane in self._lanes:  # the CPU's first: copies to a GPU read from its ring
@@ -180,6 +181,7 @@ class StreamedWeights(WeightStore):
         )
 
     def close(self) -> None:
+        self.memory.drop_returning()
         self._close()
 
 

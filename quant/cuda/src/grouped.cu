@@ -1,4 +1,4 @@
-// Products of rows with the matrices of experts that lie anywhere, in the GPU's memory or in pinned RAM.
+// Products of rows with the matrices of experts, wherever these lie in the memory of the GPU.
 // A block takes 32 PAIRS weight rows of one expert and some of the slots that chose it (plan.cu): its sums
 // are those of linear.cu. Compiled for
 //

@@ -201,7 +201,7 @@ def test_shrinking_capacity(model: Model, data: st.DataObject, drops: list[float
 
 
 def test_memory_that_comes_back(model: Model) -> None:
-    """As much as was allowed at first; what was streamed meanwhile is streamed on."""
+    """As much as was allowed at first."""
     where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
     with on_gpu(model, where, shortage=lambda: (0, needed[0]), capacity=1 << 30) as one:
         gpu, cache = gpu_of(one), one.cache(20)
@@ -212,6 +212,26 @@ def test_memory_that_comes_back(model: Model) -> None:
                 assert gpu.capacity == gpu.used + gpu.held < 1 << 29
             else:
                 assert gpu.capacity == min(before + capacity, 1 << 30)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_slabs_come_back(model: Model, late: bool) -> None:
+    """One in a pass, without a copy besides; so do all that were given back."""
+    where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
+    options = {"shortage": lambda: (0, needed[0]), "capacity": 1 << 30, "late": late}
+    with on_gpu(model, where, slack=(9, 9), **options) as one:
+        gpu, at_first = gpu_of(one), gpu_of(one).used
+        needs = [0, 60_000, 0, 60_000, 0, -(1 << 40), *[0] * 30]
+        passes = zip(needs[1:], generate(one, 30), generate(model.resident, 30), strict=False)
+        used = list[int]()
+        for need, ours, theirs in passes:
+            assert_same([ours], [theirs])
+            used.append(gpu.used)
+            needed[0] = need
+        assert used[4] < used[2] < at_first
+        assert used[4:] == sorted(used[4:])
+        assert used[-1] == at_first
+        assert not one.weights.counts().memory_note
 
 
 def test_memory_pressure_on_gpu() -> None:
