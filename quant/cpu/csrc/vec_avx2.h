@@ -209,40 +209,43 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 #else
-// Pairs of products are added in 16 bits, as many as fit, and only then in 32. Codes of eight bits go in two halves.
+// Pairs of products are added in 16 bits, as many as fit, and only then in 32.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
-    static constexpr bool HALVED = MOST > 128;
-    static constexpr int ROOM = INT16_MAX / (2 * 127 * (HALVED ? 15 : MOST));
+    using Weights = B64;
+    static constexpr int ROOM = INT16_MAX / (2 * 127 * MOST);
     static constexpr int FIT = least(STEPS, ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1);
-    struct Weights {
-        B64 codes, high;
-        Weights() = default;
-        LRT_INLINE Weights(B64 stored) : codes(HALVED ? stored & B64::set1(15) : stored) {
-            if (HALVED) high = stored.shr<4>() & B64::set1(15);
-        }
-    };
     const int32_t* start;
-    I16 pairs, high, sum;
+    I16 pairs, sum;
 
     LRT_INLINE void begin(const int32_t* first) { start = first; }
     LRT_INLINE void add(int step, const Weights& w, Quad a) {
-        pairs = joined(step, pairs, w.codes, a);
-        if (HALVED) high = joined(step, high, w.high, a);
-        if (step % FIT != FIT - 1) return;
-        I16 more = pairs.dot2(I16::set1(0x00010001));
-        if (HALVED) more = more + high.dot2(I16::set1(0x00100010));
-        sum = step < FIT ? more : sum + more;
-    }
-    LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
-
-  private:
-    static LRT_INLINE I16 joined(int step, I16 pairs, B64 codes, Quad a) {
-        const I16 products = {_mm256_maddubs_epi16(codes.a, a.v), _mm256_maddubs_epi16(codes.b, a.v)};
+        const I16 products = {_mm256_maddubs_epi16(w.a, a.v), _mm256_maddubs_epi16(w.b, a.v)};
         if (step % FIT) pairs = {_mm256_add_epi16(pairs.a, products.a), _mm256_add_epi16(pairs.b, products.b)};
         else pairs = products;
         __asm__("" : "+x"(pairs.a), "+x"(pairs.b));  // one after the other: as a tree they would not fit the registers
-        return pairs;
+        if (step % FIT != FIT - 1) return;
+        const I16 more = pairs.dot2(I16::set1(0x00010001));
+        sum = step < FIT ? more : sum + more;
     }
+    LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
+};
+
+// Of eight bits not even two products would fit: all are numbers of 16 bits.
+template <int ZERO, int STEPS, int CHAINS> struct Dots<255, ZERO, STEPS, CHAINS> {
+    struct Weights {
+        I16 even, odd;
+        Weights() = default;
+        LRT_INLINE Weights(B64 codes) : even(even_bytes(codes)), odd(odd_bytes(codes)) {}
+    };
+    I16 sum;
+
+    LRT_INLINE void begin(const int32_t* start) { sum = ZERO ? I16::set1(*start) : I16::zero(); }
+    LRT_INLINE void add(int, const Weights& w, Quad a) {
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a.v, 8), 8), odd = _mm256_srai_epi16(a.v, 8);
+        sum = w.even.dot2({even, even}, sum);
+        sum = w.odd.dot2({odd, odd}, sum);
+    }
+    LRT_INLINE I16 total() const { return sum; }
 };
 #endif
 
