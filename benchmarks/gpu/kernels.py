@@ -28,6 +28,7 @@ from benchmarks.gpu.timing import (
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
+from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,
@@ -35,7 +36,6 @@ from localrt.quant.cuda.products import (
     unpack_rows,
 )
 from localrt.quant.cuda.programs import machine_code
-from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
@@ -193,13 +193,13 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
 
 
 def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
-    """Compile the variants that come next beside one another: in turn they take a minute."""
+    """Compile the kernels that come next beside one another: in turn they take a minute."""
     major, minor = torch.cuda.get_device_capability()
     folder = Settings.from_environment().cache_dir / "kernels"
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     programs = set()
     for name, rows in itertools.product(names, BATCHES):
-        cut = best_cut(Case.of(name, rows, shape[0] // 16, shape[1]), processors)
+        cut = best_cut(name, rows, shape[0] // 16, processors)
         programs.add(linear_program(name, rows, cut, None, torch.bfloat16))
     started = time.perf_counter()
     with ThreadPoolExecutor() as threads:

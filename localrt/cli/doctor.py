@@ -100,14 +100,10 @@ def _examine(*, quick: bool) -> dict[str, Any]:
 def _gpu_state(cache: Path, name: str) -> dict[str, Any]:
     """Say what was compiled for and measured on the first GPU; loading a model does both."""
     kept, rates = kept_of(cache, name), known_rates(cache, name)
-    key, cuts = kept.get("key"), kept.get("cuts")
-    cases = cuts.get("cases") if isinstance(cuts, dict) else None
-    gains = [case.get("gain", 1.0) for case in cases] if isinstance(cases, list) else []
+    key = kept.get("key")
     return {
         "compiled_kernels": len(list((cache / "kernels").glob("*.cubin"))),
         "measured_with": key if isinstance(key, list) else [],
-        "measured_products": len(gains),
-        "best_gain": max(gains, default=1.0),
         "rates": rates and rates.to_dict(),
     }
 
@@ -235,10 +231,6 @@ def _gpu_rows(gpu: dict[str, Any]) -> Iterator[list[str]]:
     """Return at most two rows: kernels, rates."""
     with_ = ", ".join(part for part in gpu["measured_with"] if part.startswith(("driver", "NV")))
     text = f"{gpu['compiled_kernels']} compiled"
-    if gpu["measured_products"]:
-        text += f", variants of {gpu['measured_products']} products measured"
-        if gpu["best_gain"] > 1:
-            text += f", up to {gpu['best_gain']:.2g} times as fast as by rule"
     yield ["GPU kernels", f"{text} ({with_})" if with_ else text]
     if rates := gpu["rates"]:
         link, memory = rates["to_gpu_bytes_s"], rates["memory_bytes_s"]

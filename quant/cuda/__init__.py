@@ -25,13 +25,11 @@ tables of magnitudes, the negative ones multiplied by -x. With ``--activations b
 in 15 bits: as two rows of 8, whose results are added. Sums of a step are whole numbers; scales are
 applied and added in the order of the columns. Columns are dealt out to at most eight chains, which
 are joined as a tree. Their number follows from the columns alone, so a row's bits are the same
-among any others, and however the work is cut. Short matrices share a chain's columns among blocks.
-A format is two structs (``formats.cuh``): one unpacks its words, the other reads its scales. Where
-a product of a new shape comes up on a GPU, the few sensible cuts are timed on it, once
-(``quant/cuda/variants.py``). ``cards.json`` in the cache folder keeps what was best for
-this GPU, driver, compiler and these sources. ``tests/ops/cuda/test_compiled.py`` compiles every
-format and counts registers, spills and instructions per byte. Beyond 64 rows weights are unpacked
-to bf16 and torch multiplies.
+among any others, and however the work is cut. Short matrices share a chain's columns among blocks
+(``quant/cuda/cuts.py``). A format is two structs (``formats.cuh``): one unpacks its words, the
+other reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts
+registers, spills and instructions per byte. Beyond 64 rows weights are unpacked to bf16 and torch
+multiplies.
 
 Attention (``quant/cuda/src/attention.cu``) passes keys and values through registers only: 16 query
 rows of the heads that share them are multiplied at once. Up to 64 rows are split over fixed runs of

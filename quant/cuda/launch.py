@@ -200,9 +200,6 @@ _LEAST_CACHE = 16 << 20
 class Stopwatch(Protocol):
     """Times launches on one device."""
 
-    def ready(self) -> bool:
-        """Whether anything can be timed now: not while a pass is recorded."""
-
     def seconds(self, launch: Callable[[], object]) -> float:
         """Seconds of the work that ``launch`` starts; calls it several times."""
 
@@ -215,9 +212,6 @@ class CudaStopwatch:
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
         self._overwritten = 2 * max(cache, _LEAST_CACHE)
         self._awake = False
-
-    def ready(self) -> bool:
-        return not torch.cuda.is_current_stream_capturing()
 
     def seconds(self, launch: Callable[[], object]) -> float:
         """See ``Stopwatch``. The median of five runs, after compiling if needed.

@@ -1,7 +1,7 @@
 """Products of 1 to 64 rows with packed matrices: the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
-result's bits depend on its row and the matrix alone: variants differ in speed only.
+result's bits depend on its row and the matrix alone: cuts differ in speed only.
 
 Rows of packed weights as numbers: an embedding's rows, or all rows for a product of many.
 
@@ -19,15 +19,10 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, processors_of
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.variants import (
-    Case,
-    Cut,
-    groups_of,
-    variants,
-)
 
 MOST_ROWS = 64
 """For more rows it is quicker to unpack the weights once."""
@@ -171,10 +166,7 @@ def product(
     rows, columns = weight.shape[0] // heads, weight.shape[1]
     tiles, steps = -(-rows // 16), columns // 32
     if cut is None:
-        case = Case.of(weight.format, x.count, tiles * heads, columns, gate=bool(gate), fine=x.fine)
-        cut = variants(out.device).cut(
-            case, lambda cut: product(x, weight, out, bias=bias, gate=gate, limit=limit, cut=cut)
-        )
+        cut = best_cut(weight.format, x.count, tiles * heads, processors_of(out.device))
     program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
     chains = chains_of(weight.format, columns)
     # Sums of chains are joined as a tree of so many leaves, wherever its branches are.

@@ -14,11 +14,11 @@ from importlib.resources import files
 
 import torch
 
+from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import steps_at_once
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program
-from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 
@@ -48,7 +48,7 @@ class Build:
 
 def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, Cut]:
     """The variant that a long matrix in ``format_`` takes for ``rows`` rows."""
-    cut = best_cut(Case.of(format_, rows, _MANY_TILES, 4096, gate=gate), 24)
+    cut = best_cut(format_, rows, _MANY_TILES, 24)
     return linear_program(format_, rows, cut, _GATE if gate else None, torch.float32), cut
 
 

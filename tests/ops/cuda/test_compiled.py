@@ -10,12 +10,12 @@ import torch
 
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.attention import attention_program, join_program, rope_program
+from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros
 from localrt.quant.cuda.latent import append_program, latent_programs
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
-from localrt.quant.cuda.variants import Cut
 from localrt.quant.ops.recurrent import RecurrentSpec
 from tests.ops.cuda.compiled import (
     SHARED_BYTES,

@@ -143,3 +143,37 @@ def test_prepare(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     start(2)
     assert sorted(compiled) == ["gate", "norm"]
     assert driver.calls[0] == "load norm of code"
+
+
+def test_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of CUDA, here of a stand-in: what is launched takes from 7 to 3 milliseconds."""
+    done: list[str] = []
+    marks = iter([0.0, 7.0, 0.0, 6.0, 0.0, 5.0, 0.0, 4.0, 0.0, 3.0])
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = next(marks)
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    stream = SimpleNamespace(synchronize=lambda: done.append("awake"))
+    properties = SimpleNamespace(L2_cache_size=24 << 20)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launching, "_WAKING_S", 1e-3)
+    monkeypatch.setattr(
+        torch.Tensor, "zero_", lambda self: done.append(f"write {self.nbytes >> 20} MB")
+    )
+    watch = launching.CudaStopwatch(torch.device("cpu"))
+    assert watch.seconds(lambda: done.append("launch")) == 5e-3
+    assert done[:3] == ["launch", "write 48 MB", "awake"]
+    assert done[-6:] == ["write 48 MB"] * 4 + ["launch", "wait"]
+    assert done.count("launch") == 6

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.products import (
     Records,
@@ -17,7 +18,6 @@ from localrt.quant.cuda.products import (
     product,
     quantize,
 )
-from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.experts import ExpertSpec
@@ -115,7 +115,7 @@ def test_rows_that_a_warp_loads_are_there() -> None:
     for rows in range(1, 65):
         for fine in (False, True):
             records = empty_records(1, rows, 64, torch.device("cpu"), fine=fine)
-            loaded = 8 * best_cut(Case.of("q4_0", records.count, 64, 64), 24).groups
+            loaded = 8 * best_cut("q4_0", records.count, 64, 24).groups
             assert records.data.shape[1] % loaded == 0
 
 

@@ -1,0 +1,53 @@
+"""How the work of a product is cut for a GPU: by a rule of its shape and the GPU's processors.
+
+No result depends on it. It does not know how a product is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+# With four eights of rows their sums and scales need more registers than there are.
+_NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a product is cut.
+
+    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
+    columns of the same rows.
+    """
+
+    pairs: int
+    groups: int
+    parts: int = 1
+
+
+@cache  # a launch asks each time
+def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
+    """The cut of a product of ``rows`` rows of records with ``tiles``: blocks enough for a GPU of
+    so many ``processors``, and no more registers than it has.
+    """
+    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
+    light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
+    blocks = -(-tiles // (4 if light else 2))
+    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
+    groups = min(2 if format_ in _NARROW else 4, groups_of(rows))
+    return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
+
+
+def groups_of(rows: int) -> int:
+    """Rows in eights that a warp multiplies at once, at most; records have room for so many."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """A GPU's multiprocessors; 1 for the CPU, which runs kernels in tests."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
