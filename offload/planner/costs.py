@@ -51,6 +51,13 @@ class Costs:
             return 0.0
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
 
+    def sharing(self) -> float:
+        """Return the host's seconds to share a layer's experts out among CPU and GPU; none on an
+        ideal GPU.
+        """
+        gpu = self.machine.gpu
+        return self.machine.shared_s if gpu is not None and gpu.call_s else 0.0
+
     def reading_load(self, nbytes: float) -> float:
         """Return the seconds that reading takes from the CPU's arithmetic: they share threads."""
         return nbytes * self.machine.ssd_cpu_s / self.machine.threads
@@ -156,7 +163,7 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
 def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
     """Return the seconds per used expert of a layer: with none on the GPU, and with all on it.
 
-    The former includes moving the activations to the CPU and back.
+    The former includes moving the activations to the CPU and back, and the host's part.
     """
     assert costs.shape.experts is not None, "they are of a mixture"
     share, rows = costs.touched(use)
@@ -166,7 +173,7 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
     none, all_of_them = (
         schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
     )
-    return none / count, all_of_them / count
+    return (none + costs.sharing()) / count, all_of_them / count
 
 
 def kernel_seconds(

@@ -94,7 +94,8 @@ class MachineProfile:
 
     ``kernels`` has the rate of each measured format; other formats are scaled by their bits from
     the nearest one. ``ssd_cpu_s``: one thread's CPU time per byte read. ``call_s``: a unit's
-    overhead. ``token_s``: a pass's overhead besides its units, per entry of the vocabulary.
+    overhead. ``shared_s``: that of a mixture's layer whose experts CPU and GPU share. ``token_s``:
+    a pass's overhead besides its units, per entry of the vocabulary.
     ``sources`` says of each figure whether it was measured, given, or typical (as a GPU's published
     figures are).
     """
@@ -108,6 +109,7 @@ class MachineProfile:
     ssd_cpu_s: float = 0.0
     ssd_latency_s: float = 1.5e-4
     call_s: float = 1.5e-5
+    shared_s: float = 5e-4
     token_s: float = 2e-9
     link_bytes_s: float | None = None
     link_latency_s: float = 1e-5
@@ -128,8 +130,8 @@ class MachineProfile:
     def with_cpu(self, times: float) -> MachineProfile:
         """Return the machine with a CPU that takes ``times`` as long to compute."""
         kernels = {name: rate.slower(times) for name, rate in self.kernels.items()}
-        attention, call_s = self.attention.slower(times), self.call_s * times
-        return replace(self, kernels=kernels, attention=attention, call_s=call_s)
+        calls = {"call_s": self.call_s * times, "shared_s": self.shared_s * times}
+        return replace(self, kernels=kernels, attention=self.attention.slower(times), **calls)
 
     def with_ram_speed(self, ram_bytes_s: float) -> MachineProfile:
         """Return the machine with another RAM speed, which scales products of a few rows."""

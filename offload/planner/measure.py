@@ -42,6 +42,8 @@ WORKING_SET = 96 << 20
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # to measure one rate
+# A layer whose experts CPU and GPU share takes the host as long as so many measured calls.
+_SHARED_CALLS = 100
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"
 _BUSY_PERCENT = 30.0
@@ -209,6 +211,7 @@ def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) 
         kernels={n: KernelRate(_ROWS, tuple(seconds)) for n, seconds in known["kernels"].items()},
         attention=KernelRate((1, 64), tuple(known["attention"])),
         call_s=known["call_s"],
+        shared_s=_SHARED_CALLS * known["call_s"],
         threads=threads,
         sources={
             **dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), source),

@@ -311,6 +311,11 @@ class _Replay:
         else:
             sums.chain += plan.end
             self.clock = begin + plan.end
+        if missing and not self.crossing:
+            sharing = self.costs.sharing()
+            self.clock += sharing
+            sums.chain += sharing
+            sums.busy["cpu"] += sharing
         by_cpu = len(plan.cpu) + absent
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += by_cpu * cpu_each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -57,3 +58,21 @@ def test_what_is_in_no_memory_is_read_and_never_copied(model: Model) -> None:
     assert none.nbytes["ssd"] == pytest.approx(2 * read, rel=0.1)
     assert none.nbytes["link"] == 0
     assert Where.VRAM in places(model, 0.2).values()
+
+
+def test_sharing_takes_the_host_time(model: Model) -> None:
+    """For each layer with an expert that is not on the GPU; an ideal GPU costs nothing."""
+    shape = shape_from_checkpoint(model.store)
+    largest = max((u for u in shape.units if u.kind == "expert"), key=lambda unit: unit.nbytes)
+    layers = len({unit.layer for unit in shape.routed})
+    slow = machine(largest.macs)
+    assert slow.gpu is not None
+
+    def seconds(share: float, shared_s: float, call_s: float = CALL) -> float:
+        gpu = replace(slow.gpu, call_s=call_s)
+        costs = Costs(shape=shape, machine=replace(slow, shared_s=shared_s, gpu=gpu))
+        return simulate(costs, place_on_gpu(model.store, places(model, share)), passes=10).seconds
+
+    assert seconds(0.0, 1.0) - seconds(0.0, 0.0) == pytest.approx(layers)
+    assert seconds(1.0, 1.0) == seconds(1.0, 0.0)
+    assert seconds(0.0, 1.0, call_s=0.0) == seconds(0.0, 0.0, call_s=0.0)
