@@ -43,7 +43,7 @@ _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # to measure one rate
 # A layer whose experts CPU and GPU share takes the host as long as so many measured calls.
-_SHARED_CALLS = 100
+_SHARED_CALLS = 60
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"
 _BUSY_PERCENT = 30.0
