@@ -130,8 +130,13 @@ class MachineProfile:
     def with_cpu(self, times: float) -> MachineProfile:
         """Return the machine with a CPU that takes ``times`` as long to compute."""
         kernels = {name: rate.slower(times) for name, rate in self.kernels.items()}
-        calls = {"call_s": self.call_s * times, "shared_s": self.shared_s * times}
-        return replace(self, kernels=kernels, attention=self.attention.slower(times), **calls)
+        return replace(
+            self,
+            kernels=kernels,
+            attention=self.attention.slower(times),
+            call_s=self.call_s * times,
+            shared_s=self.shared_s * times,
+        )
 
     def with_ram_speed(self, ram_bytes_s: float) -> MachineProfile:
         """Return the machine with another RAM speed, which scales products of a few rows."""
