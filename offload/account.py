@@ -29,7 +29,7 @@ PACKED_ROWS = 64
 
 _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' threads
 _VOCABULARY_NBYTES = 100  # per token in the tokenizer: its bytes, merges, hash tables
-GROWTH_NBYTES = 4 << 20
+GROWTH_NBYTES = 2 << 20
 """Growth of a loaded process beyond the accounted parts: sampling, text, threads' stacks."""
 
 KERNEL_SCRATCH_NBYTES = 3 << 20

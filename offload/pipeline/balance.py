@@ -261,6 +261,7 @@ class Balance(WeightMemory):
         if slabs + experts < nbytes:
             return 0
         freed = self.evict_gpu(nbytes)
+        self._evicted.clear()  # what was asked for stays away
         if freed and self._gpu is not None:
             self._gpu.capacity -= freed
             self._gpu_most = self._gpu.capacity
