@@ -28,7 +28,7 @@ from benchmarks.gpu.timing import (
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
-from localrt.quant.cuda.cuts import Cut, best_cut
+from localrt.quant.cuda.cuts import Cut, best_cut, processors_of
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,
@@ -196,7 +196,7 @@ def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
     """Compile the kernels that come next beside one another: in turn they take a minute."""
     major, minor = torch.cuda.get_device_capability()
     folder = Settings.from_environment().cache_dir / "kernels"
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    processors = processors_of(torch.device("cuda"))
     programs = set()
     for name, rows in itertools.product(names, BATCHES):
         cut = best_cut(name, rows, shape[0] // 16, processors)
