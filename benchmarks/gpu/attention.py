@@ -20,6 +20,7 @@ from benchmarks.gpu.timing import (
     launch_seconds,
 )
 from localrt.quant.cuda.attention import attend
+from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.latent import attend_latent_rows
 
 BOUND = 0.02
@@ -88,13 +89,14 @@ def heads_against_float64(
 ) -> Result:
     """Compare a tree over 300 keys of two groups with float64."""
     n, groups, held, scale = 7, 2, 300, 0.125
-    k, v = (torch.randn(groups, 512, size, device=device).bfloat16() for _ in range(2))
+    cache, blocks = random_cache(groups, 512, (size, size), device)
+    k, v = (torch.cat(parts, 1) for parts in zip(*cache.parts(0), strict=True))
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         place = torch.full((len(q),), at, device=device)
         place += torch.arange(len(q), device=device) if mask is None else mask.sum(1) - 1
         return attend(
-            q, k, v, torch.tensor([at], device=device), place,
+            q, blocks, cache.layers[0], torch.tensor([at], device=device), place,
             scale=scale, window=window, softcap=softcap, mask=mask, longest=512, sinks=sinks,
         )  # fmt: skip
 
@@ -122,14 +124,15 @@ def heads_against_float64(
 
 def latents(name: str, device: str) -> Result:
     n, heads, held = 7, 16, 300
-    cache = torch.randn(512, ROPE + LATENT, device=device).bfloat16()
+    cache, blocks = random_cache(1, 512, (ROPE + LATENT, 0), device)
     scale = (ROPE + LATENT) ** -0.5
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         here = torch.tensor([at], device=device)
         return attend_latent_rows(
             q,
-            cache,
+            blocks,
+            cache.layers[0],
             here,
             at + torch.arange(len(q), device=device),
             rope=ROPE,
@@ -139,7 +142,7 @@ def latents(name: str, device: str) -> Result:
         ).flatten(1)
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
-        rows = cache[: held + n].double()
+        rows = cache.keys(0, held + n)[0].double()
         scores = torch.einsum("nhe,le->nhl", q.double(), rows) * scale
         seen = torch.cat([torch.ones(n, held, dtype=torch.bool), tree], 1)
         scores.masked_fill_(~seen[:, None].to(device), float("-inf"))
@@ -166,6 +169,18 @@ def compared(
     return Result(name, bool(ok), values=values)
 
 
+def random_cache(
+    groups: int, length: int, sizes: tuple[int, int], device: str
+) -> tuple[BlockedCache, torch.Tensor]:
+    """A cache of one layer of bf16, and the addresses of its blocks on the device."""
+    cache = BlockedCache([(groups, *sizes)], length, torch.bfloat16, torch.device(device))
+    cache.reserve(length)
+    for parts in cache.parts(0):
+        for part in parts:
+            part.copy_(torch.randn(part.shape, device=device))
+    return cache, torch.from_numpy(cache.addresses).to(device)
+
+
 def attention_launches(
     n: int, heads: int, groups: int, size: int, length: int, device: str
 ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
@@ -173,7 +188,8 @@ def attention_launches(
     nbytes = 2 * groups * length * size * 2
     count = copies_beyond_cache(nbytes, device)
     q = torch.randn(n, heads, size, device=device).bfloat16()
-    caches = [
+    caches = [random_cache(groups, length, (size, size), device) for _ in range(count)]
+    rows = [
         [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
         for _ in range(count)
     ]
@@ -181,9 +197,9 @@ def attention_launches(
     positions = torch.arange(length - n, length, device=device)
     mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
 
-    def ours(k: torch.Tensor, v: torch.Tensor) -> Any:
+    def ours(cache: BlockedCache, blocks: torch.Tensor) -> Any:
         return attend(
-            q, k, v, held, positions,
+            q, blocks, cache.layers[0], held, positions,
             scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
         )  # fmt: skip
 
@@ -195,6 +211,6 @@ def attention_launches(
 
     return (
         [lambda c=c: ours(*c) for c in caches],
-        [lambda c=c: torchs(*c) for c in caches],
+        [lambda r=r: torchs(*r) for r in rows],
         nbytes,
     )

@@ -7,7 +7,7 @@ the ring. ``StreamedWeights`` is the ``WeightStore`` of such stages.
 
 Consecutive stages that stay on a GPU are a ``Segment``: short passes of one sequence replay it with
 one launch. A unit that comes through the ring is computed step by step, since it lies elsewhere in
-each pass. When a unit of the GPU moves or a cache grows, recordings are dropped. The host waits
+each pass. When a unit of the GPU moves, recordings are dropped. The host waits
 only where rows leave the GPU. A ``CrossingStage`` is an MLP that the CPU computes in short passes;
 in long ones it is copied to the GPU and computed there. The number of rows alone decides.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.kv import BlockedCache, LayerPlace, blocks_of
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
@@ -37,7 +38,7 @@ from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import KvFormat, head_nbytes
 from localrt.quant.ops.protocol import LayerSpec, ranges
 from localrt.quant.ops.states import StateLayout
-from localrt.quant.reference.kv import kv_of, sequence_cache
+from localrt.quant.reference.kv import with_states
 
 _MOST_TURNED = 128
 
@@ -69,8 +70,8 @@ class Attention(Structure):
     """What the kernels of attention read: ``Attention`` in quant/cuda/src/attention.cuh."""
 
     _fields_ = fields(
-        (c_void_p, "q k v held positions tree sinks out partial stats"),
-        (c_int64, "k_group v_group run_stride"),
+        (c_void_p, "q blocks held positions tree sinks out partial stats"),
+        (c_int64, "k_at v_at run_stride"),
         (c_int, "n first rows heads per window runs"),
         (c_float, "scale softcap"),
         (c_int, "out_stride"),
@@ -79,8 +80,8 @@ class Attention(Structure):
 
 class _RopeAppend(Structure):
     _fields_ = fields(
-        (c_void_p, "qkv q k v held cos sin q_norm k_norm"),
-        (c_int64, "k_group v_group"),
+        (c_void_p, "qkv q blocks held cos sin q_norm k_norm"),
+        (c_int64, "k_at v_at"),
         (c_int, "row_stride step keys_at heads groups half joint last"),
         (c_float, "eps"),
     )
@@ -94,8 +95,8 @@ def takes_heads(size: int) -> bool:
 def rope_append(
     qkv: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    blocks: Tensor,
+    place: LayerPlace,
     held: Tensor,
     *,
     cos: Tensor | None,
@@ -109,7 +110,8 @@ def rope_append(
     kv_format: KvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
-    behind the ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
+    behind the ``held`` tokens (one int64 on the device) of a cache: ``blocks`` are the addresses of
+    its blocks, int64 on the device, ``place`` is the layer's in them.
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
     once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where it
@@ -117,12 +119,12 @@ def rope_append(
     quantized cache has rows of bytes, and queries against it are rotated.
     """
     n, heads, size = q.shape
-    groups = k_cache.shape[0]
+    groups = place.heads
     step = 2 * size if gated else size
     args = _RopeAppend(
-        *pointers(qkv, q, k_cache, v_cache, held, cos, sin, q_norm, k_norm),
-        _bytes_of_group(k_cache),
-        _bytes_of_group(v_cache),
+        *pointers(qkv, q, blocks, held, cos, sin, q_norm, k_norm),
+        place.keys_at,
+        place.values_at,
         qkv.stride(0),
         step,
         heads * step,
@@ -133,14 +135,14 @@ def rope_append(
         norms_last,
         eps,
     )
-    blocks = -(-(heads + 2 * groups) // (_THREADS // 32))
-    launch(q.device, rope_program(size, kv_format), (blocks, n, 1), _THREADS, args)
+    grid = (-(-(heads + 2 * groups) // (_THREADS // 32)), n, 1)
+    launch(q.device, rope_program(size, kv_format), grid, _THREADS, args)
 
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    blocks: Tensor,
+    place: LayerPlace,
     held: Tensor,
     positions: Tensor,
     *,
@@ -154,7 +156,8 @@ def attend(
     records: Records | None = None,
     row: int = 0,
 ) -> Tensor:
-    """q (n, H, E) over keys and values (G, allocated, E): (n, H * E), bf16.
+    """q (n, H, E) over a cache's keys and values: (n, H * E), bf16. ``blocks`` and ``place`` are as
+    for ``rope_append``.
 
     Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; what is returned
     then holds nothing.
@@ -165,7 +168,7 @@ def attend(
     float32.
     """
     n, heads, size = q.shape
-    groups, value = k.shape[0], v.shape[2] if kv_format == "bf16" else size
+    groups, value = place.heads, place.value if kv_format == "bf16" else size
     per = heads // groups
     split = n <= MOST_ROWS
     turned = turned_block(kv_format, value)
@@ -178,9 +181,9 @@ def attend(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, k, v, held, positions, mask, sinks, target, partial, stats),
-            k_group=_bytes_of_group(k),
-            v_group=_bytes_of_group(v),
+            *pointers(q, blocks, held, positions, mask, sinks, target, partial, stats),
+            k_at=place.keys_at,
+            v_at=place.values_at,
             run_stride=chunk * heads * value,
             n=n,
             first=first,
@@ -259,10 +262,6 @@ def rope_program(size: int, kv_format: KvFormat = "bf16") -> Program:
     )
 
 
-def _bytes_of_group(cache: Tensor) -> int:
-    return cache.stride(0) * cache.element_size()
-
-
 class Rotations:
     """The rotary tables of a device's passes."""
 
@@ -307,12 +306,11 @@ class AttentionSteps:
             q[rows:] = _gates(qkv, spec)
         cos, sin = self._rotations.of(spec.rope, step)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            k, v = kv_of(span).view(layer, span.rows)
             rope_append(
                 qkv[first:stop],
                 q[first:stop],
-                k,
-                v,
+                step.blocks[index],
+                blocks_of(span).layers[layer],
                 step.held[index:],
                 cos=None if cos is None else cos[first:stop],
                 sin=None if sin is None else sin[first:stop],
@@ -345,12 +343,11 @@ class AttentionSteps:
         attended = records if gates is None else None
         outputs = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            k, v = kv_of(span).view(layer, span.rows)
             outputs.append(
                 attend(
                     q[first:stop],
-                    k,
-                    v,
+                    step.blocks[index],
+                    blocks_of(span).layers[layer],
                     step.held[index:],
                     step.positions[first:stop],
                     scale=spec.scale,
@@ -395,7 +392,8 @@ def new_cache(
 ) -> KVCache:
     """An empty one."""
     attending, states = split_layers(layers)
-    return sequence_cache(*_kept(attending, kv_format), states, capacity, device)
+    shapes, dtype = _kept(attending, kv_format)
+    return with_states(BlockedCache(shapes, capacity, dtype, device), states, device)
 
 
 def _kept(

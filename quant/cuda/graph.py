@@ -2,14 +2,13 @@
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
 recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
-its parts are on the GPU. A recording belongs to one cache and its allocation; growth makes a new
-one. It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
+its parts are on the GPU. Recordings serve all caches: where a cache's blocks lie is an input too.
+It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
 again on the static inputs, so that tests cover the rest.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.launch import upload
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
@@ -32,9 +32,8 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
-from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Batch, Forward, Span
-from localrt.quant.reference.kv import kv_of
 
 _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
@@ -65,10 +64,9 @@ class RecordedOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What recordings are valid for, besides their cache."""
+    """What recordings are valid for."""
 
-    cache: int  # its id
-    allocated: int
+    blocks: int  # of a cache, at most
     rows: int
     wanted: tuple[int, ...]
     nodes: int  # of a tree
@@ -79,7 +77,6 @@ class _Shape:
 class _Seen:
     """A shape seen once, and its recordings from the second time on."""
 
-    cache: weakref.ref[KVCache]
     static: StaticPass | None = None
     used: int = 0  # the number of the latest pass
 
@@ -132,8 +129,10 @@ class Recordings:
         if shape is None:
             return None
         seen = self._seen.get(shape)
-        if seen is None or seen.cache() is not batch.spans[0].cache:
-            self._note(shape, batch.spans[0].cache)
+        if seen is None:
+            self._seen[shape] = _Seen()
+            if len(self._seen) > _NOTED:
+                self._seen.popitem(last=False)
             return None
         self._seen.move_to_end(shape)
         seen.used = self._passes
@@ -154,17 +153,6 @@ class Recordings:
             oldest.static = None
         return idle
 
-    def _note(self, shape: _Shape, cache: KVCache) -> None:
-        """Remember a new shape; forget recordings of caches that are gone or have grown."""
-        for other, seen in list(self._seen.items()):
-            grown = other.cache == shape.cache and other.allocated != shape.allocated
-            if grown or seen.cache() is None:
-                del self._seen[other]
-        self._seen[shape] = _Seen(weakref.ref(cache))
-        self._seen.move_to_end(shape)
-        while len(self._seen) > _NOTED:
-            self._seen.popitem(last=False)
-
     def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:
         """The shape of a pass; None if it is not worth recording."""
         if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
@@ -181,7 +169,7 @@ class Recordings:
         waiting = 0
         if isinstance(cache, HybridCache):
             waiting = max(_WAITING, 1 << (cache.states.waiting - 1).bit_length())
-        return _Shape(id(cache), kv_of(span).allocated, span.rows, wanted, nodes, waiting)
+        return _Shape(blocks_of(span).room, span.rows, wanted, nodes, waiting)
 
 
 class GraphedForward:
@@ -206,14 +194,14 @@ class GraphedForward:
         if check is not None:
             check()
         (span,) = batch.spans
-        counter, wanted = kv_of(span), static.wanted
-        again = Batch(batch.tokens, batch.positions, (Span(counter, span.rows),))
 
         def whole(step: CudaPass) -> None:
             """The cache counts nothing."""
-            length = counter.length
+            counter = blocks_of(step.spans[0])
+            length, spans = counter.length, (Span(counter, span.rows),)
             try:
-                self._forward(again, rows=wanted)
+                again = Batch(batch.tokens, batch.positions, spans)
+                self._forward(again, rows=static.wanted)
             finally:
                 counter.trim(length)
 
@@ -295,12 +283,12 @@ class StaticPass:
         self._ops, self._capture = ops, capture
         self.wanted = list(shape.wanted)
         self._device = device = torch.device(ops.device)
-        self._numbers = Numbers(span.rows, 1)
+        self._numbers = Numbers(span.rows, [shape.blocks])
         self._inputs = torch.zeros_like(self._numbers.staged, device=device)
         self._tree = None if span.mask is None else ops.tree(span.mask)
         whole = self.wanted == list(range(span.rows))
         self._index = None if whole else torch.tensor(self.wanted, device=device)
-        self._limit = (shape.allocated,)
+        self._limit = (shape.blocks * BLOCK_TOKENS,)
         self._table: SequenceTable | None = None
         if isinstance(span.cache, HybridCache):
             layers = len(span.cache.states.layout.specs)
@@ -315,7 +303,7 @@ class StaticPass:
     def fill(self, batch: Batch) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
         (span,) = batch.spans
-        self._numbers.fill(batch.tokens, batch.positions, [span.cache.length])
+        self._numbers.fill(batch.tokens, batch.positions, batch.spans)
         upload(self._numbers.staged.numpy(), self._device, out=self._inputs)
         if self._tree is not None:
             assert span.mask is not None
@@ -356,7 +344,9 @@ class StaticPass:
             made = self._runs[key] = self._record(step, body)
             x = kept
         self._load(x)
+        made.recording.step.spans = step.spans  # which matter off a GPU
         made.replay()
+        made.recording.step.spans = ()  # a recording keeps no cache alive
         for layer in made.recording.step.mixed:
             step.layer_done(layer)
         return made.recording.logits
@@ -394,7 +384,4 @@ class StaticPass:
         once()  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
-        replay = record(once, self._capture)
-        if self._device.type == "cuda":
-            recording.step.spans = ()  # the cache is not this recording's to keep alive
-        return _Run(replay, recording)
+        return _Run(record(once, self._capture), recording)

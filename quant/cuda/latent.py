@@ -15,6 +15,7 @@ from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
+from localrt.quant.cuda.kv import LayerPlace, blocks_of
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, OUT
@@ -24,7 +25,6 @@ from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.reference.attention import attend_latents, visible_keys
-from localrt.quant.reference.kv import kv_of
 
 _RUN = 128  # keys of a block: part of what a result's bits depend on
 _THREADS = 128
@@ -34,8 +34,8 @@ _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room
 
 class _LatentAppend(Structure):
     _fields_ = fields(
-        (c_void_p, "q wide queries cache held cos sin norm"),
-        (c_int64, "q_stride wide_stride"),
+        (c_void_p, "q wide queries blocks held cos sin norm"),
+        (c_int64, "cache_at q_stride wide_stride"),
         (c_int, "heads width half latent interleaved"),
         (c_float, "eps"),
     )
@@ -51,7 +51,8 @@ def latent_append(
     q: Tensor,
     wide: Tensor,
     queries: Tensor,
-    cache: Tensor,
+    blocks: Tensor,
+    place: LayerPlace,
     held: Tensor,
     *,
     cos: Tensor,
@@ -63,13 +64,15 @@ def latent_append(
     """Rotary on each head's last P columns of q (n, H, N + P): the first of queries (n, H, P + L).
 
     ``wide`` (n, L + P) are latents and keys: normed and rotated, they go behind the ``held`` rows
-    (one int64 on the device) of cache (allocated, P + L), the rotary part first. cos and sin are
-    (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
+    (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the addresses of its
+    blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are (n, P / 2), norm
+    (L,), all float32; q and wide are bf16 or float32, the rest bf16.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
     args = _LatentAppend(
-        *pointers(q, wide, queries, cache, held, cos, sin, norm),
+        *pointers(q, wide, queries, blocks, held, cos, sin, norm),
+        place.keys_at,
         q.stride(0),
         wide.stride(0),
         heads,
@@ -85,7 +88,8 @@ def latent_append(
 
 def attend_latent_rows(
     q: Tensor,
-    cache: Tensor,
+    blocks: Tensor,
+    place: LayerPlace,
     held: Tensor,
     positions: Tensor,
     *,
@@ -94,11 +98,11 @@ def attend_latent_rows(
     mask: Tensor | None,
     longest: int,
 ) -> Tensor:
-    """q (n, H, P + L) over cache (allocated, P + L), P being ``rope``: what is seen, (n, H, L).
+    """q (n, H, P + L) over a cache's rows (P + L), P being ``rope``: what is seen, (n, H, L).
 
-    All are bf16. ``held`` (one int64 on the device) tokens lie in the cache, and behind them the n
-    new rows, at ``positions`` (n,) int64. ``mask`` (n, n) int8 says which new row sees which; None
-    is causal. ``longest`` bounds held + n.
+    All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. ``held`` (one int64 on the
+    device) tokens lie in the cache, and behind them the n new rows, at ``positions`` (n,) int64.
+    ``mask`` (n, n) int8 says which new row sees which; None is causal. ``longest`` bounds held + n.
     """
     n, heads, width = q.shape
     latent = width - rope
@@ -109,7 +113,8 @@ def attend_latent_rows(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, cache, None, held, positions, mask, None, out, partial, stats),
+            *pointers(q, blocks, held, positions, mask, None, out, partial, stats),
+            k_at=place.keys_at,
             run_stride=chunk * heads * latent,
             n=n,
             first=first,
@@ -169,7 +174,8 @@ class LatentSteps:
                 q[rows],
                 latents[rows],
                 queries[rows],
-                kv_of(span).view(layer, span.rows)[0][0],
+                step.blocks[index],
+                blocks_of(span).layers[layer],
                 step.held[index:],
                 cos=cos[rows],
                 sin=sin[rows],
@@ -187,12 +193,14 @@ class LatentSteps:
             rows = q[first:stop]
             if span.rows > MOST_ROWS:
                 mask = _mask(index, span, step)
-                parts.append(attend_latents(rows, kv_of(span), layer, mask, spec))
+                kept = blocks_of(span).keys(layer, span.cache.length + span.rows)[0]
+                parts.append(attend_latents(rows, kept, mask, spec))
                 continue
             parts.append(
                 attend_latent_rows(
                     rows,
-                    kv_of(span).view(layer, span.rows)[0][0],
+                    step.blocks[index],
+                    blocks_of(span).layers[layer],
                     step.held[index:],
                     step.positions[first:stop],
                     rope=spec.rope_dim,

@@ -31,6 +31,7 @@ from localrt.quant.cuda.attention import (
 )
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.graph import GraphedForward, Recordings
+from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.launch import FullGpu, upload
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
@@ -171,15 +172,15 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self.begin_adapters(batch)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
-        held = [span.cache.length for span in batch.spans]
-        numbers = Numbers(len(batch.tokens), len(batch.spans))
-        numbers.fill(batch.tokens, batch.positions, held)
+        rooms = [len(blocks_of(span).addresses) for span in batch.spans]
+        numbers = Numbers(len(batch.tokens), rooms)
+        numbers.fill(batch.tokens, batch.positions, batch.spans)
         trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
         return CudaPass(
             *numbers.split(upload(numbers.staged.numpy(), self._device)),
             batch.spans,
             tuple(trees),
-            tuple(h + s.rows for h, s in zip(held, batch.spans, strict=True)),
+            tuple(span.cache.length + span.rows for span in batch.spans),
         )
 
     def begin_plain(self) -> None:

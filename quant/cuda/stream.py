@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import norm, norm_records
 from localrt.quant.ops.attention import AttentionTemperature, Rope
@@ -54,30 +55,33 @@ class Stream:
 
 
 class Numbers:
-    """Tokens, positions and tokens held of a pass in one buffer, which is one copy to the device.
+    """Tokens, positions, tokens held and addresses of caches' blocks, of a pass of ``rows``, in one
+    buffer, which is one copy to the device. ``blocks`` is how many of each sequence's have room.
 
-    Each part begins at 16 bytes: the kernels load 16 bytes at once.
+    Tokens and positions begin at 16 bytes: the kernels load 16 bytes at once.
     """
 
-    def __init__(self, rows: int, spans: int) -> None:
-        self._rows, self._spans = rows, spans
-        self._width = rows + rows % 2
-        size = 2 * self._width + spans
-        self.staged = torch.zeros(size, dtype=torch.int64)
+    def __init__(self, rows: int, blocks: Sequence[int]) -> None:
+        self._rows, width = rows, rows + rows % 2
+        self._parts = [width, width, len(blocks), *blocks]
+        self.staged = torch.zeros(sum(self._parts), dtype=torch.int64)
+        self._host = np.split(self.staged.numpy(), np.cumsum(self._parts[:-1]))
 
     def fill(
-        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], held: Sequence[int]
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], spans: Sequence[Span]
     ) -> None:
-        """Write the host's side."""
-        host = self.staged.numpy()
-        host[: self._rows] = tokens
-        host[self._width : self._width + self._rows] = positions
-        host[2 * self._width :] = held
+        """Write the host's side, for sequences whose caches have room for the pass."""
+        all_tokens, all_positions, held, *blocks = self._host
+        all_tokens[: self._rows], all_positions[: self._rows] = tokens, positions
+        held[:] = [span.cache.length for span in spans]
+        for room, span in zip(blocks, spans, strict=True):
+            addresses = blocks_of(span).addresses
+            room[: len(addresses)] = addresses
 
-    def split(self, device: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three parts of a copy of ``staged``."""
-        width = self._width
-        return device[: self._rows], device[width : width + self._rows], device[2 * width :]
+    def split(self, device: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """The parts of a copy of ``staged``."""
+        tokens, positions, held, *blocks = torch.split(device, self._parts)
+        return tokens[: self._rows], positions[: self._rows], held, tuple(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class CudaPass:
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
     held: Tensor  # (spans,) int64
+    blocks: tuple[Tensor, ...]  # addresses of each span's cache, int64
     spans: tuple[Span, ...]
     trees: tuple[Tensor | None, ...]  # (rows, rows) int8
     longest: tuple[int, ...]

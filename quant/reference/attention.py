@@ -196,14 +196,11 @@ def latent_queries(
     return queries, rows
 
 
-def attend_latents(
-    q: Tensor, cache: TorchKVCache, layer: int, mask: Tensor | None, spec: LatentSpec
-) -> Tensor:
-    """q (n, H, P + L), just appended, over the layer's rows: what is seen of latents, (n, H, L).
+def attend_latents(q: Tensor, rows: Tensor, mask: Tensor | None, spec: LatentSpec) -> Tensor:
+    """q (n, H, P + L), just appended, over cached rows (length, P + L): what is seen, (n, H, L).
 
     ``mask`` (n, length) is True where seen; None where all is.
     """
-    rows = cache.view(layer, q.shape[0])[0][0]  # (length, P + L)
     latents = rows[:, spec.rope_dim :]
     step = max(1, _SCORES // (spec.heads * len(rows)))
     parts = []

@@ -122,21 +122,14 @@ class TorchKVCache(GrowingCache):
         return self._k[layer][:, :stop], self._v[layer][:, :stop]
 
 
-def sequence_cache(
-    shapes: Sequence[tuple[int, int, int]],
-    dtype: torch.dtype,
-    states: Sequence[RecurrentSpec],
-    capacity: int,
-    device: torch.device,
-) -> KVCache:
-    """An empty cache of layers that attend, as ``TorchKVCache`` takes them, and of ``states``."""
-    kv = TorchKVCache(shapes, capacity, dtype, device)
+def with_states(kv: GrowingCache, states: Sequence[RecurrentSpec], device: torch.device) -> KVCache:
+    """The empty cache ``kv`` of the layers that attend, with ``states`` of the others, if any."""
 
     def zeros(count: int) -> Tensor:
         with torch.inference_mode(False):  # they are changed between passes too
             return torch.zeros(count, dtype=torch.float32, device=device)
 
-    return HybridCache(kv, StateCache(states, capacity, zeros)) if states else kv
+    return HybridCache(kv, StateCache(states, kv.capacity, zeros)) if states else kv
 
 
 def kv_of(span: Span) -> TorchKVCache:

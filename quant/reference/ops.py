@@ -65,7 +65,7 @@ from localrt.quant.reference.experts import (
     route,
     run_each,
 )
-from localrt.quant.reference.kv import kv_of, sequence_cache
+from localrt.quant.reference.kv import TorchKVCache, kv_of, with_states
 from localrt.quant.reference.recurrent import mix_rows, widen
 from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
 
@@ -160,7 +160,8 @@ class TorchOps(StreamSteps):
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
         attending, states = split_layers(layers)
         shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in attending]
-        return sequence_cache(shapes, self._dtype, states, capacity, self._device)
+        kv = TorchKVCache(shapes, capacity, self._dtype, self._device)
+        return with_states(kv, states, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -280,7 +281,8 @@ class TorchOps(StreamSteps):
         seen = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, None, step)
-            seen.append(attend_latents(q[first:stop], kv_of(span), layer, mask, spec))
+            latents = kv_of(span).view(layer, span.rows)[0][0]
+            seen.append(attend_latents(q[first:stop], latents, mask, spec))
         return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
 
     def norm_recurrent(

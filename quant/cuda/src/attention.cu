@@ -11,6 +11,7 @@
 #include "attention.cuh"
 
 constexpr int WARPS = 4, OWN = RUN / WARPS;  // keys of a warp in a run
+static_assert(RUN == BLOCK, "a run of keys is one block of the cache");
 using Sums = AttentionSums<KEYS, VALUES>;
 
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention args) {
@@ -19,9 +20,10 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention ar
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int old = (int)*args.held, group = blockIdx.y;
     // Later rows see more keys: they go first.
-    const int block = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
-    const int place = (block * TILES + (SPLIT ? 0 : warp)) * 16;
-    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, block * TILES * 16, TILES, &queries[0][0][0]);
+    const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
+    const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
+    const u8* block = args.blocks[SPLIT ? blockIdx.x : 0];  // a run is one
+    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
     const Rows rows = Rows::make(args, place, g);
@@ -36,9 +38,12 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention ar
     }
     Sums sums;
     sums.clear(sums);
-    const u8 *k = args.k + group * args.k_group, *v = args.v + group * args.v_group;
-    for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
+    for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP) {
+        if constexpr (!SPLIT) block = args.blocks[key / BLOCK];
+        const i64 row = (i64)group * BLOCK - key / BLOCK * BLOCK;  // of token 0, were it in this block
+        const u8 *k = block + args.k_at + row * KEYS::BYTES, *v = block + args.v_at + row * VALUES::BYTES;
         sums.add(sums, args, rows, queries[SPLIT ? 0 : warp], k, v, key, old, lane);
+    }
     sums.finish(sums);
 
     if constexpr (SPLIT) {

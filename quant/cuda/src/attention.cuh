@@ -18,14 +18,14 @@ FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
 
 struct Attention {
     const u16* q;            // (n, heads, size), bf16
-    const u8 *k, *v;         // (groups, allocated) rows of the cache
+    const u8* const* blocks;  // of the cache (kv.cuh)
     const i64* held;         // tokens in it before the new rows
     const i64* positions;    // (n,)
     const i8* tree;          // (n, n): which new row sees which; or null: those before it and itself
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
-    i64 k_group, v_group, run_stride;
+    i64 k_at, v_at, run_stride;
     int n, first, rows, heads, per, window, runs;  // `rows` from `first` on; `per` heads of a group
     float scale, softcap;
     int out_stride;  // bytes of a row of records

@@ -3,8 +3,13 @@
 // Keys are read eight numbers a lane, values W numbers, and both as bf16: as the operands of products
 // want them, in an order that suits loads. `write` is called by a warp whose lane has number
 // lane + 32 i of the row as x[i]. Quantized rows are kept times a Hadamard matrix, in blocks of TURN.
+//
+// A cache is blocks of BLOCK tokens, each with all layers: `blocks` are their addresses, and in each the
+// keys of a layer's heads lie from one place on, a head's after another's; so do the values.
 #pragma once
 #include "gates.cuh"
+
+constexpr int BLOCK = 256;
 
 FN float most(float a, float b) { return a > b ? a : b; }
 FN uint4 nothing() { return make_uint4(0, 0, 0, 0); }

@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
     const Rows rows = Rows::make(args, place, g);
     const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
     const int begin = blockIdx.x * RUN;
+    const u8* rows_there = args.blocks[begin / BLOCK] + args.k_at;
     int end = args.tree ? total : old + args.first + last + 1;
     if (begin >= end) return;  // which attention_join.cu knows
     end = end < begin + RUN ? end : begin + RUN;
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
         for (int at = threadIdx.x; at < STEP * PIECES; at += 32 * WARPS) {
             const int token = key + at / PIECES, piece = at % PIECES;
             const bool there = token < total && 8 * piece < SIZE;
-            keys[at / PIECES][piece] = there ? *(const uint4*)(args.k + ((i64)token * SIZE + 8 * piece) * 2) : nothing();
+            keys[at / PIECES][piece] = there ? *(const uint4*)(rows_there + (token % BLOCK * SIZE + 8 * piece) * 2) : nothing();
         }
         __syncthreads();
         float scores[EIGHTS][4];

@@ -3,16 +3,17 @@
 // the row's latent.
 //
 //   Q_IN WIDE_IN   float or Bf16
-#include "gates.cuh"
+#include "kv.cuh"
 
 struct LatentAppend {
     const Q_IN* q;        // (n, heads, width); the last 2 half columns turn
     const WIDE_IN* wide;  // (n, latent + 2 half): the latent, then the key
-    Bf16 *queries, *cache;  // (n, heads, 2 half + latent) and (allocated, 2 half + latent)
+    Bf16* queries;        // (n, heads, 2 half + latent)
+    u8* const* blocks;    // of the cache (kv.cuh), whose rows are as long
     const i64* held;
     const float *cos, *sin;  // (n, half)
     const float* norm;       // (latent,)
-    i64 q_stride, wide_stride;
+    i64 cache_at, q_stride, wide_stride;
     int heads, width, half, latent, interleaved;
     float eps;
 };
@@ -39,7 +40,8 @@ extern "C" __global__ void latent_append(LatentAppend args) {
         return;
     }
     const WIDE_IN* wide = args.wide + row * args.wide_stride;
-    Bf16* to = args.cache + (*args.held + row) * size;
+    const i64 slot = *args.held + row;
+    Bf16* to = (Bf16*)(args.blocks[slot / BLOCK] + args.cache_at) + slot % BLOCK * size;
     turn(args, wide + args.latent, to, row, lane);
     float sum = 0;
     for (int i = lane; i < args.latent; i += 32) sum = fused(value_of(wide[i]), value_of(wide[i]), sum);

@@ -7,11 +7,11 @@
 struct RopeAppend {
     const Bf16* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
     Bf16* q;          // (n, heads, size)
-    u8 *k, *v;
+    u8* const* blocks;  // of the cache (kv.cuh)
     const i64* held;
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
-    i64 k_group, v_group;
+    i64 k_at, v_at;
     int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms come behind the rotation
     float eps;
 };
@@ -37,9 +37,10 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     }
     const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
     const i64 slot = *args.held + row;
+    u8* block = args.blocks[slot / BLOCK];
     if (!query && !key) {
         if constexpr (VALUES::TURN > 1) rotate<VALUES::TURN>(x, lane);
-        VALUES::write(args.v + (head - args.heads - args.groups) * args.v_group + slot * VALUES::BYTES, lane, x);
+        VALUES::write(block + args.v_at + ((i64)(head - args.heads - args.groups) * BLOCK + slot % BLOCK) * VALUES::BYTES, lane, x);
         return;
     }
     const float* norm = query ? args.q_norm : args.k_norm;
@@ -82,7 +83,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     }
     if constexpr (KEYS::TURN > 1) rotate<KEYS::TURN>(x, lane);
     if (key)
-        KEYS::write(args.k + (head - args.heads) * args.k_group + slot * KEYS::BYTES, lane, x);
+        KEYS::write(block + args.k_at + ((i64)(head - args.heads) * BLOCK + slot % BLOCK) * KEYS::BYTES, lane, x);
     else
         Bf16Numbers<SIZE>::write((u8*)(args.q + ((i64)row * args.heads + head) * SIZE), lane, x);
 }

@@ -124,6 +124,24 @@ def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> N
     assert_recorded(coded, tape, talk)
 
 
+def test_caches_grow_without_recording_again(coded: Model, tape: Tape) -> None:
+    """To 4,096 tokens; nor does another sequence."""
+
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        cache = decoder.cache(4096)
+        seen, recorded = decode(decoder, cache, 2), len(tape.recorded)
+        for length in range(255, 4096, 320):
+            decoder.weights.reserve(cache, length)
+            cache.advance(length - cache.length)
+            seen += decode(decoder, cache, 1)
+        seen += decode(decoder, decoder.cache(4096), 2)
+        assert len(tape.recorded) == recorded
+        return seen
+
+    assert_recorded(coded, tape, talk)
+    assert len(tape.recorded) == 2  # the two and the head
+
+
 def test_sequences_that_take_turns_and_end(coded: Model, tape: Tape) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         one, two = decoder.cache(40), decoder.cache(40)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cuda.attention import attend, rope_append, row_nbytes
+from localrt.quant.cuda.kv import BlockedCache, LayerPlace
 from localrt.quant.cuda.launch import noting
 from localrt.quant.ops.attention import scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import random
+from tests.ops.cuda.target import cache_of, kept, random
 from tests.ops.recurrent_layers import tree_mask
 
 ALLOCATED = 768
@@ -61,10 +62,11 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
     held, positions = case.held, case.positions()
     if rows is not None:
         q, positions, held = q[rows], positions[rows], held + (rows.start or 0)
+    cache, blocks = cache_of(k, v)
     return attend(
         q,
-        k,
-        v,
+        blocks,
+        cache.layers[0],
         torch.tensor([held]),
         positions,
         scale=case.size**-0.5,
@@ -156,10 +158,9 @@ def test_many_rows(emulator: Emulator, case: Case) -> None:
     [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 40, "joint"), (80, 20, "last")],
 )
 def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
-    n, heads, groups, held = 3, 4, 2, 5
+    n, heads, groups, held = 3, 4, 2, 254  # into the second block
     qkv = random(n, (heads + 2 * groups) * size).bfloat16()
-    k_cache = torch.zeros(groups, 16, size, dtype=torch.bfloat16)
-    v_cache = torch.zeros_like(k_cache)
+    cache, blocks = cache_of(*torch.zeros(2, groups, 512, size, dtype=torch.bfloat16))
     q = torch.empty(n, heads, size, dtype=torch.bfloat16)
     angles = random(n, half)
     wide = (heads, groups) if norms == "joint" else (1, 1)
@@ -167,8 +168,8 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
     rope_append(
         qkv,
         q,
-        k_cache,
-        v_cache,
+        blocks,
+        cache.layers[0],
         torch.tensor([held]),
         cos=angles.cos() if half else None,
         sin=angles.sin() if half else None,
@@ -185,6 +186,7 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
         return part * scale * weight.double().view(-1, size)
 
     split = torch.split(qkv.double().view(n, -1, size), [heads, groups, groups], 1)
+    k_cache, v_cache = kept(cache, 512)
     found = (q, k_cache[:, held : held + n].transpose(0, 1))
     for part, weight, got in zip(split[:2], weights, found, strict=True):
         turned = part if weight is None or norms == "last" else normed(part, weight)
@@ -194,30 +196,34 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
         turned = normed(turned, weight) if norms == "last" else turned
         torch.testing.assert_close(got.double(), turned, rtol=2**-8, atol=1e-6)
     assert torch.equal(v_cache[:, held : held + n].transpose(0, 1).double(), split[2])
-    for cache in (k_cache, v_cache):
-        assert not cache[:, :held].any()
-        assert not cache[:, held + n :].any()
+    for part in (k_cache, v_cache):
+        assert not part[:, :held].any()
+        assert not part[:, held + n :].any()
 
 
 @pytest.mark.parametrize(
     ("n", "size", "groups"), [(5, 64, 2), (3, 80, 1), (66, 128, 1)], ids=["few", "odd", "prompt"]
 )
-@pytest.mark.parametrize(("kept", "bound"), [("int8", 0.012), ("int4", 0.15)])
+@pytest.mark.parametrize(("stored", "bound"), [("int8", 0.012), ("int4", 0.15)])
 def test_quantized_keys_and_values(
-    emulator: Emulator, n: int, size: int, groups: int, kept: KvFormat, bound: float
+    emulator: Emulator, n: int, size: int, groups: int, stored: KvFormat, bound: float
 ) -> None:
     """Appended and attended to: what is lost is the rounding of each token's key and value."""
     heads, held = 2 * groups, 40
     total = held + n
     qkv = random(total, (heads + 2 * groups) * size).bfloat16()
     qkv[:, heads * size :: size] *= 30  # one large number in each head, as models have
-    caches = [torch.zeros(groups, 256, r, dtype=torch.uint8) for r in row_nbytes(kept, size)]
+    shape = (groups, *row_nbytes(stored, size))
+    cache = BlockedCache([shape], 256, torch.uint8, torch.device("cpu"))
+    cache.reserve(total)
+    blocks = torch.from_numpy(cache.addresses)
     q = torch.empty(total, heads, size, dtype=torch.bfloat16)
     plain: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6}
-    rope_append(qkv, q, *caches, torch.tensor([0]), **plain, kv_format=kept)
+    rope_append(qkv, q, blocks, cache.layers[0], torch.tensor([0]), **plain, kv_format=stored)
     got = attend(
         q[held:],
-        *caches,
+        blocks,
+        cache.layers[0],
         torch.tensor([held]),
         torch.arange(held, total),
         scale=size**-0.5 / 30,
@@ -225,7 +231,7 @@ def test_quantized_keys_and_values(
         softcap=None,
         mask=None,
         longest=total,
-        kv_format=kept,
+        kv_format=stored,
     )
     split = torch.split(qkv.double().view(total, -1, size), [heads, groups, groups], 1)
     queries, keys, values = split[0][held:], *(t.repeat_interleave(2, 1) for t in split[1:])
@@ -249,13 +255,13 @@ def test_what_runs_take_is_what_is_counted(longest: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "empty", counted)
     heads, size, held = 8, 64, torch.zeros(1, dtype=torch.int64)
-    k = empty(1, dtype=torch.bfloat16).expand(2, longest, size)
+    place = LayerPlace(0, 0, 2, size, size)
     with noting({}):
         for rows in (1, 3, 17, 64, 65):
             taken.append(0)
             q, positions = random(rows, heads, size).bfloat16(), torch.arange(rows)
             attend(
-                q, k, k, held, positions,
+                q, held, place, held, positions,
                 scale=1.0, window=None, softcap=None, mask=None, longest=longest,
             )  # fmt: skip
     assert max(taken) == scratch_nbytes(heads, size, longest)

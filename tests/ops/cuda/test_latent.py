@@ -14,7 +14,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import random
+from tests.ops.cuda.target import cache_of, random
 from tests.ops.cuda.test_models import Packed, Restored, shallow
 
 ALLOCATED = 512
@@ -37,8 +37,9 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     mask = torch.from_numpy(TREE.astype(np.int8)) if tree else None
     positions = held + (torch.from_numpy(TREE.sum(1) - 1) if tree else torch.arange(len(q)))
+    kept, blocks = cache_of(cache[None], cache[None, :, :0])
     return attend_latent_rows(
-        q, cache, torch.tensor([held]), positions,
+        q, blocks, kept.layers[0], torch.tensor([held]), positions,
         rope=rope, scale=0.2, mask=mask, longest=longest or held + len(q),
     )  # fmt: skip
 
@@ -80,13 +81,14 @@ def test_batch_invariance(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> None:
-    n, heads, nope, half, latent, held = 3, 2, 32, 8, 48, 4
+    n, heads, nope, half, latent, held = 3, 2, 32, 8, 48, 254  # into the second block
     q, wide = random(n, heads, nope + 2 * half), random(n, 7 + latent + 2 * half)[:, 7:]
     angles, weight = random(n, half), random(latent)
     queries = torch.zeros(n, heads, 2 * half + latent, dtype=torch.bfloat16)
-    cache = torch.zeros(16, 2 * half + latent, dtype=torch.bfloat16)
+    empty = torch.zeros(1, 512, 2 * half + latent, dtype=torch.bfloat16)
+    kept, blocks = cache_of(empty, empty[:, :, :0])
     latent_append(
-        q, wide, queries, cache, torch.tensor([held]),
+        q, wide, queries, blocks, kept.layers[0], torch.tensor([held]),
         cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
     )  # fmt: skip
 
@@ -99,6 +101,7 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     torch.testing.assert_close(queries[..., : 2 * half].float(), turned(q[..., nope:]), **close)
     normed = torch.nn.functional.rms_norm(wide[:, :latent], (latent,), weight, 1e-6)
     wanted = torch.cat((turned(wide[:, latent:]), normed), -1)
+    cache = kept.keys(0, 512)[0]
     torch.testing.assert_close(cache[held : held + n].float(), wanted, **close)
     assert not cache[:held].any()
     assert not cache[held + n :].any()

@@ -309,7 +309,7 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
         assert np.array_equal(got, wanted)
         assert graphed.length == plain.length
     assert calls
-    # A cache that grew has other addresses: recorded anew.
+    # What is recorded serves a cache that has grown.
     graphed.reserve(300)
     for token in ids[10:]:
         wanted = decoder.forward(Batch.extend([(plain, [token])]), rows=[0])
