@@ -212,6 +212,8 @@ class _Opening:
             for stage in stages.values():
                 if stage.lane is lane:
                     stage.free()
+            if lane.recorder is not None:
+                lane.recorder.forget()
 
         self.held.callback(close)
         if setup.config.block.final_norm:
@@ -326,7 +328,7 @@ class _Opening:
                 unit,
                 setup.where(unit),
                 self._lane(unit, cpu, gpu),
-                _moved(gpu, joined),
+                joined.stage_moved,
             )
             for unit in setup.head()
         ]
@@ -442,16 +444,4 @@ class _Opening:
 
 def _layer_moved(lane: Lane, segments: Joined) -> Callable[[], None]:
     """What to call when a layer's unit moves: nothing if ``lane`` records nothing."""
-    return (lambda: None) if lane.recorder is None else _moved(lane, segments)
-
-
-def _moved(lane: Lane | None, joined: Joined) -> Callable[[], None]:
-    """Drop joined and recorded parts when a unit moves: they would read its old memory."""
-    recorder = None if lane is None else lane.recorder
-
-    def forget() -> None:
-        joined.forget()
-        if recorder is not None:
-            recorder.forget()
-
-    return forget
+    return (lambda: None) if lane.recorder is None else segments.stage_moved

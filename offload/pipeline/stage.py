@@ -25,6 +25,7 @@ from localrt.offload.device.gpu import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
+from localrt.quant.ops.protocol import RECORDED_PARTS
 
 _KEPT_PLACES = 32
 
@@ -222,13 +223,17 @@ class CrossingStage(Stage):
 
 
 class Segment:
-    """Consecutive parts on ``lane``, by name, whose weights are resident."""
+    """Consecutive parts on ``lane``, by name, whose weights are resident. ``of`` are the parts of
+    its stages.
+    """
 
     timed = True
     passing: Sequence[StoredUnit] = ()
 
-    def __init__(self, lane: Lane, parts: Sequence[tuple[str, Part]]) -> None:
-        self._lane = lane
+    def __init__(
+        self, lane: Lane, parts: Sequence[tuple[str, Part]], of: tuple[Part | None, ...]
+    ) -> None:
+        self._lane, self.of = lane, of
         self._parts = parts
         (first, _), (last, _) = parts[0], parts[-1]
         self.name = first if len(parts) == 1 else f"{first} to {last}"
@@ -237,7 +242,7 @@ class Segment:
         """Compute the parts: as one recording if the pass is recorded, else one by one."""
         lane, recorder = self._lane, self._lane.recorder
         state.enter(lane)
-        if recorder is not None and recorder.takes(state.step):
+        if recorder is not None and recorder.takes(state.step, self, len(self._parts)):
             lane.run(self, state)
             return
         for number, (name, part) in enumerate(self._parts):
@@ -248,6 +253,11 @@ class Segment:
     def part_of(self, memories: Sequence[Any]) -> Part:
         """One part that replays the recording of all parts."""
         return self._replay
+
+    def forget(self) -> None:
+        """Drop its recordings."""
+        if self._lane.recorder is not None:
+            self._lane.recorder.forget(self)
 
     def _replay(self, state: StreamedState) -> None:
         recorder = self._lane.recorder
@@ -270,32 +280,50 @@ class Joined:
 
     def __init__(self, join: Callable[[Sequence[Stage]], list[Part]]) -> None:
         self._join = join
-        self._parts: list[Part] | None = None
+        self._parts: list[Part] = []
+        self._moved = True
 
     def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
-        """The parts that a pass computes, in order."""
-        if self._parts is None:
-            self._parts = self._join(stages)
+        """The parts that a pass computes, in order.
+
+        After a unit has moved, segments without it are the same as before, with their recordings.
+        """
+        if self._moved:
+            before = {part.of: part for part in self._parts if isinstance(part, Segment)}
+            self._parts = [
+                before.pop(part.of, part) if isinstance(part, Segment) else part
+                for part in self._join(stages)
+            ]
+            for gone in before.values():
+                gone.forget()
+            self._moved = False
         return self._parts
 
-    def forget(self) -> None:
-        """Forget joined parts after a unit moved: they would use its old memory."""
-        self._parts = None
+    def stage_moved(self) -> None:
+        """Note that a unit has moved: parts with it would use its old memory."""
+        self._moved = True
 
 
 def join_segments(stages: Sequence[Stage]) -> list[Part]:
     """The stages of layers, with consecutive recordable ones joined into segments."""
     parts: list[Part] = []
-    for lane, group in groupby(stages, _recording_lane):
-        run = list(group)
-        parts += run if lane is None else [Segment(lane, list(map(_named, run)))]
+    for (lane, _), group in groupby(enumerate(stages), _recording_lane):
+        run = [stage for _, stage in group]
+        if lane is None:
+            parts += run
+        else:
+            parts.append(Segment(lane, list(map(_named, run)), tuple(s.part for s in run)))
     return parts
 
 
-def _recording_lane(stage: Stage) -> Lane | None:
-    """The lane that records a stage; None if the stage cannot be recorded."""
+def _recording_lane(numbered: tuple[int, Stage]) -> tuple[Lane | None, int]:
+    """The lane that records a stage, None if the stage cannot be recorded; and which of the pass's
+    pieces it belongs to. Segments end with a piece, so that few change when a unit moves.
+    """
+    index, stage = numbered
     stays = stage.part is not None and not stage.sparse
-    return stage.lane if stays and stage.lane.recorder is not None else None
+    lane = stage.lane if stays and stage.lane.recorder is not None else None
+    return lane, index // RECORDED_PARTS
 
 
 def _named(stage: Stage) -> tuple[str, Part]:
@@ -328,7 +356,7 @@ def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
     for run in runs:
         if run[0].part is not None:
             part = _joined(config, run, [stage.memory for stage in run])
-            parts.append(Segment(run[0].lane, [("head", part)]))
+            parts.append(Segment(run[0].lane, [("head", part)], tuple(s.part for s in run)))
         else:
             parts.append(run[0] if len(run) == 1 else _PassingRun(run, partial(_joined, config)))
     return parts

@@ -33,7 +33,7 @@ from localrt.quant.cuda.stream import (
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
 
 _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
@@ -91,14 +91,22 @@ class Recordings:
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
         self._capture = Capture(torch.device(ops.device)) if ops.device != "cpu" else None
         self._passes = 0
+        self._new_parts = 0  # that are recorded in the running pass
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
+        self._new_parts = 0
         with self._ops.scope():
             static = self.of(batch, wanted)
             return self._ops.begin(batch) if static is None else static.fill(batch)
 
-    def takes(self, step: CudaPass | None) -> bool:
-        return isinstance(step, StaticStep)
+    def takes(self, step: CudaPass | None, key: object, parts: int) -> bool:
+        if not isinstance(step, StaticStep):
+            return False
+        if not step.static.has(key):
+            if self._new_parts and self._new_parts + parts > RECORDED_PARTS:
+                return False  # the next pass has time for it
+            self._new_parts += parts
+        return True
 
     def run(
         self,
@@ -119,8 +127,12 @@ class Recordings:
         x.values = values
         return None if logits is None else np.array(logits.cpu().numpy())
 
-    def forget(self) -> None:
-        self._seen.clear()
+    def forget(self, key: object | None = None) -> None:
+        if key is None:
+            self._seen.clear()
+        for seen in self._seen.values():
+            if seen.static is not None:
+                seen.static.forget(key)
 
     def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
         """The recordings for passes of this shape; None if it is new or not recorded."""
@@ -324,6 +336,14 @@ class StaticPass:
         if self._values is None:
             self._values = torch.empty_like(like)
         return self._values
+
+    def has(self, key: object) -> bool:
+        """Whether ``key`` is recorded."""
+        return key in self._runs
+
+    def forget(self, key: object) -> None:
+        """Drop the recording of ``key``, if any."""
+        self._runs.pop(key, None)
 
     def run(
         self,

@@ -143,17 +143,25 @@ def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
         first += span.rows
 
 
+RECORDED_PARTS = 16
+"""Parts of a segment, and those of new ones that are recorded in one pass, at most: recording takes
+the host about a millisecond for four.
+"""
+
+
 class Recorder(Protocol):
     """Records segments of a pass's steps, and replays each with one launch when it recurs.
 
-    A recording reads weights and caches at their old places: after moving weights, call ``forget``.
+    A recording reads weights at their old places: after moving them, call ``forget``.
     """
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
         """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
 
-    def takes(self, step: Pass | None) -> bool:
-        """Whether segments of this pass, the latest begun, are recorded."""
+    def takes(self, step: Pass | None, key: object, parts: int) -> bool:
+        """Whether to ``run`` a segment of ``parts`` parts in this pass, the latest begun, and not
+        its steps one by one: it is recorded, or may be now.
+        """
 
     def run(
         self, step: Pass, x: Array, key: object, body: Callable[[Pass, Array], Array]
@@ -164,8 +172,8 @@ class Recorder(Protocol):
         it was recorded before, and must keep no state.
         """
 
-    def forget(self) -> None:
-        """Drop all recordings, between passes: weights have moved."""
+    def forget(self, key: object | None = None) -> None:
+        """Drop the recordings of a segment, or all, between passes: its weights have moved."""
 
 
 class Ops(Protocol):

@@ -166,7 +166,7 @@ def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
                     return x
 
                 body(step, wanted)
-                if recorder.takes(static):
+                if recorder.takes(static, at, 1):
                     replayed += 1
                     recorder.run(static, found, at, body)
                 else:
