@@ -19,6 +19,7 @@ from localrt.quant.cpu.ops import NativeOps
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 ISAS = {
+    "amx": "AMX",
     "avx512": "AVX-512",
     "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",

@@ -7,14 +7,19 @@ namespace {
 
 // Rows are taken in runs; a run of n rows is stored together, group by group, so that a kernel reaches
 // all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS
-// (1 or 4) are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less.
+// (1 or 4) are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less. AMX takes
+// TILE_ROWS and more in runs of sixteen; fewer are faster without it.
+constexpr int TILE_ROWS = 32, MOST_RUN = LRT_AMX ? 16 : PANEL_ROWS;
+inline bool in_tiles(int rows) { return LRT_AMX && rows >= TILE_ROWS; }
+inline int longest_run(int rows) { return in_tiles(rows) ? MOST_RUN : PANEL_ROWS; }
+
 struct RowRun { int start, size; };
 
 struct Runs {
     int rows, count, size, longer;  // the first `longer` runs have size + 1 rows
 
     explicit Runs(int rows_) : rows(rows_) {
-        count = rows <= DIRECT_ROWS ? 1 : (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+        count = rows <= DIRECT_ROWS ? 1 : (rows + longest_run(rows) - 1) / longest_run(rows);
         const int padded = rows == 3 && DIRECT_ROWS == 4 ? 4 : rows;
         size = padded / count;
         longer = padded % count;
@@ -146,6 +151,7 @@ struct ByteCodes {
     static LRT_INLINE Quad quad(const Code* p, int v) { return Quad::load(p + 4 * v); }
     static LRT_INLINE Quad shared_quad(const Code* p, int v) { return Quad::load_shared(p + 4 * v); }
 };
+struct TileCodes : ByteCodes {};  // for AMX
 struct PairCodes {
     using Code = int32_t;
     static constexpr int GROUP = 16;

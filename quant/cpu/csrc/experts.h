@@ -174,7 +174,7 @@ inline void gather(Context& context, Crowd& crowd) {
         const Busy& b = crowd.busy[index];
         if (b.rows == 1) return;
         const Runs runs(b.rows);
-        size_t from[PANEL_ROWS < DIRECT_ROWS ? DIRECT_ROWS : PANEL_ROWS];
+        size_t from[most(MOST_RUN, DIRECT_ROWS)];
         for (int i = 0; i < runs.count; i++) {
             const RowRun run = runs[i];
             for (int row = 0; row < run.size && run.start + row < b.rows; row++)

@@ -3,6 +3,15 @@
 #include "abi.h"
 #include "pool.h"
 
+#ifndef LRT_AMX
+#define LRT_AMX 0  // whether AMX's products are compiled for
+#endif
+// AMX needs a compiler that knows it, and Linux, which lends its registers.
+#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)
+#define LRT_AMX_COMPILES 1
+bool amx_works();
+#endif
+
 struct Kernels {
     void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);
     void (*attention_output)(Context&, const AttentionArgs&);

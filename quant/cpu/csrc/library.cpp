@@ -6,7 +6,7 @@
 
 extern const Kernels kernels_portable;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_amx;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #if defined(__linux__)
@@ -19,9 +19,16 @@ namespace {
 struct Choice {
     const char* name;
     const Kernels* kernels;
-    bool usable;
+    bool (*usable)();
 };
 
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
 #if defined(__aarch64__)
 bool has_dot_product() {
 #if defined(__APPLE__)
@@ -38,20 +45,21 @@ bool has_dot_product() {
 const Choice* choices(int* count) {
     static const Choice list[] = {
 #if defined(__x86_64__)
-        {"avx512", &kernels_avx512,
-         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")},
-#if defined(LRT_EVEX)
-        {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")},
-#elif __GNUC__ >= 12 && !defined(__clang__)
-        {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni")},
+#if LRT_AMX_COMPILES
+        {"amx", &kernels_amx, [] { return has_avx512() && amx_works(); }},
 #endif
-        {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+        {"avx512", &kernels_avx512, has_avx512},
+#if defined(LRT_EVEX)
+        {"avxvnni", &kernels_avxvnni, has_avx512},
+#elif __GNUC__ >= 12 && !defined(__clang__)
+        {"avxvnni", &kernels_avxvnni, [] { return has_avx2() && __builtin_cpu_supports("avxvnni") != 0; }},
+#endif
+        {"avx2", &kernels_avx2, has_avx2},
 #endif
 #if defined(__aarch64__)
-        {"neon", &kernels_neon, has_dot_product()},
+        {"neon", &kernels_neon, has_dot_product},
 #endif
-        {"portable", &kernels_portable, true},
+        {"portable", &kernels_portable, [] { return true; }},
     };
     *count = (int)(sizeof list / sizeof *list);
     return list;
@@ -75,7 +83,7 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
     int count;
     const Choice* list = choices(&count);
     for (int i = 0; i < count; i++)
-        if (list[i].usable && (!*isa || !std::strcmp(isa, list[i].name))) return new Runtime(threads, list[i]);
+        if ((!*isa || !std::strcmp(isa, list[i].name)) && list[i].usable()) return new Runtime(threads, list[i]);
     return nullptr;
 }
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }

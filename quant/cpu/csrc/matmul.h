@@ -444,7 +444,7 @@ struct Chunks {
     int count;
 
     explicit Chunks(const Runs& all) : runs(all) {
-        const int most_runs = all.rows <= DIRECT_ROWS ? 1 : ROW_CHUNK / PANEL_ROWS;
+        const int most_runs = all.rows <= DIRECT_ROWS ? 1 : ROW_CHUNK / longest_run(all.rows);
         count = (all.count + most_runs - 1) / most_runs;
     }
     RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
@@ -452,7 +452,7 @@ struct Chunks {
 
 // Tiles whose totals stay in the cache: the fewer the rows, the longer a task.
 inline int tiles_at_once(int rows) {
-    const int room = TOTALS / (rows + PANEL_ROWS);  // chunks may differ by a run
+    const int room = TOTALS / (rows + longest_run(rows));  // chunks may differ by a run
     return most(TASK_TILES, least(room, MOST_TILES)) / TASK_TILES * TASK_TILES;
 }
 

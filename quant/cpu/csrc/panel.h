@@ -20,8 +20,8 @@ template <class Layout, class Codes, bool MINIMA = half_minima<Layout>()> struct
 template <class Layout> struct PanelSums<Layout, ByteCodes, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
 template <class Layout, bool MINIMA> struct PanelSums<Layout, PairCodes, MINIMA> { using Products = PairDots<Layout::SYMMETRIC>; };
 
-// `tiles` point at a span of each tile and move on by `columns`.
-template <class Layout> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
+// `tiles` point at a span of each tile and move on by `columns`. SIGNED codes are less Layout::ZERO.
+template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
     constexpr int HALVES = Layout::HALVES;
     for (int t = 0; t < PANEL_TILES; t++) {
         const uint8_t* p = tiles[t];
@@ -36,7 +36,10 @@ template <class Layout> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, in
                     else return Layout::codes(steps);
                 }();
 #pragma GCC unroll 8
-                for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) made.at(v).store(codes);
+                for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) {
+                    if constexpr (SIGNED) (made.at(v) - B64::set1(Layout::ZERO)).store(codes);
+                    else made.at(v).store(codes);
+                }
 #pragma GCC unroll 2
                 for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
                     if constexpr (half_minima<Layout>()) {
@@ -65,10 +68,11 @@ struct Ahead {
     }
 };
 
-template <class Codes> struct PanelRows {  // a run at the panel's first column
+template <class Codes> struct PanelRows {  // some rows of a run at the panel's first column
     const typename Codes::Code* codes;
     const float* meta;
     const int32_t* start;
+    int beside;  // rows of the run
 };
 
 template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products>
@@ -127,9 +131,9 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
             scales += 16 * T * (MINIMA ? 2 : 1);
             offsets += 16 * T * (MINIMA ? 2 : 1);
         }
-        rows.codes += Codes::GROUP * R;
-        rows.meta += 2 * R;
-        if (SYMMETRIC || MINIMA) rows.start += STARTS * R;
+        rows.codes += Codes::GROUP * rows.beside;
+        rows.meta += 2 * rows.beside;
+        if (SYMMETRIC || MINIMA) rows.start += STARTS * rows.beside;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -138,21 +142,35 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
 }
 
 template <class Layout, class Codes>
-inline void panel_run(int size, const Panel& panel, int groups, const PanelRows<Codes>& rows, Ahead& ahead, F16L* totals) {
+inline void panel_run(int size, const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
     using Products = typename PanelSums<Layout, Codes>::Products;
-    switch (size) {
+    constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
+    for (int some; size; size -= some) {
+        some = least(size, LRT_PANEL_ROWS);
+        switch (some) {
 #define LRT_RUN(R) \
-    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, Codes, Products>(panel, groups, rows, ahead, totals);
-        LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
+    case R: panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, Codes, Products>(panel, groups, rows, ahead, totals); break;
+            LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
 #if LRT_PANEL_ROWS > 3
-        LRT_RUN(4)
+            LRT_RUN(4)
 #endif
 #if LRT_PANEL_ROWS > 4
-        LRT_RUN(5) LRT_RUN(6)
+            LRT_RUN(5) LRT_RUN(6)
 #endif
 #undef LRT_RUN
+        }
+        rows = {rows.codes + Codes::GROUP * some, rows.meta + 2 * some, rows.start ? rows.start + STARTS * some : nullptr, rows.beside};
+        totals += some * PANEL_TILES;
     }
 }
+
+#if LRT_AMX
+}  // namespace
+#include "panel_amx.h"
+namespace {
+#else
+struct TileShape {};  // nothing to set
+#endif
 
 // Runs [range.first, range.last) of the rows against `count` tiles, PANEL_TILES at a time; `totals` is
 // (count / PANEL_TILES, rows, PANEL_TILES). Columns are the outer loop: their activations stay in the
@@ -160,6 +178,10 @@ inline void panel_run(int size, const Panel& panel, int groups, const PanelRows<
 template <class Layout, class Codes>
 inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& acts, const Runs& runs, RunRange range,
                         F16L* totals) {
+    constexpr bool TILES = std::is_same<Codes, TileCodes>::value;
+    if constexpr (LRT_AMX && std::is_same<Codes, ByteCodes>::value)
+        if (in_tiles(acts.rows)) return panel_tiles<Layout, TileCodes>(tiles, count, span, acts, runs, range, totals);
+    TileShape shape;
     Panel panel;
     const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
@@ -174,7 +196,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     for (int column = 0; column < acts.cols; column += PANEL_COLUMNS) {
         const int columns = least(PANEL_COLUMNS, acts.cols - column);
         for (int tile = 0; tile < count; tile += PANEL_TILES) {
-            unpack_panel<Layout>(tiles + tile, columns, span, panel);
+            unpack_panel<Layout, TILES && Layout::SYMMETRIC>(tiles + tile, columns, span, panel);
             Ahead ahead;
             ahead.lines = lines;
             for (int t = 0; t < PANEL_TILES; t++) ahead.tiles[t] = tiles[(tile + PANEL_TILES) % count + t];
@@ -182,9 +204,11 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
                 if (index - range.first == 4) ahead.lines = 0;
                 const RowRun run = runs[index];
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
-                panel_run<Layout, Codes>(run.size, panel, columns / 32,
-                                         {Codes::of(acts) + at * Codes::GROUP, acts.meta + at * 2, ZERO ? starts + at * STARTS : nullptr},
-                                         ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
+                const PanelRows<Codes> of_run = {Codes::of(acts) + at * Codes::GROUP, acts.meta + at * 2,
+                                                 ZERO ? starts + at * STARTS : nullptr, run.size};
+                F16L* to = totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES;
+                if constexpr (TILES) tile_run(Layout(), shape, run.size, panel, columns / 32, of_run, ahead, to);
+                else panel_run<Layout, Codes>(run.size, panel, columns / 32, of_run, ahead, to);
             }
         }
     }

@@ -91,6 +91,7 @@ struct B64 {
     static B64 table(const uint8_t* t) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)t))}; }
     B64 operator&(B64 o) const { return {_mm512_and_si512(v, o.v)}; }
     B64 operator|(B64 o) const { return {_mm512_or_si512(v, o.v)}; }
+    B64 operator-(B64 o) const { return {_mm512_sub_epi8(v, o.v)}; }
     // Within 16-bit words: mask afterwards.
     template <int N> B64 shr() const { return {_mm512_srli_epi16(v, N)}; }
     template <int N> B64 shl() const { return {_mm512_slli_epi16(v, N)}; }

@@ -1,0 +1,65 @@
+// x86-64 with AVX-512 VNNI and AMX's products of whole numbers.
+#define LRT_AMX 1
+#include "kernels.h"
+#if LRT_AMX_COMPILES
+// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+#include <cerrno>
+#include <cmath>
+#include <cpuid.h>
+#include <csignal>
+#include <initializer_list>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <type_traits>
+#include <unistd.h>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8")
+#include "vec_avx512.h"
+#define KERNELS kernels_amx
+#include "steps.h"
+
+namespace {
+
+void try_tiles() {
+    TileShape shape;
+    alignas(64) uint8_t bytes[1024] = {};
+    shape.take(16, 64);
+    _tile_loadd(4, bytes, 64);
+    _tile_loadd(6, bytes, 64);
+    _tile_zero(0);
+    _tile_dpbsud(0, 4, 6);
+    _tile_stored(0, bytes, 64);
+}
+
+}  // namespace
+#pragma GCC pop_options
+
+namespace {
+
+// Linux lends the tile registers on request, and a hypervisor may list what it does not let run: a child tries first.
+bool tiles_work() {
+    constexpr unsigned TILE_AND_INT8 = 3u << 24;
+    unsigned a, b, c, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_INT8) != TILE_AND_INT8) return false;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA)) return false;
+    const pid_t child = fork();
+    if (child < 0) return false;
+    if (!child) {
+        for (int signal : {SIGILL, SIGSEGV, SIGBUS}) std::signal(signal, SIG_DFL);
+        try_tiles();
+        _exit(0);
+    }
+    int status = 1;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    return status == 0;
+}
+
+}  // namespace
+
+bool amx_works() {
+    static const bool works = tiles_work();
+    return works;
+}
+#endif
