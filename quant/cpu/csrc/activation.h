@@ -39,6 +39,14 @@ inline F16L sigmoid16(F16L x) {
     return one / (one + exp16(F16L::zero() - x));
 }
 
+// log(1 + e^x), to within float32: of e^-|x| by the series of 2 atanh(u / (2 + u)).
+inline F16L softplus16(F16L x) {
+    const F16L u = exp16(x.min(negated(x))), s = u / (u + F16L::set1(2.f)), z = s * s;
+    F16L p = F16L::set1(1.f / 15);
+    for (int n = 13; n >= 1; n -= 2) p = p.fma(z, F16L::set1(1.f / (float)n));
+    return (s + s).fma(p, x.max(F16L::zero()));
+}
+
 // Whether a stack's first half gates the other; else the activation is that of all.
 inline bool has_gate(int activation) { return activation != RELU2; }
 

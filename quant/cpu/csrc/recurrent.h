@@ -85,24 +85,31 @@ struct Rows {
     }
 };
 
-inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
-inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+// Calls fn(at, n) for up to sixteen numbers of `count` at a time.
+template <class Fn> inline void by_sixteen(int count, Fn fn) {
+    for (int at = 0; at < count; at += 16) fn(at, least(16, count - at));
+}
 
 // A new row's decays, then how much of each head's value is written.
 inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, float* factors) {
     const int heads = args.heads, each = args.channel_decay ? args.key_size : 1;
     float* strengths = factors + heads * each;
-    for (int h = 0; h < heads; h++) {
+    const auto step = [&](int from, int at, int n) { return softplus16(load_some(line + from + at, n) + load_some(args.decay_bias + at, n)); };
+    by_sixteen(heads, [&](int h, int n) {
+        const F16L decay = load_some(args.decay + h, n);
         if (args.kind == DELTA) {
-            strengths[h] = args.strength * sigmoid(line[shape.strengths_at + h]);
-            for (int i = h * each; i < (h + 1) * each; i++)
-                factors[i] = std::exp(args.decay[h] * softplus(line[shape.decays_at + i] + args.decay_bias[i]));
+            store_some(F16L::set1(args.strength) * sigmoid16(load_some(line + shape.strengths_at + h, n)), n, strengths + h);
+            if (!args.channel_decay) store_some(exp16(decay * step(shape.decays_at, h, n)), n, factors + h);
         } else {
-            const float step = softplus(line[shape.strengths_at + h] + args.decay_bias[h]);
-            strengths[h] = least(args.most_step, most(args.least_step, step));
-            factors[h] = std::exp(args.decay[h] * strengths[h]);
+            const F16L strength = step(shape.strengths_at, h, n).max(F16L::set1(args.least_step)).min(F16L::set1(args.most_step));
+            store_some(strength, n, strengths + h);
+            store_some(exp16(decay * strength), n, factors + h);
         }
-    }
+    });
+    for (int h = 0; args.channel_decay && h < heads; h++)
+        by_sixteen(each, [&](int i, int n) {
+            store_some(exp16(F16L::set1(args.decay[h]) * step(shape.decays_at, h * each + i, n)), n, factors + h * each + i);
+        });
 }
 
 // What is kept of new rows until the state has them, and of those before them that stay or are looked back on.
