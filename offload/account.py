@@ -77,6 +77,7 @@ SMALLEST_CONTEXT = 512
 
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
 _UNPACKED_AT_ONCE = 32 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
+_RECORDED_PART_NBYTES = 80 << 10  # of a graph, by the driver: about 16 KB for each launch
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: read while that is computed
 _KV_BUFFERS = 2  # one for the computing layer, one for the next layer's load
 _DRAFT_PASS_NBYTES = 40 << 20  # logits and activations of a draft's round
@@ -250,15 +251,17 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     return rows * per_row + logits_nbytes(sizes.vocab, 2) + latents
 
 
-def gpu_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
+def gpu_scratch_nbytes(sizes: PassSizes, rows: int, recorded: int = 0) -> int:
     """GPU memory for passes of at most ``rows`` rows, without weights, keys and values.
 
     Long passes unpack one piece of a matrix at a time and keep all products. Recorded short passes
-    have memory of their own: the partial results of split attention are added.
+    have memory of their own: the partial results of split attention, and the driver's of one shape
+    of passes; or ``recorded``, if measuring found more.
     """
     most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
     unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > PACKED_ROWS else 0
-    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked + sizes.split_nbytes
+    graphs = max(sizes.split_nbytes + sizes.parts * _RECORDED_PART_NBYTES, recorded)
+    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked + graphs
 
 
 def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:

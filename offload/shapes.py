@@ -97,12 +97,13 @@ class PassSizes:
     and results (0 without), ``mixed_nbytes`` those of a recurrent layer's values; ``experts_used``
     and ``expert_inner`` are a mixture's. ``split_nbytes`` is the most that split attention of few
     rows keeps on a GPU until it is joined. ``beside`` counts a row's numbers outside the residual
-    stream: layers' own inputs, and streams.
+    stream: layers' own inputs, and streams. ``parts`` are what a pass consists of.
     """
 
     hidden: int
     inner: int
     vocab: int
+    parts: int = 0
     query_nbytes: int = 0
     mixed_nbytes: int = 0
     experts_used: int = 0
@@ -121,6 +122,7 @@ class PassSizes:
             hidden=config.hidden_size,
             inner=config.intermediate_size,
             vocab=config.vocab_size,
+            parts=2 * config.layers + 1,
             query_nbytes=max(latents, default=0),
             mixed_nbytes=max((spec.pass_nbytes for spec in states), default=0),
             experts_used=0 if widest is None else widest.router.used,
@@ -201,6 +203,7 @@ class ModelShape:
             hidden=self.hidden,
             inner=self.inner,
             vocab=self.vocab,
+            parts=2 * self.layers + 1,
             query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
             mixed_nbytes=max(
                 (state.pass_nbytes for layer in self.kv for state in layer.states), default=0

@@ -43,7 +43,7 @@ class Balance(WeightMemory):
     larger units are left to evict. ``fixed`` are bytes of weights in RAM that stay. ``shortage``
     says how many bytes of RAM and of the GPU's memory others need now (below zero: how many are
     spare again). ``experts`` are a mixture's slots, ``gpu_experts`` those on the GPU.
-    ``gpu_scratch`` are bytes of the GPU that kernels need beside weights and caches.
+    ``gpu_scratch`` says how many bytes of the GPU kernels need now beside weights and caches.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Balance(WeightMemory):
         shortage: Callable[[], tuple[int, int]],
         experts: ExpertMemory | None,
         gpu_experts: HybridExperts | None,
-        gpu_scratch: int,
+        gpu_scratch: Callable[[], int],
     ) -> None:
         self.streams = True
         self._stages = stages
@@ -284,7 +284,7 @@ class Balance(WeightMemory):
         gpu = self._gpu
         if gpu is None:
             return
-        held = self._caches.gpu_nbytes + growth + self._gpu_scratch
+        held = self._caches.gpu_nbytes + growth + self._gpu_scratch()
         if shortage > 0:
             freed = self.evict_gpu(shortage)
             gpu.capacity = min(gpu.capacity, gpu.used + held)

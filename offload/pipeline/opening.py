@@ -133,7 +133,7 @@ class _Opening:
             shortage=setup.shortage,
             experts=experts,
             gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
-            gpu_scratch=self._gpu_scratch(),
+            gpu_scratch=self._gpu_scratch(gpu),
         )
         on_cpu = {stage.name: stage for stage in head if stage.lane is cpu}
         return StreamedWeights(
@@ -418,13 +418,14 @@ class _Opening:
             slabs |= dict.fromkeys(names, slab)
         return slabs
 
-    def _gpu_scratch(self) -> int:
-        """Bytes that kernels need of the GPU's memory; 0 if it computes nothing."""
+    def _gpu_scratch(self, gpu: Lane | None) -> Callable[[], int]:
+        """Says how many bytes kernels need of the GPU's memory; 0 if it computes nothing."""
         placement = self.setup.placement
         if not (placement.gpu_rows or placement.uses_gpu):
-            return 0
-        sizes = PassSizes.of_config(self.setup.config)
-        return gpu_scratch_nbytes(sizes, placement.prefill_rows)
+            return lambda: 0
+        recorder = None if gpu is None else gpu.recorder
+        sizes, rows = PassSizes.of_config(self.setup.config), placement.prefill_rows
+        return lambda: gpu_scratch_nbytes(sizes, rows, 0 if recorder is None else recorder.nbytes)
 
     def _table(self, name: str, head: Mapping[str, Stage]) -> RowTable:
         """A table that is read by row; ``head`` holds those of its slices that the CPU computes."""

@@ -10,10 +10,11 @@ again on the static inputs, so that tests cover the rest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
 _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
+_MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
 _IDLE = 64  # passes after which an unused shape may be replaced
 
 
@@ -49,6 +51,10 @@ class RecordedOps(Protocol):
     @property
     def device(self) -> str:
         """``"cuda:0"``."""
+
+    @property
+    def capture(self) -> Capture | None:
+        """Where it records; None off a GPU."""
 
     def scope(self) -> AbstractContextManager[None]:
         """Held around a pass."""
@@ -89,7 +95,6 @@ class Recordings:
     def __init__(self, ops: RecordedOps) -> None:
         self._ops = ops
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
-        self._capture = Capture(torch.device(ops.device)) if ops.device != "cpu" else None
         self._passes = 0
         self._new_parts = 0  # that are recorded in the running pass
 
@@ -98,6 +103,10 @@ class Recordings:
         with self._ops.scope():
             static = self.of(batch, wanted)
             return self._ops.begin(batch) if static is None else static.fill(batch)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._ops.capture is None else self._ops.capture.nbytes
 
     def takes(self, step: CudaPass | None, key: object, parts: int) -> bool:
         if not isinstance(step, StaticStep):
@@ -149,7 +158,7 @@ class Recordings:
         self._seen.move_to_end(shape)
         seen.used = self._passes
         if seen.static is None and self._has_room():
-            seen.static = StaticPass(self._ops, batch, shape, self._capture)
+            seen.static = StaticPass(self._ops, batch, shape)
         if seen.static is not None:
             self._ops.begin_plain()
         return seen.static
@@ -231,9 +240,47 @@ class Capture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        cuda: Any = torch.cuda  # not typed throughout
-        self.device = device
-        self.pool, self.stream = cuda.graph_pool_handle(), cuda.Stream(device)
+        self._cuda: Any = torch.cuda  # not typed throughout
+        self.device, self.stream = device, self._cuda.Stream(device)
+        self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
+        self._pool_nbytes = self._executable_nbytes = self._recorded = 0
+
+    def begin(self) -> Any:
+        """A graph that records the current stream until ``capture_end``."""
+        if not self._graphs:  # torch ends a pool with its last graph
+            self._pool, self._pool_nbytes = self._cuda.graph_pool_handle(), 0
+        graph = self._cuda.CUDAGraph()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        self._graphs.add(graph)
+        self._recorded += 1
+        return graph
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Notes what is recorded within takes of the GPU's memory."""
+        free, reserved = self._memory()
+        yield
+        now_free, now_reserved = self._memory()
+        pool = max(0, now_reserved - reserved)
+        self._pool_nbytes += pool
+        # More is another program's.
+        self._executable_nbytes += min(max(0, free - now_free - pool), _MOST_NBYTES)
+
+    def _memory(self) -> tuple[int, int]:
+        free, _ = self._cuda.mem_get_info(self.device)
+        return free, self._cuda.memory_reserved(self.device)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """The graphs' scratch memory, which torch keeps for them."""
+        return self._pool_nbytes if self._graphs else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take: their scratch, and what the driver keeps of each."""
+        mean = self._executable_nbytes // max(1, self._recorded)
+        return self.pool_nbytes + len(self._graphs) * mean
 
 
 def record(body: Callable[[], None], capture: Capture | None) -> Callable[[], None]:
@@ -246,18 +293,19 @@ def record(body: Callable[[], None], capture: Capture | None) -> Callable[[], No
     """
     if capture is None:
         return body
-    try:
-        return _record(body, capture)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()  # which torch does not do by itself while it records
-        return _record(body, capture)
+    with capture.measured():
+        try:
+            return _record(body, capture)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # which torch does not do by itself while it records
+            return _record(body, capture)
 
 
 def _record(body: Callable[[], None], capture: Capture) -> Callable[[], None]:
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(capture.device)
+    current = torch.cuda.current_stream(capture.device)
     capture.stream.wait_stream(current)
     with torch.cuda.stream(capture.stream):
-        graph.capture_begin(capture.pool, capture_error_mode="thread_local")
+        graph = capture.begin()
         try:
             body()
         except BaseException:
@@ -288,11 +336,9 @@ class StaticStep(CudaPass):
 class StaticPass:
     """The inputs of passes of one shape, where recordings read them, and those recordings."""
 
-    def __init__(
-        self, ops: RecordedOps, batch: Batch, shape: _Shape, capture: Capture | None = None
-    ) -> None:
+    def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape) -> None:
         (span,) = batch.spans
-        self._ops, self._capture = ops, capture
+        self._ops = ops
         self.wanted = list(shape.wanted)
         self._device = device = torch.device(ops.device)
         self._numbers = Numbers(span.rows, [shape.blocks])
@@ -404,4 +450,4 @@ class StaticPass:
         once()  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
-        return _Run(record(once, self._capture), recording)
+        return _Run(record(once, self._ops.capture), recording)

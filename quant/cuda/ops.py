@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,7 +31,7 @@ from localrt.quant.cuda.attention import (
     new_cache,
 )
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
-from localrt.quant.cuda.graph import GraphedForward, Recordings
+from localrt.quant.cuda.graph import Capture, GraphedForward, Recordings
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.launch import FullGpu, upload
@@ -124,8 +125,16 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         with torch.inference_mode(), device, FullGpu():
             yield
 
+    @cached_property
+    def capture(self) -> Capture | None:
+        """Where passes are recorded; None off a GPU."""
+        return Capture(self._device) if self._device.type == "cuda" else None
+
     def free_memory(self) -> int | None:
-        return free_gpu_memory(self._device)
+        free = free_gpu_memory(self._device)
+        if free is None or self.capture is None:
+            return free
+        return max(0, free - self.capture.pool_nbytes)  # torch does not keep it for others
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""

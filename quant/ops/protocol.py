@@ -158,6 +158,10 @@ class Recorder(Protocol):
     def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
         """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory that recordings take, as measured."""
+
     def takes(self, step: Pass | None, key: object, parts: int) -> bool:
         """Whether to ``run`` a segment of ``parts`` parts in this pass, the latest begun, and not
         its steps one by one: it is recorded, or may be now.
