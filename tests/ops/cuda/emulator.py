@@ -30,31 +30,44 @@ class Emulator:
     def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
         """Run it, blocks and threads in an order of ``seed``."""
         self.launches.append(program)
-        size = (ctypes.c_uint * 3)(*grid)
-        _runtime().emulate(_kernel(program), ctypes.byref(args), size, threads, self.seed)
+        size, run = (ctypes.c_uint * 3)(*grid), runtime().emulate
+        kernel, nbytes = _kernel(program)
+        assert ctypes.sizeof(args) == nbytes, f"{program.name} takes {nbytes} bytes of arguments"
+        run(kernel, ctypes.byref(args), size, threads, self.seed)
 
     def prepare(self, program: Program) -> None:
         """Nothing: what is launched is compiled then."""
 
 
 @cache
-def _runtime() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
+    """What kernels need to run, for all of this process."""
     text = (_HERE / "emulator.cpp").read_text(encoding="utf-8")
-    return ctypes.CDLL(str(_built("runtime", text, "-O2")), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(built("runtime", text, "-O2")), mode=ctypes.RTLD_GLOBAL)
 
 
 @cache
-def _kernel(program: Program) -> ctypes.c_void_p:
+def _kernel(program: Program) -> tuple[ctypes.c_void_p, int]:
+    """Its function, and the bytes of its argument."""
+    library = ctypes.CDLL(str(compiled(program)))
+    nbytes = ctypes.c_uint.in_dll(library, "run_size").value
+    return ctypes.cast(library.run, ctypes.c_void_p), nbytes
+
+
+def compiled(program: Program) -> Path:
+    """The kernel as a library: ``run``, ``run_size`` of its argument, and ``run_name``."""
     header = (_HERE / "emulated.h").read_text(encoding="utf-8")
     text = f"{header}{_joined(program)}\n"
     # A kernel's one argument is a struct by its value.
     text += (
         "template <class A> void call(void (*kernel)(A), const void* args) "
         "{ kernel(*(const A*)args); }\n"
-        f'extern "C" void run(const void* args) {{ call({program.name}, args); }}\n'
+        "template <class A> constexpr unsigned size(void (*)(A)) { return sizeof(A); }\n"
+        f'extern "C" {{\nvoid run(const void* args) {{ call({program.name}, args); }}\n'
+        f"unsigned run_size = size({program.name});\n"
+        f'const char* run_name = "{program.name}";\n}}\n'
     )
-    library = ctypes.CDLL(str(_built(program.name, text, "-O1")))
-    return ctypes.cast(library.run, ctypes.c_void_p)
+    return built(program.name, text, "-O1")
 
 
 def _joined(program: Program) -> str:
@@ -76,14 +89,14 @@ def _joined(program: Program) -> str:
     return inlined(program.text)
 
 
-def _built(name: str, text: str, optimize: str) -> Path:
+def built(name: str, text: str, *flags: str) -> Path:
     """A shared library of C++; two processes may make the same at once."""
-    key = hashlib.sha256("\0".join((text, optimize, *_FLAGS)).encode()).hexdigest()[:20]
+    key = hashlib.sha256("\0".join((text, *flags, *_FLAGS)).encode()).hexdigest()[:20]
     path = _BUILT / f"{name}-{key}.so"
     if not path.exists():
         _BUILT.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}")
-        command = ["g++", optimize, *_FLAGS, "-x", "c++", "-", "-o", str(aside)]
+        command = ["g++", *flags, *_FLAGS, "-x", "c++", "-", "-o", str(aside)]
         subprocess.run(command, input=text, text=True, check=True)
         aside.replace(path)
     return path

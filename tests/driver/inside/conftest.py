@@ -1,0 +1,41 @@
+"""In these tests localrt's calls of CUDA reach a driver: ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localrt.quant.cuda import launch as launching
+from localrt.quant.cuda.programs import Program
+from tests.driver import torch_cuda
+from tests.driver.standin import Driver, image, loaded
+from tests.driver.torch_cuda import Kernels
+
+
+@pytest.fixture(params=[0, 3], ids=["late", "hasty"])
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """No error of a GPU's is left unnoticed."""
+    driver = loaded()
+    driver.set(seed=request.param)
+    yield driver
+    driver.set()
+    assert [driver.reset(device) for device in (0, 1)] == [0, 0]
+
+
+@pytest.fixture
+def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kernels]:
+    """torch computes on two GPUs, and so do our kernels, which nobody compiles for a GPU."""
+
+    def machine_code(program: Program, capability: int, folder: Path) -> bytes:
+        return image(program)
+
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launching, "machine_code", machine_code)
+    launching._gpu.cache_clear()
+    kernels = torch_cuda.install(driver, monkeypatch)
+    yield kernels
+    launching._gpu.cache_clear()
+    assert not kernels.errors
+    torch_cuda.close()

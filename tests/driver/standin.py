@@ -1,0 +1,80 @@
+"""Our libcuda.so.1, for the real bindings: loaded once, in a process that has no other.
+
+The system finds a library that is loaded by the name it has: what opens ``libcuda.so.1`` later
+gets this one. It takes as modules what ``image`` makes: the kernel for the CPU, alone or behind the
+machine code of NVRTC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from localrt.quant.cuda.programs import Program
+from tests.ops.cuda.emulator import built, compiled, runtime
+
+_SOURCE = Path(__file__).with_name("libcuda.cpp")
+_FLAGS = ("-O1", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1")
+
+
+HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Driver:
+    """What the stand-in has for tests alone."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def set(self, *, memory: int = 8 << 30, pinned: int = 1 << 62, seed: int = 0) -> None:
+        """Bytes of each GPU, and of RAM that may be pinned. Work runs when somebody waits for it;
+        with a ``seed``, some of it sooner.
+        """
+        size = ctypes.c_size_t
+        self._library.standin_set(size(memory), size(pinned), ctypes.c_uint(seed))
+
+    def launch(self, stream: int, function: Any, number: int) -> None:
+        """Start a function of the host. The bindings free what they hand over once it has been
+        called, and a graph calls it again.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        pointer = ctypes.c_void_p
+        status = self._library.cuLaunchHostFunc(pointer(stream), function, pointer(number))
+        if status:
+            raise RuntimeError(f"CUDA error: {status} by cuLaunchHostFunc")
+
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether all of it is a GPU's memory, or pinned."""
+        return bool(self._library.standin_has(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)))
+
+    def fault(self, device: int) -> None:
+        """What stands for a kernel has touched what it must not."""
+        self._library.standin_fault(device)
+
+    def reset(self, device: int) -> int:
+        """Forget a GPU's fault, and say which it was: 0 is none."""
+        return int(self._library.standin_reset(device))
+
+
+@cache
+def loaded() -> Driver:
+    """The driver, begun."""
+    runtime()
+    text = _SOURCE.read_text(encoding="utf-8")
+    library = ctypes.CDLL(str(built("libcuda", text, *_FLAGS)))
+    from cuda.bindings import driver
+
+    (status,) = driver.cuInit(0)
+    assert int(status) == 0, status
+    _, count = driver.cuDeviceGetCount()
+    assert count == 2, "it is another driver"
+    return Driver(library)
+
+
+def image(program: Program, code: bytes = b"") -> bytes:
+    """A module of ``program``: behind ``code``, its machine code, if that is given."""
+    return code + b"emulated kernel:" + str(compiled(program)).encode()
