@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
 
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
@@ -16,20 +18,28 @@ from localrt.offload.placement import Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.driver.torch_cuda import Kernels
-from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.models.tiny import save_tiny
+from tests.offload.experts.rates import Rate
+from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu
+from tests.offload.gpu.test_hybrid_experts import places, stages
 from tests.offload.placed import (
     PLENTY,
     Model,
     assert_same,
     conversation,
     extend,
+    needs_kernels,
     pack_synthetic,
-    pack_tiny,
     passing,
     tokens,
 )
 from tests.ops.cuda.emulator import Emulator
+from tests.waits import wait_for
+
+pytestmark = needs_kernels
+COSTS = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +52,7 @@ def emulated() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A small Llama."""
     folder = pack_synthetic(
         tmp_path_factory.mktemp("llama"),
         vocab=256,
@@ -51,6 +62,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         formats={"": "int4-g32"},
     )
     with closing(Model(folder)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Two layers of eight experts, in a format that the kernels read."""
+    folder = tmp_path_factory.mktemp("moe")
+    save_tiny("qwen3-moe", folder / "model")
+    with closing(open_checkpoint(folder / "model")) as source:
+        recipe = Recipe("int4-g32", method="rtn")
+        path = quantize_model(source, folder / "store", recipe, threads=1).path
+    with closing(Model(path)) as model:
         yield model
 
 
@@ -80,3 +103,23 @@ def test_streamed(model: Model, gpu: Kernels) -> None:
         with on_gpu(model, where, slack=(2, 2), make=made(device)) as decoder:
             seen.append(talk(decoder))
     assert_same(*seen)
+
+
+def test_experts_on_both_sides(mixture: Model, gpu: Kernels) -> None:
+    """How many experts are copied is given, as the two sides round differently."""
+    seen, hits = [], []
+    for device in ("cpu", "cuda"):
+        where = places(mixture, 0.5)
+        with on_gpu(mixture, where, make=made(device), expert_costs=COSTS) as decoder:
+            wait_for(partial(all_in_ram, decoder))
+            stages(decoder).fills = False
+            stages(decoder).scheduler = partial(schedule, fetched=1)
+            cache, text = decoder.cache(64), tokens(12)
+            parts = [text[:6], *([token] for token in text[6:])]
+            seen.append([extend(decoder, cache, part) for part in parts])
+            counts = decoder.weights.counts()
+        assert 0 < counts.expert_hits < counts.expert_uses
+        assert counts.busy_s["cpu"] > 0
+        hits.append(counts.expert_hits)
+    assert_same(*seen)
+    assert hits[0] == hits[1]
