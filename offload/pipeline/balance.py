@@ -381,14 +381,14 @@ class Balance(WeightMemory):
 
     def _choose_returning(self) -> None:
         """Have the units of the slab that was freed last stay on the GPU as they pass, if there is
-        room for twice as much: caches grow too.
+        room for it and for the next tokens: else it would leave again soon.
         """
         gpu = self._gpu
         if gpu is None or not self._evicted:
             return
         stages = self._evicted[-1]
         nbytes = sum(stage.unit.nbytes for stage in stages)
-        if gpu.capacity - gpu.used - gpu.held < 2 * nbytes:
+        if gpu.capacity - gpu.used - gpu.held < nbytes + self._caches.gpu_step:
             return
         try:
             slab = Slab(gpu, nbytes, len(stages))

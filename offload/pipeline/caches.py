@@ -197,6 +197,17 @@ class Caches:
         """Bytes of the GPU's memory that they take now."""
         return sum(map(self._on_the_gpu, self._made))
 
+    @property
+    def gpu_step(self) -> int:
+        """Bytes of the GPU's memory that a sequence's first tokens take, and about as many its
+        next ones.
+        """
+        if not self._on_gpu:
+            return 0
+        if self._gpu is None or self._gpu is self._host:
+            return self._host.kv_nbytes(self._specs, 1) - self._host.kv_nbytes(self._host_specs, 1)
+        return self._gpu.kv_nbytes(_specs(self._memories, sorted(self._on_gpu)), 1)
+
     def gpu_growth(self, batch: Batch) -> int:
         """Bytes of the GPU's memory that a pass is about to add, at most."""
         return sum(

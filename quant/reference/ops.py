@@ -72,6 +72,9 @@ from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
 STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
 
+_SCARCE_NBYTES = 128 << 20
+
+
 def free_gpu_memory(device: torch.device) -> int | None:
     """Bytes that this process may still take of a GPU, with what torch keeps for it: the driver
     counts that as taken. None if ``device`` is no GPU.
@@ -80,6 +83,10 @@ def free_gpu_memory(device: torch.device) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < min(kept, _SCARCE_NBYTES):  # other programs find none: they get what torch keeps
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + kept)
 
 

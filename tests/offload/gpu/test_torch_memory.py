@@ -1,0 +1,227 @@
+"""The runtime on a GPU whose memory torch keeps: beside other programs, and as caches grow."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.offload.account import SPARE_VRAM_NBYTES, gpu_scratch_nbytes
+from localrt.offload.device.gpu import Clock, Gpu, Slab, share_slabs
+from localrt.offload.memory import MemoryPressure
+from localrt.offload.placement import Where
+from localrt.offload.planner.shapes import shape_from_config
+from localrt.offload.shapes import ModelShape
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.reference.ops import free_gpu_memory
+from tests.models.tiny import tokens
+from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
+from tests.offload.gpu.test_gpu_memory import beside_weights, gpu_of
+from tests.offload.gpu.torch_allocator import MIB, Block, TorchAllocator
+from tests.offload.placed import Model, assert_same, extend, needs_kernels, passing
+
+# -- the model itself ------------------------------------------------------------------------------
+
+
+def test_kinds_of_segments() -> None:
+    memory = TorchAllocator(1000 * MIB)
+    small = [memory.alloc(MIB) for _ in range(3)]
+    assert memory.reserved == 4 * MIB  # two of the pool's limit fill a segment
+    middle = memory.alloc(MIB + 1)
+    assert memory.reserved == 24 * MIB
+    memory.alloc(9 * MIB)
+    assert memory.reserved == 24 * MIB
+    memory.alloc(37 * MIB)
+    assert memory.reserved == 62 * MIB
+    for block in (*small, middle):
+        memory.free(block)
+    assert memory.allocated == 47 * MIB  # what is left of 38 is too little to split
+    assert memory.free_nbytes == 938 * MIB  # what is kept counts as taken
+    memory.empty_cache()
+    assert memory.free_nbytes == 942 * MIB  # the middle one's segment is in use
+    assert memory.alloc(10 * MIB - 512).nbytes == 10 * MIB - 512
+    assert memory.reserved == 58 * MIB
+
+
+def test_full() -> None:
+    memory = TorchAllocator(100 * MIB, others=20 * MIB)
+    memory.free(memory.alloc(60 * MIB))
+    memory.alloc(70 * MIB)
+    assert memory.emptied == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.alloc(20 * MIB)
+
+
+# -- models of real sizes --------------------------------------------------------------------------
+
+
+class ModelledGpu(Gpu):
+    """Its memory has no bytes."""
+
+    def __init__(self, memory: TorchAllocator, capacity: int) -> None:
+        super().__init__(Clock(), NativeOps(threads=1), name="modelled", capacity=capacity)
+        self.memory = memory
+        self._blocks: dict[int, Block] = {}
+
+    def _alloc(self, nbytes: int) -> Any:
+        made = np.broadcast_to(np.uint8(0), nbytes)
+        self._blocks[id(made)] = self.memory.alloc(nbytes)
+        return made
+
+    def free(self, memory: Any) -> None:
+        super().free(memory)
+        self.memory.free(self._blocks.pop(id(memory)))
+        self.memory.empty_cache()
+
+
+def shape_of(name: str) -> ModelShape:
+    text = files("localrt.hub").joinpath("known_configs.json").read_text(encoding="utf-8")
+    return shape_from_config(json.loads(text)[name], name=name, format="int4-g32")
+
+
+@pytest.fixture
+def torch_memory(monkeypatch: pytest.MonkeyPatch) -> TorchAllocator:
+    """That of an 8 GB card, of which a desktop has some and the driver's context some."""
+    memory = TorchAllocator(8188 * MIB, others=900 * MIB)
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (memory.free_nbytes, memory.total))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda _: memory.reserved)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda _: memory.allocated)
+    monkeypatch.setattr(cuda, "empty_cache", memory.empty_cache)
+    return memory
+
+
+def pressure() -> int:
+    """Bytes that other programs are taken to need."""
+    asked = MemoryPressure(lambda: free_gpu_memory(torch.device("cuda")))
+    asked._asked = -1e9
+    return asked()[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b"])
+def test_growth_to_8192_tokens(name: str, torch_memory: TorchAllocator) -> None:
+    """Slabs make room for blocks; torch wastes little, and nobody else seems to need memory."""
+    shape, memory = shape_of(name), torch_memory
+    block = sum(shape.kv_nbytes("bf16", BLOCK_TOKENS))
+    scratch = gpu_scratch_nbytes(shape.pass_sizes, 512)
+    gpu = ModelledGpu(memory, memory.free_nbytes - SPARE_VRAM_NBYTES)
+    ring = gpu.alloc(2 * max(unit.nbytes for unit in shape.units if unit.kind != "embedding"))
+    room, sizes = gpu.capacity - gpu.used - scratch - 2 * block, dict[str, int]()
+    for unit in shape.units:
+        if unit.nbytes <= room:
+            sizes[unit.name] = unit.nbytes
+            room -= unit.nbytes
+    slabs = [Slab(gpu, sum(sizes[n] for n in names), len(names)) for names in share_slabs(sizes)]
+    assert len(slabs) <= 65
+    draw, blocks, evictions = random.Random(1), list[Block](), 0
+    for tokens_held in range(BLOCK_TOKENS, 8192 + 1, BLOCK_TOKENS):
+        held = scratch + (len(blocks) + 1) * block
+        while (missing := gpu.used + held - gpu.capacity) > 0:
+            smallest = [slab for slab in slabs if slab.nbytes >= missing] or slabs
+            gone = min(smallest, key=lambda slab: slab.nbytes)
+            slabs.remove(gone)
+            gone.free()
+            evictions += 1
+        gpu.hold(held)
+        blocks.append(memory.alloc(block))
+        for _ in range(3):  # passes: what they need for a while
+            parts, left = list[Block](), scratch
+            while left > 0:
+                size = min(left, draw.choice([1 << draw.randrange(9, 27), MIB, 4 * tokens_held]))
+                parts.append(memory.alloc(size))
+                left -= size
+            assert pressure() <= 0, tokens_held
+            for part in parts:
+                memory.free(part)
+        assert memory.allocated - memory.asked < 64 * MIB
+    assert gpu.used + gpu.held <= gpu.capacity
+    assert (evictions > 0) is (name in ("qwen3-14b", "qwen3-30b-a3b"))
+    gpu.free(ring)
+
+
+# -- a decoder, a thousand times larger ------------------------------------------------------------
+
+SCALE = 1 << 10
+
+
+class ScaledGpu(FakeGpu):
+    """Torch keeps ``SCALE`` bytes for each, and those that are held, in blocks of 38 MB."""
+
+    def __init__(self, clock: Clock, ops: Any, memory: TorchAllocator, *, capacity: int) -> None:
+        super().__init__(clock, ops, capacity=capacity)
+        self._memory = memory
+        self._blocks: dict[int, Block] = {}
+        self._held: list[Block] = []
+
+    def _alloc(self, nbytes: int) -> Any:
+        made = super()._alloc(nbytes)
+        self._blocks[made.ctypes.data] = self._memory.alloc(nbytes * SCALE)
+        return made
+
+    def free(self, memory: Any) -> None:
+        super().free(memory)
+        self._memory.free(self._blocks.pop(memory.ctypes.data))
+        self._memory.empty_cache()
+
+    def hold(self, nbytes: int) -> None:
+        super().hold(nbytes)
+        step = 38 * MIB
+        while len(self._held) * step < nbytes * SCALE:
+            self._held.append(self._memory.alloc(step))
+        while (len(self._held) - 1) * step > nbytes * SCALE:
+            self._memory.free(self._held.pop())  # a session ends: torch keeps it
+
+
+@needs_kernels
+def test_weights_leave_and_come_back(model: Model, torch_memory: TorchAllocator) -> None:
+    where, memory = dict.fromkeys(passing(model.store), Where.VRAM), torch_memory
+    resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
+    placement = place_on_gpu(model.store, where)
+    capacity = placement.vram_ring + resident + beside_weights(model, 340)  # 512 tokens, as plans
+    long = next(
+        length
+        for length in range(256, 10_000, 256)
+        if beside_weights(model, 2 * length // 3) - beside_weights(model, 340) > resident // 3
+    )
+    memory.total = memory.others + capacity * SCALE + SPARE_VRAM_NBYTES
+
+    def make(clock: Clock) -> Gpu:
+        return ScaledGpu(clock, model.ops, memory, capacity=capacity)
+
+    options: dict[str, Any] = {"make": make, "shortage": lambda: (0, pressure() // SCALE)}
+    with on_gpu(model, where, placement=placement, **options) as decoder:
+        gpu, at_first = gpu_of(decoder), gpu_of(decoder).used
+
+        def sequence(length: int, passes: int) -> None:
+            """A sequence grows, and ends."""
+            cache, twin = decoder.cache(length), model.resident.cache(length)
+            for seed in range(passes):
+                text = tokens(length // passes, seed=seed)
+                ours, theirs = (
+                    extend(d, c, text, [len(text) - 1])
+                    for d, c in ((decoder, cache), (model.resident, twin))
+                )
+                assert_same([ours], [theirs])
+
+        sequence(long, 6)
+        assert gpu.capacity == capacity  # what it takes itself is nobody's need
+        assert gpu.used < at_first
+        sequence(250, 50)
+        assert (gpu.capacity, gpu.used) == (capacity, at_first)
+        memory.others += 800 * MIB
+        sequence(60, 20)
+        assert gpu.capacity < capacity
+        assert gpu.used < at_first
+        assert memory.free_nbytes > 100 * MIB
+        memory.others -= 800 * MIB
+        sequence(240, 120)
+        assert (gpu.capacity, gpu.used) == (capacity, at_first)
+        assert memory.emptied == 0
