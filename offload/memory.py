@@ -173,6 +173,23 @@ def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | 
     return max(0, available if ram is None else min(ram, available))
 
 
+def pinnable_nbytes() -> int | None:
+    """Bytes of RAM that may be pinned for a GPU's copies; None where the system sets no limit.
+
+    Windows refuses about half of RAM, and what it does pin is missing to other programs.
+    """
+    return memory_state().total // 2 if sys.platform == "win32" else None
+
+
+def spilling_nbytes(vram: int) -> int:
+    """Bytes of a GPU of ``vram`` bytes to leave free so that its driver moves nothing to RAM.
+
+    On Windows it does so before memory runs out, and does not refuse: passes become slow.
+    """
+    return vram // _SPILLING_SHARE if sys.platform == "win32" else 0
+
+
+_SPILLING_SHARE = 16
 _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20

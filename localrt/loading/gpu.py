@@ -12,6 +12,7 @@ from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
+from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
 from localrt.offload.planner.gpus import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.ops import NativeOps
@@ -27,21 +28,23 @@ _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs sinc
 class OpenGpu:
     """The GPU, or None, and ``host_ops`` for the layers that the CPU computes.
 
-    ``capacity`` is the GPU memory that may be used, in bytes.
+    ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` stays free.
     """
 
     host_ops: Ops
     clock: Clock
     gpu: Gpu | None = None
     capacity: int = 0
+    unused: int = 0
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
     link_latency_s: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def free_memory(self) -> int | None:
-        """Return the free bytes of GPU memory; None without a GPU."""
-        return None if self.gpu is None else self.gpu.ops.free_memory()
+        """Return the free bytes of GPU memory that may be used; None without a GPU."""
+        free = None if self.gpu is None else self.gpu.ops.free_memory()
+        return None if free is None else max(0, free - self.unused)
 
     def on(self, machine: MachineProfile) -> MachineProfile:
         """Return ``machine`` with this GPU added."""
@@ -85,11 +88,14 @@ def _cuda(
     from localrt.offload.device.cuda import CudaGpu
     from localrt.quant.cuda.cuda_memory import CudaCopies
 
-    copies = CudaCopies(ops.device)
+    copies = CudaCopies(ops.device, most_pinned=pinnable_nbytes())
     rates = _rates(ops, host, formats, progress)
-    free = ops.free_memory() or 0
+    unused = spilling_nbytes(copies.total_nbytes)
+    free = max(0, (ops.free_memory() or 0) - unused)
     asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
     capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
+    if unused:
+        copies.keep_free(unused)
     clock = Clock()
     if rates is not None:
         link, profile = rates.to_gpu_bytes_s, measured_profile(copies.name, capacity, rates)
@@ -102,6 +108,7 @@ def _cuda(
         gpu=CudaGpu(clock, ops, copies, capacity=capacity),
         clock=clock,
         capacity=capacity,
+        unused=unused,
         profile=profile,
         link_bytes_s=link,
         link_latency_s=None if rates is None else rates.crossing_s,

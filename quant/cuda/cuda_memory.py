@@ -26,12 +26,15 @@ from localrt.quant.ops.experts import Routing
 
 _PAGE = 4096
 _SAMPLE = 256 << 20
+_PORTABLE = 1  # pinned for every GPU
 
 
 class CudaCopies:
-    """Copies to ``device``. Only ``copy_in`` may be called by several threads."""
+    """Copies to ``device``. Only ``copy_in`` may be called by several threads. At most
+    ``most_pinned`` bytes of RAM are pinned.
+    """
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:
         self._device = torch.device(device)
         self._real = self._device.type == "cuda"
         self.name = torch.cuda.get_device_name(self._device) if self._real else "cpu"
@@ -41,7 +44,19 @@ class CudaCopies:
         self._back = cuda.Stream(self._device) if self._real else None
         self._lock = threading.Lock()
         self._pinned: dict[int, Bytes] = {}  # by address
+        self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
+
+    @property
+    def total_nbytes(self) -> int:
+        """The GPU's memory."""
+        return int(self._cuda.mem_get_info(self._device)[1]) if self._real else 0
+
+    def keep_free(self, nbytes: int) -> None:
+        """Have torch refuse to take the last ``nbytes`` of what is free now."""
+        free, total = self._cuda.mem_get_info(self._device)
+        most = max(0, self._cuda.memory_reserved(self._device) + free - nbytes)
+        self._cuda.set_per_process_memory_fraction(min(1.0, most / total), self._device)
 
     def alloc(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the GPU.
@@ -75,15 +90,25 @@ class CudaCopies:
 
         data = aligned_buffer(nbytes)
         if self._real and nbytes:
-            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, nbytes, 0)
-            if int(status) == 0:
+            if self._pin(data):
                 self._pinned[data.ctypes.data] = data
             else:
                 self.unpinned += nbytes
-                # CUDA remembers the error, and torch would raise it at the next kernel.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self._device)
         return data
+
+    def _pin(self, data: Bytes) -> bool:
+        if self._may_pin is not None and data.nbytes > self._may_pin:
+            return False
+        with self._cuda.device(self._device):  # otherwise the first GPU gets a context too
+            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, data.nbytes, _PORTABLE)
+        if int(status) != 0:
+            # CUDA remembers the error, and torch would raise it at the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            return False
+        if self._may_pin is not None:
+            self._may_pin -= data.nbytes
+        return True
 
     def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:
         """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
@@ -204,4 +229,7 @@ class CudaCopies:
         if self._pinned.pop(data.ctypes.data, None) is not None:
             if self._stream is not None:
                 self._stream.synchronize()  # what is still being copied from there
-            self._cuda.cudart().cudaHostUnregister(data.ctypes.data)
+            with self._cuda.device(self._device):
+                self._cuda.cudart().cudaHostUnregister(data.ctypes.data)
+            if self._may_pin is not None:
+                self._may_pin += data.nbytes

@@ -6,7 +6,7 @@ The CPU's kernels and the GPU's round in different places: results are near, not
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import numpy as np
 import pytest
@@ -178,22 +178,45 @@ def test_experts_on_both(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_unpinned_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies = CudaCopies(device="cpu")
-
-    class Refusing:
-        def cudart(self) -> Refusing:
-            return self
-
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-            return 0 if nbytes < 10_000 else 2
-
-        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-            assert address == small.ctypes.data
-
+    copies = CudaCopies(device="cpu", most_pinned=12_000)
+    cuda = Refusing()
     monkeypatch.setattr(copies, "_real", True)
-    monkeypatch.setattr(copies, "_cuda", Refusing())
+    monkeypatch.setattr(copies, "_cuda", cuda)
     small, large = copies.host_buffer(4096), copies.host_buffer(40_960)
     assert copies.unpinned == 40_960
-    for data in (small, large):
+    second, third = copies.host_buffer(4096), copies.host_buffer(8192)
+    assert copies.unpinned == 49_152  # more than half of RAM
+    assert cuda.pinned == {small.ctypes.data, second.ctypes.data}
+    for data in (small, large, second, third):
         data[:] = 7
         copies.free_host(data)
+    assert not cuda.pinned
+    assert copies.host_buffer(8192).ctypes.data in cuda.pinned
+
+
+class Refusing:
+    """``torch.cuda`` for the second of two GPUs."""
+
+    def __init__(self) -> None:
+        self.pinned = set[int]()
+        self._current: object = "cuda:0"
+
+    def cudart(self) -> Refusing:
+        return self
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self._current, before = device, self._current
+        yield
+        self._current = before
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert self._current == torch.device("cpu"), "a context of another GPU"
+        if nbytes >= 10_000:
+            return 2
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        assert self._current == torch.device("cpu")
+        self.pinned.remove(address)
