@@ -97,36 +97,20 @@ def headline_table() -> str:
         ]
     )
     headers = ["", "localrt", "llama.cpp, best settings", "ratio", "times ik_llama.cpp"]
-    columns = 5 if any(ik for *_, ik in rows) else 4
-    table = markdown_table(headers[:columns], [row[:columns] for row in rows])
-    measured = [limited, *(_read(path.stem) for path in sorted(RESULTS.glob("cpu-*.json")))]
+    table = markdown_table(headers, rows)
+    measured = [limited, _read("cpu-avx512"), _read("cpu-avx2")]
     machines = dict.fromkeys(machine_of(each) for each in measured)
     return f"{table}\n\nMedians on {'; '.join(machines)}. {versions_of(limited)}."
 
 
 def _in_memory(isa: str) -> Iterator[tuple[str, tuple[float, float, str]]]:
-    """Rates of localrt and llama.cpp, and the ratio to ik_llama.cpp; nothing if not measured.
-
-    Without results of ``benchmarks.cpu``, AVX-512 is that of ``localrt bench``.
-    """
-    models = {"smollm2": "SmolLM2-135M Q4_1", "qwen1.5b": "Qwen2.5-1.5B Q4_K_M"}
-    measures = {"prompt of 512": "prefill_tok_s", "decode": "decode_tok_s"}
-    file = f"cpu-{isa}"
-    if (RESULTS / f"{file}.json").exists():
-        wanted = [f"{model}, {what}" for model in models.values() for what in measures]
-        for row in _read(file)["rows"]:
-            if row["name"] in wanted and "llama.cpp" in row["peers"]:
-                theirs = row["peers"]["llama.cpp"]["tok_s"]["median"]
-                yield row["name"], (row["localrt"]["median"], theirs, times(row, "ik_llama.cpp"))
-    elif isa == "avx512":
-        for name, model in models.items():
-            results = _read(f"bench-{name}")["results"]
-            for what, key in measures.items():
-                ours, theirs = (
-                    max(result[key] for result in results if result["engine"] == engine)
-                    for engine in ("native", "llamacpp")
-                )
-                yield f"{model}, {what}", (ours, theirs, "")
+    """Rates of localrt and llama.cpp, and the ratio to ik_llama.cpp."""
+    models = ("SmolLM2-135M Q4_1", "Qwen2.5-1.5B Q4_K_M")
+    wanted = {f"{model}, {what}" for model in models for what in ("prompt of 512", "decode")}
+    for row in _read(f"cpu-{isa}")["rows"]:
+        if row["name"] in wanted and "llama.cpp" in row["peers"]:
+            theirs = row["peers"]["llama.cpp"]["tok_s"]["median"]
+            yield row["name"], (row["localrt"]["median"], theirs, times(row, "ik_llama.cpp"))
 
 
 def resume_table(record: dict[str, Any]) -> str:
