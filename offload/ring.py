@@ -11,7 +11,7 @@ A release may carry a GPU's event; the next writer to those bytes waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -75,8 +75,9 @@ class Ring:
         memory, self.memory = self.memory, None
         self._free(memory)
 
-    def lease(self, nbytes: int) -> Lease | None:
-        """A place for a unit after the present ones; None while none of its bytes are free.
+    def lease(self, nbytes: int, at: int | None = None) -> Lease | None:
+        """A place for a unit after the present ones, or ``at`` so many bytes; None while none of
+        its bytes are free.
 
         Raises:
             ValueError: the unit is larger than the ring, or not whole pages.
@@ -85,7 +86,10 @@ class Ring:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
+        if at is None:
+            offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
+        else:  # what lies behind the newest unit is free first
+            offset, first = at, self._next - at if at < self._next < at + nbytes else 0
         lease = Lease(offset, nbytes, deque(chunks(nbytes, self._chunk, first=first)))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
@@ -171,6 +175,27 @@ def place(nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int])
     if newest(0, nbytes) < newest(end, ring):
         return 0, 0
     return end, at - end
+
+
+def fixed_places(sizes: Sequence[int], ring: int) -> list[int]:
+    """The offsets of units in a ring of ``ring`` bytes that each round begins at 0, placed one
+    after another as if none were released meanwhile.
+    """
+    places: list[int] = []
+    at = 0
+
+    def newest(start: int, stop: int) -> int:
+        """The rank of the latest unit that covers these bytes."""
+        for rank in range(len(places), 0, -1):
+            if places[rank - 1] < stop and start < places[rank - 1] + sizes[rank - 1]:
+                return rank
+        return 0
+
+    for nbytes in sizes:
+        offset, _ = place(nbytes, ring, at=at, newest=newest)
+        places.append(offset)
+        at = offset + nbytes if offset + nbytes < ring else 0
+    return places
 
 
 def chunks(nbytes: int, size: int, *, first: int) -> list[Chunk]:

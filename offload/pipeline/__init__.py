@@ -6,11 +6,11 @@ called like a part, waits for its weights, has its lane compute the part, and re
 the ring. ``StreamedWeights`` is the ``WeightStore`` of such stages.
 
 Consecutive stages that stay on a GPU are a ``Segment``: short passes of one sequence replay it with
-one launch. A unit that comes through the ring is computed step by step, since it lies elsewhere in
-each pass. When a unit of the GPU moves, its segment is recorded again; a pass records few parts, so
-that it takes hardly longer. The host waits only where rows leave the GPU. A ``CrossingStage`` is an
-MLP that the CPU computes in short passes; in long ones it is copied to the GPU and computed there.
-The number of rows alone decides.
+one launch. A unit that comes through the GPU's ring lies at the same place in each pass, and is
+replayed once it is there. When a unit of the GPU moves, its segment is recorded again; a pass
+records few parts, so that it takes hardly longer. The host waits only where rows leave the GPU. A
+``CrossingStage`` is an MLP that the CPU computes in short passes; in long ones it is copied to the
+GPU and computed there. The number of rows alone decides.
 
 The first plan has room for 512 tokens. As caches grow, or other programs need the memory, units are
 evicted (``balance.py``); when there is room again they are copied out of the ring as they pass, and

@@ -197,6 +197,7 @@ class _Opening:
                 Ring(nbytes, _COPY_BLOCK, memory),
                 threads=_COPIERS,
                 stall_s=setup.stall_s + 1,
+                fixed=True,  # what is recorded reads it there
             )
         attends = bool(self.on_gpu)
         lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)

@@ -2,8 +2,8 @@
 
 A stage is called like its part and has its lane run it; ``balance.py`` changes its place. Where a
 GPU's ``Ops`` records, consecutive stages are one launch, a graph segment. A segment ends where
-another processor continues, where a unit comes through a ring (its address changes in each pass),
-and where the host must read the router's choice. Neighbouring slices of the head are computed as
+another processor continues, where a unit comes through a ring (it is a segment of its own), and
+where the host must read the router's choice. Neighbouring slices of the head are computed as
 one matrix.
 """
 
@@ -28,13 +28,19 @@ from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
 _KEPT_PLACES = 32
+_RECORDED_PLACES = 2  # of short passes and of long ones: a GPU's ring has fixed places
 
 
 class PassingParts:
-    """Parts of units in a ring, cached by the place of their bytes in the ring."""
+    """Parts of units in a ring, cached by the place of their bytes in the ring. ``lane`` records
+    them, if given.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = None if lane is None or lane.recorder is None else lane
+        self._most = _KEPT_PLACES if self._lane is None else _RECORDED_PLACES
         self._parts: dict[tuple[int, ...], Part] = {}
+        self._segments: dict[tuple[int, ...], Segment] = {}
 
     def at(self, memories: Sequence[Any], make: Callable[[], Part]) -> Part:
         """The part on these bytes, made once for each place as long as it is cached."""
@@ -42,15 +48,26 @@ class PassingParts:
             int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
             for memory in memories
         )
-        if places not in self._parts:
-            while len(self._parts) >= _KEPT_PLACES:
-                del self._parts[next(iter(self._parts))]
-            self._parts[places] = make()
-        return self._parts[places]
+        if (part := self._parts.get(places)) is not None:
+            return part
+        while len(self._parts) >= self._most:
+            self._forget(next(iter(self._parts)))
+        made = make()
+        if self._lane is not None:
+            self._segments[places] = segment = Segment(self._lane, [("", made)], (made,))
+            made = segment.compute
+        self._parts[places] = made
+        return made
 
     def clear(self) -> None:
-        """The ring is another one from now on."""
-        self._parts.clear()
+        """The ring is another one from now on, or the unit does not pass through it."""
+        for places in list(self._parts):
+            self._forget(places)
+
+    def _forget(self, places: tuple[int, ...]) -> None:
+        del self._parts[places]
+        if (segment := self._segments.pop(places, None)) is not None:
+            segment.forget()
 
 
 class Stage:
@@ -84,7 +101,7 @@ class Stage:
         self.copy: Any | None = None
         self.returning: Slab | None = None
         self._load, self._moved = load, moved
-        self._passing = PassingParts()
+        self._passing = PassingParts(None if sparse else lane)
         self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
 
     @property
@@ -110,6 +127,7 @@ class Stage:
     def put(self, memory: Any, slab: Slab | None = None) -> None:
         """Make the unit resident in ``memory``, which is part of ``slab`` on a GPU."""
         self.memory, self.slab = memory, slab
+        self._passing.clear()
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
         self._moved()
@@ -249,6 +267,16 @@ class Segment:
             if number and state.check is not None:
                 state.check()
             lane.compute(part, name, state)
+
+    def compute(self, state: StreamedState) -> None:
+        """The same within a step of the lane, whose units have arrived."""
+        recorder = self._lane.recorder
+        assert recorder is not None, "without one its parts are called"
+        if recorder.takes(state.step, self, len(self._parts)):
+            self._replay(state)
+            return
+        for _, part in self._parts:
+            part(state)
 
     def part_of(self, memories: Sequence[Any]) -> Part:
         """One part that replays the recording of all parts."""

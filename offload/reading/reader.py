@@ -19,7 +19,7 @@ from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event
-from localrt.offload.ring import Chunk, Lease, Ring, chunks
+from localrt.offload.ring import Chunk, Lease, Ring, chunks, fixed_places
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
@@ -215,6 +215,8 @@ class UnitReader(Reader):
     The order wraps round the end of the model into the next token, so that the disk does not rest
     between tokens; it rests only when the ring is full. Every unit has its own state to wait for:
     there is no barrier. The same class copies from RAM to a GPU, with another ``Source``.
+
+    With ``fixed`` a unit lies at the same place in every pass as long as the order stays.
     """
 
     def __init__(
@@ -224,8 +226,11 @@ class UnitReader(Reader):
         *,
         threads: int,
         stall_s: float = 60.0,
+        fixed: bool = False,
     ) -> None:
         self._ring = ring
+        self._fixed = fixed
+        self._places: list[int] = []  # of the order's units, if fixed
         self._order: tuple[StoredUnit, ...] = ()
         self._cursor = 0  # index of the unit to lease next
         self._skips: Counter[str] = Counter()  # how many times to skip a unit
@@ -371,6 +376,9 @@ class UnitReader(Reader):
         if self._new_ring is not None:
             self._ring.replaced()
             self._ring, self._new_ring = self._new_ring, None
+        if self._fixed:
+            sizes = [unit.nbytes for unit in self._order]
+            self._places = fixed_places(sizes, self._ring.nbytes)
         self._cursor, self._draining = 0, False
         self._source.resume()
         self._changed.notify_all()
@@ -389,7 +397,8 @@ class UnitReader(Reader):
                 self._skips[unit.name] -= 1
                 self._source.skip(unit)
                 self._advance()
-            lease = self._ring.lease(unit.nbytes)
+            at = self._places[self._cursor] if self._fixed else None
+            lease = self._ring.lease(unit.nbytes, at)
             if lease is None:
                 return None
             memory = self._ring.view(lease)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localrt.offload.ring import PAGE, Chunk, Lease, Ring
+from localrt.offload.ring import PAGE, Chunk, Lease, Ring, fixed_places
 from localrt.quant.ops.arrays import aligned_buffer
 
 
@@ -115,6 +115,14 @@ def test_filled_while_computing(unit: int, slack: int, turns: int) -> None:
         ring.release(before)
         assert early + fill(lease) == unit * PAGE
         before = lease
+
+
+def test_fixed_places() -> None:
+    """At the end of what came before, else where the oldest units are."""
+    assert fixed_places([3, 3, 3, 3], 10) == [0, 3, 6, 0]
+    assert fixed_places([4, 5, 3, 9], 10) == [0, 4, 0, 1]
+    assert fixed_places([10, 10], 10) == [0, 0]
+    assert fixed_places([], 10) == []
 
 
 def test_sizes() -> None:

@@ -28,10 +28,11 @@ def reading(
     chunk: int = 1,
     threads: int = 2,
     stall_s: float = 30.0,
+    fixed: bool = False,
 ) -> Iterator[UnitReader]:
     largest = max(unit.nbytes for unit in units)
     ring = Ring(largest + slack * PAGE, chunk * PAGE)
-    reader = UnitReader(source, ring, threads=threads, stall_s=stall_s)
+    reader = UnitReader(source, ring, threads=threads, stall_s=stall_s, fixed=fixed)
     try:
         reader.schedule(units)
         yield reader
@@ -39,11 +40,12 @@ def reading(
         reader.close()
 
 
-def use(reader: UnitReader, unit: StoredUnit) -> None:
-    """Acquire, compare, give back."""
+def use(reader: UnitReader, unit: StoredUnit) -> int:
+    """Acquire, compare, give back; returns where it was."""
     data = reader.acquire(unit.name)
     assert (data == content(unit)).all(), unit.name
     reader.release(unit.name)
+    return int(data.ctypes.data)
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -61,6 +63,7 @@ def reader_threads() -> list[threading.Thread]:
     slack=st.integers(0, 14),
     chunk=st.integers(1, 4),
     threads=st.integers(1, 4),
+    fixed=st.booleans(),
     seed=st.integers(0, 99),
     # What happens before a pass, what is wanted of it, and where it is given up.
     passes=st.lists(
@@ -78,18 +81,21 @@ def test_any_passes(
     slack: int,
     chunk: int,
     threads: int,
+    fixed: bool,
     seed: int,
     passes: list[tuple[str, frozenset[int], int | None]],
 ) -> None:
     units = make_units(pages)
     source = FakeSource(delay_s=0.0005, seed=seed)
-    with reading(source, units, slack=slack, chunk=chunk, threads=threads) as reader:
-        order = list(units)
+    options = {"slack": slack, "chunk": chunk, "threads": threads}
+    with reading(source, units, fixed=fixed, **options) as reader:
+        order, places = list(units), dict[str, int]()
         for before, unwanted, ends in passes:
             if before == "rewind":
                 reader.rewind()
             elif before == "schedule":
                 order = order[1:] + order[:1]
+                places.clear()
                 reader.schedule(order)
             left_out = {unit.name for n, unit in enumerate(units) if n in unwanted}
             if left_out:
@@ -98,10 +104,12 @@ def test_any_passes(
                 if number == ends:
                     reader.rewind()
                     break
-                use(reader, unit)
+                place = use(reader, unit)
+                assert places.setdefault(unit.name, place) == place or not fixed
         reader.rewind()
         for unit in [*order, *order]:
-            use(reader, unit)
+            place = use(reader, unit)
+            assert places.setdefault(unit.name, place) == place or not fixed
 
 
 def test_next_round() -> None:

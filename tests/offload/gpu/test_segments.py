@@ -106,7 +106,8 @@ def test_tokens_and_trees(coded: Model, tape: Tape) -> None:
         return [*seen, features, *decode(decoder, cache, 2)]
 
     assert_recorded(coded, tape, talk)
-    assert len(tape.recorded) == 4  # the two and the head, of tokens and of trees
+    # The unit of the ring, the two and the head, of tokens and of trees.
+    assert len(tape.recorded) == 6
 
 
 def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> None:
@@ -126,7 +127,8 @@ def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> N
         kept = [segment() for segment in segments if segment() is not None]
         if recorded:  # nothing keeps what was recorded of one; the other stays
             assert len(segments) - len(kept) == 1
-            assert len(tape.recorded) == recorded + 2  # without the unit, and with it again
+            # What was beside the unit, the unit in the ring, and both together again.
+            assert len(tape.recorded) == recorded + 3
         return seen
 
     assert_recorded(coded, tape, talk)
@@ -147,7 +149,7 @@ def test_caches_grow_without_recording_again(coded: Model, tape: Tape) -> None:
         return seen
 
     assert_recorded(coded, tape, talk)
-    assert len(tape.recorded) == 2  # the two and the head
+    assert len(tape.recorded) == 3  # the unit of the ring, the two, and the head
 
 
 def test_sequences_that_take_turns_and_end(coded: Model, tape: Tape) -> None:
@@ -216,7 +218,9 @@ ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 def test_launches_and_waits_of_a_token(
     coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten launches a layer, or one a segment; the host waits only where rows leave the GPU."""
+    """Ten launches a layer, or one a segment and a unit of the ring; the host waits only where rows
+    leave the GPU.
+    """
     waits = list[str]()
     for name in ("cpu", "item", "tolist", "to"):
         plain = getattr(Tensor, name)
@@ -240,5 +244,5 @@ def test_launches_and_waits_of_a_token(
     norm, product, *rest = ATTENTION
     first, settle, copy = [norm, product, *ROTARY, *rest], "aten::add_", "aten::copy_"
     assert events[0] == [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
-    # Tokens and places; the unit of the ring, whose sum is copied to the segment's place; the head.
-    assert events[1] == [copy, *first, settle, copy, "replay", copy, "replay"]
+    # Tokens and places; the embedding, and what the CPU made, where recordings read them.
+    assert events[1] == [copy, copy, "replay", "replay", copy, "replay"]
