@@ -26,7 +26,6 @@ from localrt.quant.ops.experts import Routing
 
 _PAGE = 4096
 _SAMPLE = 256 << 20
-_PORTABLE = 1  # pinned for every GPU
 
 
 class CudaCopies:
@@ -100,7 +99,7 @@ class CudaCopies:
         if self._may_pin is not None and data.nbytes > self._may_pin:
             return False
         with self._cuda.device(self._device):  # otherwise the first GPU gets a context too
-            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, data.nbytes, _PORTABLE)
+            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, data.nbytes, 0)
         if int(status) != 0:
             # CUDA remembers the error, and torch would raise it at the next kernel.
             with contextlib.suppress(RuntimeError):
