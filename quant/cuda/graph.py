@@ -424,7 +424,7 @@ class StaticPass:
             self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
         self._host.copy_(logits, non_blocking=True)
         if self._host.is_pinned():
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
         host: Logits = self._host.numpy().copy()
         return host
 

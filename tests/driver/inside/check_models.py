@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 
 import numpy as np
@@ -103,6 +103,23 @@ def test_streamed(model: Model, gpu: Kernels) -> None:
         with on_gpu(model, where, slack=(2, 2), make=made(device)) as decoder:
             seen.append(talk(decoder))
     assert_same(*seen)
+
+
+def test_two_gpus(model: Model, gpu: Kernels) -> None:
+    """A model on each, whose passes take turns in one thread, recorded and not."""
+    where, text = all_in_turn(model), tokens(6)
+    seen = list[list[np.ndarray]]()
+    with ExitStack() as held:
+        decoders = [
+            held.enter_context(on_gpu(model, where, slack=(2, 2), make=made(device)))
+            for device in ("cpu", "cuda:1", "cuda:0")
+        ]
+        caches = [decoder.cache(40) for decoder in decoders]
+        for token in text:
+            parts = zip(decoders, caches, strict=True)
+            seen.append([extend(decoder, cache, [token]) for decoder, cache in parts])
+    for one, *others in seen:
+        assert all(np.array_equal(one, other) for other in others)
 
 
 def test_experts_on_both_sides(mixture: Model, gpu: Kernels) -> None:
