@@ -252,9 +252,13 @@ class GpuSlots:
         memory = slot.memory[: unit.nbytes]
         copied = self.gpu.begin_copy(unit.name, data, memory, slot.used)
         layout = self._layout(key)
-        if slot.made is None or slot.made[0] is not layout:
+        if layout is None:
+            self.gpu.wait(copied)
+        if layout is None or slot.made is None or slot.made[0] is not layout:
             with self.gpu.ops.scope():
                 slot.made = layout, self._build(key, unit, memory, data)
+        if layout is None:
+            slot.used = self.gpu.record(slot.memory)
         self.cache.fill(*key, slot.made[1])
         return copied
 
@@ -270,10 +274,14 @@ class GpuSlots:
             slot.used = event
 
     def _layout(self, key: Key) -> Hashable:
-        """A key for how an expert's weights are made of its memory: most experts share one."""
+        """A key for how an expert's weights lie in its memory: most experts share one. None if they
+        do not, but are made of the bytes there.
+        """
         found = self._layouts.get(key)
         if found is None:
-            tensors = self._units[key].tensors
+            tensors, in_place = self._units[key].tensors, self.gpu.ops.in_place
+            if not all(in_place(t.format, t.shape[1]) for t in tensors if len(t.shape) > 1):
+                return None
             own = any(len(tensor.shape) == 1 for tensor in tensors)  # vectors have their own memory
             found = key if own else tuple(replace(tensor, name="") for tensor in tensors)
             self._layouts[key] = found = self._alike.setdefault(found, found)

@@ -173,6 +173,9 @@ class NativeOps(StreamSteps):
         """Packed bytes, rows rounded up to whole tiles."""
         return padded_rows(shape[0]) * widened_format(format).row_bytes(shape[1])
 
+    def in_place(self, format: Format, columns: int) -> bool:
+        return widened_format(format) == format
+
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         attending, states = split_layers(layers)
         kv_format = cache_format(attending, self._kv_format)

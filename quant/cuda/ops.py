@@ -166,6 +166,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             return padded_rows(shape[0]) * format.row_bytes(shape[1])
         return shape[0] * shape[1] * 2
 
+    def in_place(self, format: Format, columns: int) -> bool:
+        return is_packed(format, columns)
+
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         return cache_nbytes(layers, length, self.kv_format)
 

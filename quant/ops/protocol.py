@@ -230,6 +230,9 @@ class Ops(Protocol):
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Bytes that a matrix stored in ``format`` takes once loaded: for estimates before."""
 
+    def in_place(self, format: Format, columns: int) -> bool:
+        """Whether a matrix's tiles on the device are computed on: new bytes there change it."""
+
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         """Bytes of a cache that has grown to ``length`` tokens."""
 

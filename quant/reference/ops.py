@@ -158,6 +158,9 @@ class TorchOps(StreamSteps):
         """Bytes of an unpacked matrix."""
         return shape[0] * shape[1] * self._dtype.itemsize
 
+    def in_place(self, format: Format, columns: int) -> bool:
+        return False
+
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         attending, states = split_layers(layers)
         row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in attending)

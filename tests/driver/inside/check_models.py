@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +15,14 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.scheduler import ExpertCosts, schedule
+from localrt.offload.experts.scheduler import Assignment, ExpertCosts, schedule
 from localrt.offload.placement import Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.driver.torch_cuda import Kernels
-from tests.models.tiny import save_tiny
+from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu
 from tests.offload.gpu.test_hybrid_experts import places, stages
@@ -32,6 +34,7 @@ from tests.offload.placed import (
     extend,
     needs_kernels,
     pack_synthetic,
+    pack_tiny,
     passing,
     tokens,
 )
@@ -83,6 +86,11 @@ def made(device: str) -> Callable[[Clock], CudaGpu]:
     )
 
 
+def copy_one(rows: Any, resident: Any, *more: Any) -> Assignment:
+    """A scheduler that has an expert copied wherever one is absent."""
+    return schedule(rows, resident, *more, fetched=min(1, sum(~np.asarray(resident))))
+
+
 def all_in_turn(model: Model) -> dict[str, Where]:
     order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
     return {name: order[n % 5] for n, name in enumerate(passing(model.store))}
@@ -130,7 +138,7 @@ def test_experts_on_both_sides(mixture: Model, gpu: Kernels) -> None:
         with on_gpu(mixture, where, make=made(device), expert_costs=COSTS) as decoder:
             wait_for(partial(all_in_ram, decoder))
             stages(decoder).fills = False
-            stages(decoder).scheduler = partial(schedule, fetched=1)
+            stages(decoder).scheduler = copy_one
             cache, text = decoder.cache(64), tokens(12)
             parts = [text[:6], *([token] for token in text[6:])]
             seen.append([extend(decoder, cache, part) for part in parts])
@@ -140,3 +148,22 @@ def test_experts_on_both_sides(mixture: Model, gpu: Kernels) -> None:
         hits.append(counts.expert_hits)
     assert_same(*seen)
     assert hits[0] == hits[1]
+
+
+def test_experts_that_no_kernel_reads(gpu: Kernels, tmp_path: Path) -> None:
+    """Made of each expert's bytes anew, once they have come."""
+    with closing(Model(pack_tiny("qwen3-moe", tmp_path))) as model:
+        where = places(model, 0.3)
+        with on_gpu(model, where, make=made("cuda"), expert_costs=COSTS) as decoder:
+            wait_for(partial(all_in_ram, decoder))
+            stages(decoder).fills = False
+            stages(decoder).scheduler = copy_one
+            cache, twin = decoder.cache(64), model.resident.cache(64)
+            for token in tokens(6):
+                ours, theirs = (
+                    extend(decoder, cache, [token]),
+                    extend(model.resident, twin, [token]),
+                )
+                assert relative_error(ours, theirs) < 0.03
+            counts = decoder.weights.counts()
+        assert 0 < counts.expert_hits < counts.expert_uses
