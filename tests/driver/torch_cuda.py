@@ -219,6 +219,7 @@ class Graph:
     def replay(self) -> None:
         where = current_stream()
         gpu_memory(where.index).drain()
+        kernels.launches.append("replay")
         with using(where.index):
             call("cuGraphLaunch", self._exec, where.cuda_stream)
 
@@ -514,7 +515,7 @@ class Kernels:
         self._numbers = itertools.count(1)
         self._called = HostFunction(self._run)
         self.errors: list[BaseException] = []
-        self.launches: list[str] = []  # names of torch's kernels, in order
+        self.launches: list[str] = []  # names of torch's kernels, or replay
         self.refused = False  # an error of the runtime's that was not asked for
 
     def launch(self, name: str, body: Callable[[], None], index: int, uses: list[Place]) -> None:

@@ -1,0 +1,167 @@
+"""``localrt.load`` on the driver: whole models, bit for bit what the kernels give on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localrt
+from localrt.loading import gpu as opening
+from localrt.loading import native, placing
+from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.offload.experts import hybrid
+from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.placement import Placement, Where
+from localrt.offload.planner import Plan, PlanRequest
+from localrt.quant import choose
+from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quantize.quantize import Recipe, quantize_model
+from tests.conftest import write_byte_tokenizer, write_tiny_model
+from tests.driver.inside.check_models import copy_one
+from tests.driver.torch_cuda import Kernels
+from tests.inside import engine_of
+from tests.models.tiny import SIZES, save_tiny
+from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
+from tests.offload.placed import needs_kernels, passing, tokens
+from tests.ops.cuda.emulator import Emulator
+from tests.waits import wait_for
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
+
+Both = Callable[..., localrt.ModelInfo]
+
+
+def quantized(folder: Path) -> Path:
+    """The model of a folder as a store, in a format that the kernels read."""
+    with closing(open_checkpoint(folder)) as source:
+        recipe = Recipe("int4-g32", method="rtn")
+        return quantize_model(source, folder / "store", recipe, threads=1).path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama."""
+    return quantized(write_tiny_model(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of eight experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "vocab_size", write_byte_tokenizer(folder))
+        save_tiny("qwen3-moe", folder)
+    return quantized(folder)
+
+
+class OnCpu(CudaOps):
+    """The GPU's kernels on the CPU, with memory that is made up."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def free_memory(self) -> int:
+        return 8 << 30
+
+
+def talk(model: localrt.Model) -> list[np.ndarray]:
+    """Logits of a prompt, tokens, what is taken back, and what follows from an answer."""
+    engine = engine_of(model)
+    if engine.is_mixture and model.info.streamed:
+        wait_for(partial(all_in_ram, engine))
+    session = engine.session(64)
+    seen = [session.extend(tokens(9)), *(session.extend([token]) for token in tokens(4, seed=1))]
+    session.trim(5)
+    seen += [session.extend([token]) for token in tokens(4, seed=2)]
+    answer = model.generate("ab", max_tokens=8, ignore_eos=True, temperature=0.0)
+    return [*seen, np.array(answer.token_ids)]
+
+
+@pytest.fixture
+def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    """A model loaded for a GPU, which must say what its kernels say on the CPU."""
+
+    def both(path: Path, device: str = "cuda") -> localrt.ModelInfo:
+        seen, make_ops = [], choose.make_ops
+        for made in (lambda *_, **__: OnCpu(), make_ops):
+            monkeypatch.setattr(native, "make_ops", made)
+            with localrt.load(path, device=device, draft="off", ctx=64) as model:
+                seen.append(talk(model))
+                info = model.info
+        for theirs, ours in zip(*seen, strict=True):
+            assert np.array_equal(ours, theirs)
+        return info
+
+    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
+    before = emulate(Emulator())
+    yield both
+    emulate(before)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Placement], None]:
+    """Have a plan place units so."""
+
+    def placed(placement: Placement) -> None:
+        plan = placing.first_plan
+
+        def first_plan(request: PlanRequest, rows: int) -> Plan:
+            return replace(plan(request, rows), placement=placement)
+
+        monkeypatch.setattr(placing, "first_plan", first_plan)
+        monkeypatch.setattr(native, "_must_stream", lambda *_: True)
+
+    return placed
+
+
+def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
+    info = on_both(store)
+    assert (info.device, info.streamed) == ("cuda:0", False)
+    assert gpu.launches.count("replay") > 10
+
+
+def test_resident_mixture(on_both: Both, mixture: Path, gpu: Kernels) -> None:
+    info = on_both(mixture)
+    assert (info.device, info.streamed) == ("cuda:0", False)
+    assert gpu.launches.count("replay") > 10
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_streamed(
+    on_both: Both, place: Callable[..., None], store: Path, gpu: Kernels, device: str
+) -> None:
+    """Units in all places, by turns."""
+    with closing(open_checkpoint(store)) as checkpoint:
+        assert isinstance(checkpoint, StoreCheckpoint)
+        order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
+        where = {name: order[n % 5] for n, name in enumerate(passing(checkpoint))}
+        place(place_on_gpu(checkpoint, where, slack=(2, 2)))
+    info = on_both(store, device)
+    assert (info.device, info.streamed) == ("cuda:1" if device == "cuda:1" else "cuda:0", True)
+    assert gpu.launches.count("replay") > 10
+
+
+def test_hybrid(
+    on_both: Both, place: Callable[..., None], mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts on both sides. Who computes is given, as the sides round differently."""
+    monkeypatch.setattr(hybrid, "schedule", copy_one)
+    monkeypatch.setattr(HybridExperts, "_fill", lambda stage, place: None)
+    with closing(open_checkpoint(mixture)) as checkpoint:
+        assert isinstance(checkpoint, StoreCheckpoint)
+        names = [unit.name for unit in checkpoint.manifest.units]
+        where = dict.fromkeys([name for name in names if ".expert." not in name], Where.VRAM)
+        experts = [name for name in names if ".expert." in name]
+        where |= dict.fromkeys(experts[: len(experts) // 2], Where.VRAM)
+        where |= dict.fromkeys(("embedding", "norm"), Where.RAM)
+        place(place_on_gpu(checkpoint, where))
+    assert on_both(mixture).streamed
