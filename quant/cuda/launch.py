@@ -48,6 +48,7 @@ class Launcher(Protocol):
 
 _emulator: Launcher | None = None
 _noted = threading.local()
+_opening = threading.Lock()
 
 
 def emulate(launcher: Launcher | None) -> Launcher | None:
@@ -104,7 +105,8 @@ def prepare(device: torch.device, program: Program) -> None:
 
 def _launcher(device: torch.device) -> Launcher:
     if device.type == "cuda":
-        return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+        with _opening:  # two threads that come first would get one each
+            return _gpu(torch.cuda.current_device() if device.index is None else device.index)
     assert _emulator is not None, "kernels run on a GPU"
     return _emulator
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -147,6 +148,20 @@ def test_prepare(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     normed("cuda")
     normed("cuda")
     assert sorted(compiled) == ["quantize", "rms_norm"]
+
+
+def test_threads_that_come_first(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share what is prepared."""
+    capability = torch.cuda.get_device_capability
+
+    def slowly(index: int) -> tuple[int, int]:
+        time.sleep(0.05)
+        return capability(index)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: launching._launcher(torch.device("cuda", 0)), range(4)))
+    assert len(set(map(id, found))) == 1
 
 
 def test_gpu_file(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
