@@ -887,10 +887,10 @@ API cuGraphExecDestroy(void* exec) {
 
 // -- for tests ---------------------------------------------------------------------------------------
 
-// Bytes of each GPU, and of RAM that may be pinned. With a `seed`, work is also run sooner than it must.
+// Bytes of each GPU, and of RAM that may be pinned from now on. With a `seed`, work is also run sooner than it must.
 API standin_set(size_t memory, size_t most_pinned, unsigned seed) {
     LOCK;
-    memory_ = memory, pinnable = most_pinned, hasty = seed, random_.seed(seed ? seed : 1);
+    memory_ = memory, pinnable = most_pinned > SIZE_MAX - pinned ? SIZE_MAX : pinned + most_pinned, hasty = seed, random_.seed(seed ? seed : 1);
     return OK;
 }
 

@@ -29,7 +29,7 @@ class Driver:
         self._library = library
 
     def set(self, *, memory: int = 8 << 30, pinned: int = 1 << 62, seed: int = 0) -> None:
-        """Bytes of each GPU, and of RAM that may be pinned. Work runs when somebody waits for it;
+        """Bytes of each GPU, and of RAM that may be pinned from now on. Work runs when somebody waits for it;
         with a ``seed``, some of it sooner.
         """
         size = ctypes.c_size_t

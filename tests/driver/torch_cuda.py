@@ -382,6 +382,15 @@ class _HostMemory:
             if block := self._blocks.get(tensor.untyped_storage().data_ptr()):
                 block.streams.add(stream)
 
+    def give_back(self) -> None:
+        """Free all: nothing uses it any more."""
+        with using(0):
+            for address in self._blocks:
+                call("cuMemFreeHost", address)
+        self._blocks.clear()
+        self._ended.clear()
+        self._waiting.clear()
+
     def _drain(self) -> None:
         while self._ended:
             block = self._ended.popleft()
@@ -893,3 +902,4 @@ def close() -> None:
         assert not left, f"{len(left)} tensors are left, of {sum(left)} bytes"
         memory.give_back()
     _memories.clear()
+    _host.give_back()
