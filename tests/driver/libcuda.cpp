@@ -583,7 +583,7 @@ API cuMemGetInfo_v2(size_t* left, size_t* total) {
 
 API cuMemHostRegister_v2(char* at, size_t size, unsigned flags) {
     UNSAFE;
-    if (!at || !size || flags || in_arena(at)) return INVALID_VALUE;
+    if (!at || !size || flags & ~1u || in_arena(at)) return INVALID_VALUE;  // 1: for all GPUs
     const auto next = hosts.lower_bound(at);
     if (within(hosts, at, 1) || (next != hosts.end() && next->first < at + size)) return ALREADY_REGISTERED;
     if (pinned + size > pinnable) return OUT_OF_MEMORY;
@@ -899,6 +899,9 @@ API standin_has(void* at, size_t size) { return !size || within(blocks, at, size
 
 // It has touched others, or failed.
 API standin_fault(int device) { return contexts[device].fault = ILLEGAL_ADDRESS; }
+
+// Pieces of RAM that are registered.
+API standin_registered() { return int(hosts.size() - owned.size()); }
 
 // A GPU's fault is forgotten, which a driver never does. Returns it.
 API standin_reset(int device) {

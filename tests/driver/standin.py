@@ -29,8 +29,8 @@ class Driver:
         self._library = library
 
     def set(self, *, memory: int = 8 << 30, pinned: int = 1 << 62, seed: int = 0) -> None:
-        """Bytes of each GPU, and of RAM that may be pinned from now on. Work runs when somebody waits for it;
-        with a ``seed``, some of it sooner.
+        """Bytes of each GPU, and of RAM that may be pinned from now on. Work runs when somebody
+        waits for it; with a ``seed``, some of it sooner.
         """
         size = ctypes.c_size_t
         self._library.standin_set(size(memory), size(pinned), ctypes.c_uint(seed))
@@ -50,6 +50,11 @@ class Driver:
     def has(self, address: int, nbytes: int) -> bool:
         """Whether all of it is a GPU's memory, or pinned."""
         return bool(self._library.standin_has(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)))
+
+    @property
+    def registered(self) -> int:
+        """Pieces of RAM that are registered."""
+        return int(self._library.standin_registered())
 
     def fault(self, device: int) -> None:
         """What stands for a kernel has touched what it must not."""

@@ -39,3 +39,4 @@ def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     launching._gpu.cache_clear()
     assert not kernels.errors
     torch_cuda.close()
+    assert driver.registered == 0
