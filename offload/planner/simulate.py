@@ -19,7 +19,7 @@ from typing import Literal
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
 from localrt.offload.planner.costs import Costs, expert_costs
-from localrt.offload.ring import Chunk, chunks, place
+from localrt.offload.ring import Chunk, chunks, fixed_places, place
 
 
 @dataclass(slots=True)
@@ -45,17 +45,22 @@ class RingModel:
         self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by (unit bytes, first bytes)
         self._next = 0
 
-    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float]:
-        """Load a unit over a resource that is free from ``free`` on; return slot and end time."""
+    def load(
+        self, nbytes: int, free: float, bytes_s: float, at: int | None = None
+    ) -> tuple[Slot, float]:
+        """Load a unit over a resource that is free from ``free`` on; return slot and end time.
+
+        ``at`` is its place, if fixed.
+        """
         while self._live and self._live[0].release <= free:
             self._live.popleft()
-        slot, pieces = self._place(nbytes)
+        slot, pieces = self._place(nbytes, at)
         clock = free
         if self._live and (ready := self._ready(slot, pieces[0])) > free:
             # A load that waits until the ring is empty starts at offset 0.
             if ready >= self._live[-1].release:
                 self._live.clear()
-                slot, pieces = self._place(nbytes)
+                slot, pieces = self._place(nbytes, at)
             clock = ready
         if self._live:
             for chunk in pieces:
@@ -75,12 +80,15 @@ class RingModel:
                 break
             slot.release = max(slot.release, older.release)
 
-    def _place(self, nbytes: int) -> tuple[Slot, list[Chunk]]:
+    def _place(self, nbytes: int, at: int | None) -> tuple[Slot, list[Chunk]]:
         if nbytes > self.nbytes:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
+        if at is None:
+            offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
+        else:
+            offset, first = at, self._next - at if at < self._next < at + nbytes else 0
         slot = Slot(offset, nbytes)
         if not self._newest(offset, offset + nbytes):
             return slot, [Chunk(0, nbytes)]
@@ -218,6 +226,10 @@ class _Replay:
         self.on_ssd = off / (len(places) - kept) if len(places) > kept else 0.0
         self.ram = RingModel(placement.ram_ring, READ_CHUNK)
         self.vram = RingModel(placement.vram_ring, COPY_CHUNK)
+        copied = [u for step in costs.shape.steps for u in step if self.where[u.name].copied]
+        dense = {unit.name: unit.nbytes for unit in copied if unit.kind != "expert"}
+        at = fixed_places(list(dense.values()), placement.vram_ring)
+        self.places = dict(zip(dense, at, strict=True))  # in the GPU's ring
         self.disk_free = self.link_free = 0.0
         self.clock = 0.0  # the end of the latest computing
         self.on_gpu = False
@@ -412,7 +424,7 @@ class _Replay:
     ) -> tuple[tuple[RingModel, Slot], float]:
         """Copy a unit to the GPU, and free its slot in RAM; returns as ``_read``."""
         free = max(self.link_free, ready)
-        slot, end = self.vram.load(unit.nbytes, free, self.link_bytes_s)
+        slot, end = self.vram.load(unit.nbytes, free, self.link_bytes_s, self.places.get(unit.name))
         self.link_free = end
         if read is not None:
             read[0].release(read[1], end)
