@@ -12,7 +12,8 @@ on ``Ops`` that note what they would launch (``localrt/loading/kernels.py``,
 first prompt compiles nothing.
 
 The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that has
-the GPU's few instructions, and coroutines run their threads in a shuffled order. Other tests
+the GPU's few instructions, and coroutines run their threads in a shuffled order. ``tests/driver``
+runs whole models so, by CUDA's bindings on a ``libcuda.so.1`` of its own. Other tests
 compile them for every generation of GPUs. ``scripts/gpu_check`` tests them on a GPU;
 ``docs/gpu.md`` has its results.
 

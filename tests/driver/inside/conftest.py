@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localrt.quant.cuda import launch as launching
+from localrt.quant.cuda import products
 from localrt.quant.cuda.programs import Program
 from tests.driver import torch_cuda
 from tests.driver.standin import Driver, image, loaded
@@ -37,6 +38,7 @@ def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     kernels = torch_cuda.install(driver, monkeypatch)
     yield kernels
     launching._gpu.cache_clear()
+    products._counters.cache_clear()  # kept for each GPU
     assert not kernels.errors
     torch_cuda.close()
     assert driver.registered == 0
