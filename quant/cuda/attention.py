@@ -62,7 +62,7 @@ def turned_block(kv_format: KvFormat, size: int) -> int:
     return 1 if kv_format == "bf16" else min(_MOST_TURNED, size & -size)
 
 
-_THREADS = 128
+_THREADS = 128  # of the steps before attention
 _TILE = 16  # query rows of a warp
 
 
@@ -198,11 +198,11 @@ def attend(
         )
         tiles = -(-rows * per // _TILE)
         program = attention_program(size, value, kv_format, split=split)
+        warps = _warps(size, value, split=split)
+        grid = (runs, groups, tiles) if split else (-(-tiles // warps), groups, 1)
+        launch(q.device, program, grid, 32 * warps, args)
         if not split:
-            grid = (-(-tiles // (_THREADS // 32)), groups, 1)
-            launch(q.device, program, grid, _THREADS, args)
             continue
-        launch(q.device, program, (runs, groups, tiles), _THREADS, args)
         threads = -(-value // 32) * 32
         fine = records is not None and records.fine
         program = join_program(value, kv_format, records=records is not None, fine=fine)
@@ -236,8 +236,16 @@ def attention_program(
         KEYS=numbers(kv_format, size)[0],
         VALUES=numbers(kv_format, value)[1],
         SPLIT=int(split),
-        BLOCKS=3 if max(size, value) <= 64 else 2,  # of a processor at once
+        WARPS=_warps(size, value, split=split),
+        BLOCKS=3 if split and max(size, value) <= 64 else 2,  # of a processor at once
     )
+
+
+def _warps(size: int, value: int, *, split: bool) -> int:
+    """Of a block. A prompt's queries lie in shared memory beside keys and values: of large heads,
+    fewer.
+    """
+    return 4 if split or max(size, value) > 128 else 8
 
 
 @cache
@@ -340,7 +348,8 @@ class AttentionSteps:
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
-        attended = records if gates is None else None
+        few = all(span.rows <= MOST_ROWS for span in step.spans)  # a prompt's kernel writes none
+        attended = records if gates is None and few else None
         outputs = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             outputs.append(
@@ -364,7 +373,8 @@ class AttentionSteps:
         seen = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
             seen = norm_gate(seen, gates.flatten(1), records=records)
-        y = linear(records or seen, weights.out, weights.out_bias, dtype=torch.float32)
+            attended = records
+        y = linear(attended or seen, weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)

@@ -1,20 +1,29 @@
 // Attention of new rows over a KV cache, whose last rows they are. The query rows of all heads that
-// share a key/value head lie one after another, and a warp takes sixteen of them: keys and values pass
-// through registers only, as operands of the product as they lie. Compiled for
+// share a key/value head lie one after another, and a warp takes sixteen of them. Compiled for
 //
 //   KEYS VALUES   how the cache keeps them (kv.cuh)
 //   SPLIT         1: few rows. A block takes one run of keys, a quarter for each warp, and leaves
-//                 sums that attention_join.cu joins. 0: many rows. Each warp takes all keys.
+//                 sums that attention_join.cu joins; keys and values pass through registers only. 0: many
+//                 rows. Each warp takes all keys, which its block has copied to shared memory.
 //
 // A step of keys that a row does not see leaves its sums as they are, to the bit: so a row's result
 // depends neither on the rows beside it nor on the cache's length.
 #include "attention.cuh"
 
-constexpr int WARPS = 4, OWN = RUN / WARPS;  // keys of a warp in a run
+using Sums = AttentionSums<KEYS, VALUES, SPLIT || KEYS::SIZE <= 64 ? 32 : 16>;
+constexpr int OWN = RUN / WARPS;  // keys of a warp in a run
 static_assert(RUN == BLOCK, "a run of keys is one block of the cache");
-using Sums = AttentionSums<KEYS, VALUES>;
 
-extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention args) {
+// The rows of `tokens` tokens, one after another, with their sixteens of bytes where `turn` says.
+template <int BYTES, int STEP, class Turn>
+FN void share(u8* to, const u8* from, int tokens, Turn turn) {
+    for (int at = threadIdx.x; at < STEP * BYTES / 16; at += blockDim.x) {
+        if (at * 16 >= tokens * BYTES) break;
+        copy_sixteen(to + 16 * (at ^ turn(at * 16 / BYTES)), from + 16 * at);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Attention args) {
     constexpr int TILES = SPLIT ? 1 : WARPS;
     __shared__ uint4 queries[TILES][Sums::QUERY_STEPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -22,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention ar
     // Later rows see more keys: they go first.
     const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
     const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
-    const u8* block = args.blocks[SPLIT ? blockIdx.x : 0];  // a run is one
     load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
@@ -38,11 +46,42 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention(Attention ar
     }
     Sums sums;
     sums.clear(sums);
-    for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP) {
-        if constexpr (!SPLIT) block = args.blocks[key / BLOCK];
-        const i64 row = (i64)group * BLOCK - key / BLOCK * BLOCK;  // of token 0, were it in this block
-        const u8 *k = block + args.k_at + row * KEYS::BYTES, *v = block + args.v_at + row * VALUES::BYTES;
-        sums.add(sums, args, rows, queries[SPLIT ? 0 : warp], k, v, key, old, lane);
+    // Of token 0, were it in the block of `key`.
+    const auto keys_at = [&](const u8* block, int key) { return block + args.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
+    const auto values_at = [&](const u8* block, int key) { return block + args.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
+    if constexpr (SPLIT) {
+        const u8* block = args.blocks[blockIdx.x];  // a run is one
+        for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
+            sums.add(sums, args, rows, queries[0], keys_at(block, key), values_at(block, key), key, old, lane);
+    } else {
+        // Values come while keys are multiplied, and the next keys while values are.
+        constexpr int STEP = Sums::STEP;
+        __shared__ uint4 keys[STEP * KEYS::BYTES / 16], values[STEP * VALUES::BYTES / 16];
+        int* begins = (int*)keys;
+        if (lane == 0) begins[warp] = begin;
+        __syncthreads();
+        int first = begin;
+        for (int w = 0; w < WARPS; w++) first = first < begins[w] ? first : begins[w];
+        __syncthreads();
+        const int lasts = ((tile + 1) * TILES * 16 - 1) / args.per, total = old + args.n;
+        const int stop = args.tree ? total : old + args.first + (lasts < args.rows ? lasts + 1 : args.rows);
+        first = first / STEP * STEP;
+        const auto share_keys = [&](int key) {
+            share<KEYS::BYTES, STEP>((u8*)keys, keys_at(args.blocks[key / BLOCK], key) + (i64)key * KEYS::BYTES, total - key, Sums::key_turn);
+        };
+        if (first < stop) share_keys(first);
+        for (int key = first; key < stop; key += STEP) {
+            wait_copies();
+            __syncthreads();
+            share<VALUES::BYTES, STEP>((u8*)values, values_at(args.blocks[key / BLOCK], key) + (i64)key * VALUES::BYTES, total - key, Sums::value_turn);
+            Sums::Scores scores;
+            const bool sees = key < end && key + STEP > begin;
+            if (sees) Sums::meet<1>(scores, args, queries[warp], (const u8*)keys - (i64)key * KEYS::BYTES, key, old, lane);
+            wait_copies();
+            __syncthreads();
+            if (key + STEP < stop) share_keys(key + STEP);
+            if (sees) Sums::weigh<1>(sums, scores, args, rows, (const u8*)values - (i64)key * VALUES::BYTES, key, old, lane);
+        }
     }
     sums.finish(sums);
 

@@ -98,11 +98,11 @@ FN void load_queries(const Attention& args, int group, int place, int tiles, uin
     }
 }
 
-template <class Keys, class Values>
+template <class Keys, class Values, int MOST = 32>
 struct AttentionSums {
     static constexpr int SIZE = Keys::SIZE, VALUE = Values::SIZE, W = Values::W;
     static constexpr int CHUNKS = (SIZE + 31) / 32, QUERY_STEPS = 2 * CHUNKS, SPANS = (VALUE + 8 * W - 1) / (8 * W);
-    static constexpr int STEP = SIZE <= 128 ? 32 : 16, EIGHTS = STEP / 8;  // keys at once
+    static constexpr int STEP = SIZE <= 128 ? MOST : 16, EIGHTS = STEP / 8;  // keys at once
 
     float of[SPANS][W][4];
     float top[2], weight[2];  // the weight is a lane's own until `finish`
@@ -113,11 +113,21 @@ struct AttentionSums {
         s.top[0] = s.top[1] = minus_infinity(), s.weight[0] = s.weight[1] = 0;
     }
 
+    using Scores = float[EIGHTS][4];
+
     // The keys and values of STEP tokens from `key` on.
     FN void add(AttentionSums& s, const Attention& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
                 const u8* k, const u8* v, int key, int old, int lane) {
+        Scores scores;
+        meet<0>(scores, args, queries, k, key, old, lane);
+        weigh<0>(s, scores, args, rows, v, key, old, lane);
+    }
+
+    // Scores of keys, whose rows are turned if they are SHARED (kv.cuh).
+    template <int SHARED>
+    FN void meet(Scores& scores, const Attention& args, const uint4 (&queries)[QUERY_STEPS][32], const u8* k, int key, int old,
+                 int lane) {
         const int g = lane / 4, t = lane % 4, total = old + args.n;
-        float scores[EIGHTS][4];
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
             if (SIZE > 64 && j % 2 == 0) fence();
@@ -126,7 +136,7 @@ struct AttentionSums {
             const u8* row = k + (i64)(token < total ? token : key) * Keys::BYTES;  // `key` is a token that is there
             uint4 keys[CHUNKS];
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t);
+            for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t, SHARED ? key_turn(token) : 0);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
                 float part[4] = {0, 0, 0, 0};
@@ -144,15 +154,41 @@ struct AttentionSums {
                 }
             }
         }
+        const float scale = times(args.scale, LOG2E);
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float factor = 0;
+                if constexpr (Keys::SCALED) {
+                    const int token = key + 8 * j + 2 * t + c;
+                    factor = token < total ? Keys::scale(k + (i64)token * Keys::BYTES) : 0;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float& score = scores[j][2 * i + c];
+                    score = times(score, scale);
+                    if constexpr (Keys::SCALED) score = times(score, factor);
+                }
+            }
+    }
+
+    static constexpr bool TURNS = Keys::TURNS && Values::TURNS;
+    FN int key_turn(int token) { return TURNS ? token % 2 * 4 : 0; }
+    FN int value_turn(int token) { return TURNS ? token / 2 % 4 * 2 : 0; }
+
+    // Scores to shares of the softmax, and their sums over values.
+    template <int SHARED>
+    FN void weigh(AttentionSums& s, Scores& scores, const Attention& args, const Rows& rows, const u8* v, int key, int old,
+                  int lane) {
+        const int g = lane / 4, t = lane % 4, total = old + args.n;
         const bool all = Rows::see_all(rows, args, key, STEP, old);
-        const float scale = times(args.scale, LOG2E), cap = times(args.softcap, LOG2E);
-        const float steep = 2.f * LOG2E / cap;
-        float key_scale[2 * EIGHTS], value_scale[2 * EIGHTS];
+        const float cap = times(args.softcap, LOG2E), steep = 2.f * LOG2E / cap;
+        float value_scale[2 * EIGHTS];
         if constexpr (Keys::SCALED) {
 #pragma unroll
             for (int i = 0; i < 2 * EIGHTS; i++) {
                 const int token = key + i / 2 * 8 + 2 * t + i % 2;
-                key_scale[i] = token < total ? Keys::scale(k + (i64)token * Keys::BYTES) : 0;
                 value_scale[i] = token < total ? Values::scale(v + (i64)token * Values::BYTES) : 0;
             }
         }
@@ -169,8 +205,6 @@ struct AttentionSums {
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float& score = scores[j][2 * i + c];
-                    score = times(score, scale);
-                    if constexpr (Keys::SCALED) score = times(score, key_scale[2 * j + c]);
                     if (args.softcap > 0)  // cap tanh(score / cap)
                         score = fused(-2.f * cap, reciprocal(1.f + power_of_two(times(score, steep))), cap);
                     if (hidden >> (2 * j + c) & 1) score = minus_infinity();
@@ -211,7 +245,7 @@ struct AttentionSums {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int at = token + i / 2 * 8 + i % 2;
-                    Values::value(v + (i64)at * Values::BYTES, c, g, at < total, values[i]);
+                    Values::value(v + (i64)at * Values::BYTES, c, g, at < total, values[i], SHARED ? value_turn(at) : 0);
                 }
                 if constexpr (Values::CHUNKED) {
                     float scale[4];

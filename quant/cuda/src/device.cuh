@@ -100,6 +100,30 @@ FN uint4 load_streamed(const uint4* p) {
     return v;
 }
 
+// Eight bytes to shared memory, which are there after `wait_copies` and a barrier.
+FN void copy_eight(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+#else
+    *(uint2*)to = *(const uint2*)from;
+#endif
+}
+// The same of sixteen.
+FN void copy_sixteen(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+#else
+    *(uint4*)to = *(const uint4*)from;
+#endif
+}
+// Has the second cache get it.
+FN void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
+FN void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // c (16 x 8, int32) += a (16 x 32, 8 bits) times b (32 x 8, int8). With g = lane / 4 and t = lane % 4:
 // a[0], a[2] are row g, columns 4t and 16 + 4t; a[1], a[3] row g + 8; b[0], b[1] column g, rows as
 // a's columns; c[0], c[1] row g, columns 2t and 2t + 1; c[2], c[3] row g + 8.
@@ -124,6 +148,28 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
             else
                 asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
                     : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[2 * k + half]), "r"(b[k]));
+#endif
+}
+
+// The same of 16 columns: a0 and b0 are those that begin at 4t.
+template <bool SIGNED>
+FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 b0) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (SIGNED)
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+#else
+    const u32 a[2] = {a0, a1};
+    for (int half = 0; half < 2; half++)
+        if constexpr (SIGNED)
+            asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[half]), "r"(b0));
+        else
+            asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[half]), "r"(b0));
 #endif
 }
 

@@ -1,7 +1,8 @@
 // Rows of a KV cache: one token's key or value of one head, as bytes that lie together.
 //
 // Keys are read eight numbers a lane, values W numbers, and both as bf16: as the operands of products
-// want them, in an order that suits loads. `write` is called by a warp whose lane has number
+// want them, in an order that suits loads. In shared memory, sixteens of bytes of a row may have changed
+// places: `turn` is what their numbers are xored with, so that lanes meet in different banks. `write` is called by a warp whose lane has number
 // lane + 32 i of the row as x[i]. Quantized rows are kept times a Hadamard matrix, in blocks of TURN.
 //
 // A cache is blocks of BLOCK tokens, each with all layers: `blocks` are their addresses, and in each the
@@ -18,17 +19,17 @@ template <int SIZE_>
 struct Bf16Numbers {
     static constexpr int SIZE = SIZE_, BYTES = 2 * SIZE, PIECES = (SIZE + 31) / 32;
     static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = 1;
-    static constexpr bool SCALED = false, CHUNKED = false;
+    static constexpr bool SCALED = false, CHUNKED = false, TURNS = SIZE % 64 == 0;
 
     FN float scale(const u8* row) { return 1; }
     // Numbers 32 c + 8 t and on.
-    FN uint4 key(const u8* row, int c, int t) {
-        return 32 * c + 8 * t < SIZE ? *(const uint4*)(row + 64 * c + 16 * t) : nothing();
+    FN uint4 key(const u8* row, int c, int t, int turn = 0) {
+        return 32 * c + 8 * t < SIZE ? *(const uint4*)(row + 16 * ((4 * c + t) ^ turn)) : nothing();
     }
     // Numbers 8 W c + W g and on, in W / 2 words.
-    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2]) {
+    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2], int turn = 0) {
         live = live && 8 * W * c + W * g < SIZE;
-        const u8* at = row + 2 * W * (8 * c + g);
+        const u8* at = row + 2 * W * ((8 * c + g) ^ turn);
         if constexpr (W == 8) {
             const uint4 v = live ? *(const uint4*)at : nothing();
             words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
@@ -56,16 +57,16 @@ template <int SIZE_>
 struct Int8Numbers {
     static constexpr int SIZE = SIZE_, BYTES = SIZE + 4, PIECES = (SIZE + 31) / 32;
     static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = (SIZE & -SIZE) < 128 ? (SIZE & -SIZE) : 128;
-    static constexpr bool SCALED = true, CHUNKED = false;
+    static constexpr bool SCALED = true, CHUNKED = false, TURNS = false;
 
     FN float scale(const u8* row) { return *(const float*)(row + SIZE); }
-    FN uint4 key(const u8* row, int c, int t) {
+    FN uint4 key(const u8* row, int c, int t, int = 0) {
         if (32 * c + 8 * t >= SIZE) return nothing();
         const u32* at = (const u32*)(row + 32 * c + 8 * t);
         const u32 a = at[0], b = at[1];
         return make_uint4(two_bytes(a, 0), two_bytes(a, 2), two_bytes(b, 0), two_bytes(b, 2));
     }
-    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2]) {
+    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2], int = 0) {
         live = live && 8 * W * c + W * g < SIZE;
         const u32* at = (const u32*)(row + W * (8 * c + g));
 #pragma unroll
@@ -101,11 +102,11 @@ struct SmallNumbers {
     static constexpr int SIZE = SIZE_, PIECES = (SIZE + 31) / 32, SCALES_AT = (UPPERS ? 24 : 16) * PIECES;
     static constexpr int BYTES = (SCALES_AT + 2 * PIECES + 3) / 4 * 4;
     static constexpr int W = 4, TURN = (SIZE & -SIZE) < 128 ? (SIZE & -SIZE) : 128;
-    static constexpr bool SCALED = false, CHUNKED = true;
+    static constexpr bool SCALED = false, CHUNKED = true, TURNS = false;
     static constexpr float ZERO = UPPERS ? 31.5f : 7.5f;
 
     FN float scale(const u8* row, int c) { return value_of(((const Bf16*)(row + SCALES_AT))[c]); }
-    FN uint4 key(const u8* row, int c, int t) {
+    FN uint4 key(const u8* row, int c, int t, int = 0) {
         const u32 low = *(const u32*)(row + 16 * c + 4 * t), high = UPPERS ? *(const u16*)(row + 16 * PIECES + 8 * c + 2 * t) : 0;
         u32 words[4];
 #pragma unroll
@@ -115,7 +116,7 @@ struct SmallNumbers {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2]) {
+    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2], int = 0) {
         const u32 codes = live ? *(const u16*)(row + 16 * c + 2 * g) : 0;
 #pragma unroll
         for (int i = 0; i < 2; i++) words[i] = two_codes((codes >> 8 * i & 15) << 1, (codes >> (8 * i + 4) & 15) << 1, ZERO);

@@ -80,6 +80,10 @@ FN float plus(float a, float b) { return a + b; }
 FN i32 nearest(float f) { return (i32)nearbyintf(f); }
 FN float from_int(i32 i) { return (float)i; }
 FN void fence() {}
+FN void copy_eight(void* to, const void* from) { __builtin_memcpy(to, from, 8); }
+FN void copy_sixteen(void* to, const void* from) { __builtin_memcpy(to, from, 16); }
+FN void prefetch(const void*) {}
+FN void wait_copies() {}
 FN uint4 load_streamed(const uint4* p) { return *p; }
 
 template <class T>
@@ -109,6 +113,11 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
             }
         }
     emulated_warp();
+}
+
+template <bool SIGNED>
+FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 b0) {
+    multiply<SIGNED>(c, a0, a1, 0, 0, b0, 0);
 }
 
 FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
