@@ -9,6 +9,11 @@
 
 using Weights = FORMAT;
 
+FN void store_four(float* at, const float (&v)[4]) {
+    *(uint4*)at = make_uint4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+}
+FN void store_four(Bf16* at, const float (&v)[4]) { *(uint2*)at = make_uint2(two_bf16(v[0], v[1]), two_bf16(v[2], v[3])); }
+
 struct Unpack {
     const u8* w;
     const float* factors;  // (tiles,) or null
@@ -44,11 +49,12 @@ extern "C" __global__ void unpack(Unpack args) {
         float parts[2][4];
         numbers<Weights>(codes, scales, lane, r, in_span, parts[0], parts[1]);
         OUT* y = (OUT*)args.y + out * args.steps * 32 + step * 32 + 4 * lane.t;
-        for (int half = 0; half < 2; half++)
-            for (int i = 0; i < 4; i++) {
-                float value = parts[half][i];
+        for (int half = 0; half < 2; half++) {
+            for (float& value : parts[half]) {
                 if (args.factors) value = times(value, factor);
-                store(y + 16 * half + i, times(value, args.factor));
+                value = times(value, args.factor);
             }
+            store_four(y + 16 * half, parts[half]);
+        }
     }
 }
