@@ -76,7 +76,7 @@ SMALLEST_CONTEXT = 512
 """The smallest context that is chosen automatically."""
 
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
-_UNPACKED_AT_ONCE = 32 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
+_UNPACKED_AT_ONCE = 8 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
 _RECORDED_PART_NBYTES = 80 << 10  # of a graph, by the driver: about 16 KB for each launch
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: read while that is computed
 _KV_BUFFERS = 2  # one for the computing layer, one for the next layer's load

@@ -10,6 +10,10 @@ from functools import cache
 
 import torch
 
+from localrt.quant.cuda.formats import halves_steps
+
+# Of linear_many.cu: tiles of a block, rows of records that blocks have at once in the GPU's cache.
+_BLOCK_TILES, _CACHED_ROWS = 8, 512
 # With four eights of rows their sums and scales need more registers than there are.
 _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
@@ -38,6 +42,18 @@ def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
     parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
     groups = min(2 if format_ in _NARROW else 4, groups_of(rows))
     return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
+
+
+def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int, int, int] | None:
+    """The blocks of a product of many rows of records, or None where it is one of few: up to 32
+    rows, and up to 64 where blocks of 128 weight rows would leave processors idle.
+    """
+    each = 48 if halves_steps(format_) else 64  # ROWS of linear_many.cu
+    along, across = -(-rows // each), -(-tiles // _BLOCK_TILES)
+    if rows <= 32 or (rows <= 64 and along * across < processors):
+        return None
+    cached = min(along, _CACHED_ROWS // each)
+    return cached, across, -(-along // cached)
 
 
 def groups_of(rows: int) -> int:

@@ -76,6 +76,9 @@ HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
 """Formats whose products need so many registers that no two blocks fit a processor at once."""
 
 
+_HALVES = ("NibbleHalves", "SixBitHalves", "ByteScales", "HalfNibbles", "PairScales", "E4m3Scale")
+
+
 def format_macros(name: str) -> Mapping[str, str]:
     """The macros of a kernel for the format called ``name``."""
     return {"FORMAT": TYPES[name], **({"ENTRIES": _entries(name)} if name in CODEBOOKS else {})}
@@ -88,6 +91,11 @@ def _entries(name: str) -> str:
     codes = book.codes + np.uint8(119) if book.shifted else book.entries
     words = np.ascontiguousarray(codes).view("<u4").reshape(-1)
     return "{" + ",".join(map(hex, words.tolist())) + "}"
+
+
+def halves_steps(name: str) -> bool:
+    """Whether each half of a step, 16 columns, has a scale of its own."""
+    return any(kind in TYPES[name] for kind in _HALVES)
 
 
 def steps_at_once(name: str) -> int:

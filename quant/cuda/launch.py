@@ -268,6 +268,17 @@ def multiplies_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@cache
+def prefers_int8(device: torch.device) -> bool:
+    """Whether a GPU's products of 8-bit integers are four times as fast as those of bf16 with
+    float32 sums: every one but data centers' since Ampere.
+    """
+    if device.type != "cuda":
+        return True
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) not in ((8, 0), (9, 0)) and major not in (10, 11)
+
+
 def upload(values: npt.NDArray[Any], device: torch.device, *, out: Tensor | None = None) -> Tensor:
     """A copy of ``values`` on the device, in ``out`` if given, which the host does not wait for."""
     if device.type != "cuda":

@@ -1,8 +1,9 @@
 """Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
 
-Up to 64 rows go to the kernels on packed tiles; more unpack the weights, a piece at a time, and use
-torch's products. It knows which kernel takes what, which rotation the inputs need, and no steps of
-a model.
+Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows,
+and to torch's products for more. Where bf16 is nearly as fast as 8 bits (data centers' GPUs), more
+than 64 rows unpack packed weights too, a piece at a time, for torch's products. It knows which
+kernel takes what, which rotation the inputs need, and no steps of a model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.cuda.launch import multiplies_bf16
+from localrt.quant.cuda.launch import multiplies_bf16, prefers_int8
 from localrt.quant.cuda.products import (
     MOST_ROWS,
     Records,
@@ -28,22 +29,27 @@ from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 from localrt.quant.reference.experts import gated
 
-# Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
-_UNPACKED = 32 << 20
+# Weights unpacked at once for a long pass: 16 MB, which stay in the cache of the GPUs that do so.
+_UNPACKED = 8 << 20
 
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
-    return packed and _by_kernels(rows, weight.parts[0]) and not weight.hadamard
+    # Adapters change a prompt's rows by torch's products of bf16.
+    plain = not weight.hadamard and (rows <= MOST_ROWS or weight.adapters is None)
+    return packed and plain and _by_kernels(rows, weight.parts[0])
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
-    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a GPU that does
-    not multiply bf16 (Turing).
+    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all of packed weights on
+    most GPUs, or all on a GPU that does not multiply bf16 (Turing).
     """
-    device = part.device if isinstance(part, Tensor) else part.data.device
-    return part.shape[1] % 32 == 0 and (rows <= MOST_ROWS or not multiplies_bf16(device))
+    if part.shape[1] % 32:
+        return False
+    if isinstance(part, Tensor):
+        return rows <= MOST_ROWS or not multiplies_bf16(part.device)
+    return rows <= MOST_ROWS or prefers_int8(part.data.device)
 
 
 def linear(

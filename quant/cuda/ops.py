@@ -1,7 +1,7 @@
 """``Ops`` on CUDA through our own kernels: matrices stay packed, and are computed on so.
 
-Passes of up to 64 rows are batch-invariant. Longer ones (prefill) unpack a matrix at a time and use
-torch's products; attention is a kernel of its own for them. The residual stream is float32;
+Passes of up to 64 rows are batch-invariant. Longer ones (prefill) have another attention kernel,
+and on data centers' GPUs unpack matrices for torch's products. The residual stream is float32;
 what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
 
 Steps that have no kernels here: models that take them compute with torch on a GPU.

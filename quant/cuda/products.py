@@ -1,4 +1,4 @@
-"""Products of 1 to 64 rows with packed matrices: the kernels' arguments.
+"""Products of any number of rows with packed matrices: the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
 result's bits depend on its row and the matrix alone: cuts differ in speed only.
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, processors_of
+from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, many_grid, processors_of
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
 
 MOST_ROWS = 64
-"""For more rows it is quicker to unpack the weights once."""
+"""A pass of more rows is a prompt's."""
 GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
@@ -156,7 +156,7 @@ def product(
     limit: float = 0.0,
     cut: Cut | None = None,
 ) -> None:
-    """out (R, rows) = x (R, columns) times the weight's rows; made for R up to 64.
+    """out (R, rows) = x (R, columns) times the weight's rows.
 
     With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
     is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
@@ -165,19 +165,19 @@ def product(
     heads = x.heads
     rows, columns = weight.shape[0] // heads, weight.shape[1]
     tiles, steps = -(-rows // 16), columns // 32
+    many = None
     if cut is None:
+        if heads == 1:
+            many = many_grid(weight.format, x.count, tiles, processors_of(out.device))
         cut = best_cut(weight.format, x.count, tiles * heads, processors_of(out.device))
-    program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
     chains = chains_of(weight.format, columns)
-    # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
-    leaves = 1 << (chains - 1).bit_length()
-    parts = min(cut.parts, leaves)
-    warps = leaves // parts if parts > 1 else chains
+    parts = min(cut.parts, chains)
+    warps = -(-chains // parts)
     blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
     grid = (blocks, parts, heads * -(-x.count // (8 * cut.groups)))
     partial = arrived = None
-    if parts > 1:
-        size = blocks * grid[2] * parts * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
+    if many is None and parts > 1:
+        size = blocks * grid[2] * parts * warps * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
         partial = torch.empty(size, dtype=torch.float32, device=out.device)
         arrived = _counters(out.device)
         assert blocks * grid[2] <= len(arrived), "only short products are shared out"
@@ -195,6 +195,11 @@ def product(
         chains,
         limit,
     )
+    if many is not None:
+        program = many_program(weight.format, gate, out.dtype, fine=x.fine)
+        launch(out.device, program, many, 256, args)
+        return
+    program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
     launch(out.device, program, grid, 32 * warps, args)
 
 
@@ -240,6 +245,20 @@ def linear_program(
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
         BLOCKS=2 if cut.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
+        FINE=int(fine),
+    )
+
+
+@cache
+def many_program(
+    format_: str, gate: str | None, out: torch.dtype, *, fine: bool = False
+) -> Program:
+    """The kernel for many rows of records."""
+    return Program.of(
+        "linear_many",
+        **format_macros(format_),
+        GATE=GATES[gate] if gate else 0,
+        OUT=OUT[out],
         FINE=int(fine),
     )
 

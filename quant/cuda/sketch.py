@@ -35,7 +35,7 @@ class SketchOps(CudaOps):
     Passes of ``lengths`` rows launch every kernel that passes of any length do.
     """
 
-    lengths = (1, 4, 8, 16, MOST_ROWS, MOST_ROWS + 1)
+    lengths = (1, 4, 8, 16, 32, MOST_ROWS, MOST_ROWS + 1)
 
     def __init__(self, ops: CudaOps) -> None:
         super().__init__(device=ops.device, kv_format=ops.kv_format, fine=ops.fine)

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
             __syncthreads();
             share<VALUES::BYTES, STEP>((u8*)values, values_at(args.blocks[key / BLOCK], key) + (i64)key * VALUES::BYTES, total - key, Sums::value_turn);
             Sums::Scores scores;
-            const bool sees = key < end && key + STEP > begin;
+            const bool sees = key < end;
             if (sees) Sums::meet<1>(scores, args, queries[warp], (const u8*)keys - (i64)key * KEYS::BYTES, key, old, lane);
             wait_copies();
             __syncthreads();

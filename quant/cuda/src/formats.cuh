@@ -588,6 +588,16 @@ struct PairScales : OddScales<ROWS, true, 128> {
     }
 };
 
+// Of formats of two levels: what a row's codes are times in a step, or in half of one, and its minimum.
+template <class Scales>
+FN float scale_in(const Scales& scales, int row, int step, int half) {
+    return times(Scales::outer(scales, row), from_int(Scales::scale(scales, row, step, half)));
+}
+template <class Scales>
+FN float minimum_in(const Scales& scales, int row, int step) {
+    return times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step)));
+}
+
 // -- a format --------------------------------------------------------------------------------------
 
 template <class CODES, template <int> class SCALES, int SPAN_>

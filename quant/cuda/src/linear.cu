@@ -5,24 +5,9 @@
 //   GATE                      0, or a matrix of gate rows before as many up rows, and how they meet
 //   OUT                       float or Bf16
 //   FINE                      see records.cuh
-#include "results.cuh"
+#include "linear.cuh"
 
 using Weights = FORMAT;
-
-struct Linear {
-    const u8* x;    // records of rows, in whole eights of them
-    const u8* w;    // tiles
-    void* y;        // (m, rows) of each head
-    const float* bias;     // (rows,) or null
-    const float* factors;  // (tiles,) or null: what multiplies each tile
-    float* partial;        // of blocks that share rows, and how many of them are done; or null
-    u32* arrived;
-    i64 x_head, y_head, tile_bytes;
-    int x_stride, y_stride;
-    int m, rows, tiles, steps;  // rows of records; `rows` and `tiles` of a head
-    int chains;                 // of all blocks that share rows
-    float limit;
-};
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
     constexpr int PAIRS = PAIRS_, NT = NT_;
@@ -49,19 +34,16 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
 
     const float* factors = args.factors ? args.factors + head * args.tiles : nullptr;
     const Ends ends = {{factors, factors ? factors + half : nullptr}, {args.bias, args.bias ? args.bias + args.rows : nullptr}};
-    float* shared = args.partial + ((i64)blockIdx.z * gridDim.x + blockIdx.x) * parts * NT * EACH;
+    float* shared = args.partial + ((i64)blockIdx.z * gridDim.x + blockIdx.x) * parts * warps * NT * EACH;
     for (int stage = 0; stage < (parts > 1 ? 2 : 1); stage++) {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             if (stage == 0) leave<S, PAIRS>(s, nt, meet);
             for (int i = threadIdx.x; i < EACH; i += blockDim.x) {
-                if (stage == 0) {
-                    const float sum = joined(warps, [&](int w) { return meet[w][i]; });
-                    if (parts > 1) shared[(blockIdx.y * NT + nt) * EACH + i] = sum;
-                    meet[0][i] = sum;
-                } else {
-                    meet[0][i] = joined(parts, [&](int y) { return shared[(y * NT + nt) * EACH + i]; });
-                }
+                if (parts > 1 && stage == 0)
+                    for (int w = 0; w < warps; w++) shared[((blockIdx.y * warps + w) * NT + nt) * EACH + i] = meet[w][i];
+                else
+                    meet[0][i] = joined(args.chains, [&](int w) { return parts > 1 ? shared[(w * NT + nt) * EACH + i] : meet[w][i]; });
             }
             __syncthreads();
             if (parts > 1 && stage == 0) continue;

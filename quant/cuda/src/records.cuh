@@ -5,7 +5,7 @@
 //   64 bytes   the same times -1
 //   16 bytes   for each step its scale and the sum of the values that its bytes stand for, as float
 //
-// A step's scale is a 127th of its largest magnitude. With FINE 1 a row is two rows of records, whose
+// A step's scale is a 127th of its largest magnitude, in 22 bits: times 3, it is a float. With FINE 1 a row is two rows of records, whose
 // products are added: 15 bits, in steps of 254 and in what is left.
 #pragma once
 #include "device.cuh"
@@ -16,6 +16,8 @@
 
 constexpr int RECORD = 144, NEGATIVES = 64, SCALES = 128;
 constexpr int RECORD_ROWS = FINE ? 2 : 1;  // of a row
+
+FN float in_22_bits(float f) { return as_float(as_bits(f) & ~3u); }
 
 FN void write_codes(u8* row, int column, i32 code, float scale) {
     i32 sum = code;
@@ -36,14 +38,15 @@ FN void write_record(u8* records, int row, i64 stride, int column, float value) 
         const float other = shuffle_xor(most, lanes);
         most = other > most ? other : most;
     }
-    constexpr float LEVELS = FINE ? 254 * 127 + 126 : 127;
-    const float scale = most / LEVELS, inverse = most > 0 ? LEVELS / most : 0;
+    // Of FINE codes the scale of the upper parts, each 254 of the others.
+    constexpr float PARTS = FINE ? 254 : 1, LEVELS = FINE ? 127 + 126 / 254.f : 127;
+    const float scale = in_22_bits(most / LEVELS), inverse = scale > 0 ? PARTS / scale : 0;
     const i32 code = nearest(times(value, inverse));
     records += row * RECORD_ROWS * stride;
     if constexpr (FINE) {
         const i32 high = (code + (code < 0 ? -127 : 127)) / 254;
-        write_codes(records, column, high, times(scale, 254.f));
-        write_codes(records + stride, column, code - 254 * high, scale);
+        write_codes(records, column, high, scale);
+        write_codes(records + stride, column, code - 254 * high, in_22_bits(scale / 254.f));
     } else {
         write_codes(records, column, code, scale);
     }

@@ -16,17 +16,14 @@ FN void place(int i, int pairs, int& tile, int& row, int& n) {
     n = S::ROWS == 1 ? 0 : S::COLUMNS == 1 ? l.t : 2 * l.t + c;
 }
 
-// The sum of W numbers in the order of a tree, which is the same however chains are shared out to blocks.
+// The sum of all chains, one after another.
 template <class Number>
 FN float joined(int count, Number number) {
-    float sums[MOST_CHAINS];
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < MOST_CHAINS; i++) sums[i] = i < count ? number(i) : 0;
-#pragma unroll
-    for (int width = 1; width < MOST_CHAINS; width *= 2)
-#pragma unroll
-        for (int i = 0; i < MOST_CHAINS; i += 2 * width) sums[i] = plus(sums[i], sums[i + width]);
-    return sums[0];
+    for (int i = 0; i < MOST_CHAINS; i++)
+        if (i < count) sum = plus(sum, number(i));
+    return sum;
 }
 
 // Every warp's sums of eight rows of activations (of which `nt` counts), in the order of results.

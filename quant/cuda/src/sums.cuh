@@ -4,7 +4,7 @@
 //
 // A row's bits are the same among any others: products of a step are whole numbers, scales are applied
 // and added in the order of the columns, and how turns are dealt out to chains follows from the number
-// of columns alone.
+// of columns alone. many.cu adds in the same order.
 #pragma once
 #include "formats.cuh"
 #include "records.cuh"
@@ -45,9 +45,8 @@ struct Sums {
     static constexpr bool HALVES = Scales::HALVES;
     // Where one column a lane is wanted, the product's other one is free for the second half.
     static constexpr int SETS = HALVES && COLUMNS == 2 ? 2 : 1;
-    // Minima of halves are another product with the same activations, and both are scaled at every step.
-    static constexpr bool MINIMA = Scales::MINIMUM && HALVES, INNER = Scales::TWO_LEVEL && !MINIMA;
-    static constexpr bool LATE_MINIMUM = INNER && Scales::MINIMUM && NT > 2;
+    // Minima of halves are another product with the same activations.
+    static constexpr bool MINIMA = Scales::MINIMUM && HALVES;
 
     float of[PAIRS][ROWS][NT][COLUMNS];
     const u8 *numbers, *scales;  // of the first row that a lane loads, and that its results need
@@ -100,48 +99,9 @@ struct Sums {
                 for (int j = 0; j < F::SPAN; j++) Codes::load(codes[i * F::SPAN + j][p], at + F::HEAD + j * F::STEP, lane);
             }
 #pragma unroll
-        for (int i = 0; i < SPANS; i++) {
-            Inner inner;
-            if constexpr (INNER) clear(inner);
+        for (int i = 0; i < SPANS; i++)
 #pragma unroll
-            for (int j = 0; j < F::SPAN; j++) step<STEPS % 2 == 0>(s, inner, codes[i * F::SPAN + j], scales[i], j, first + i * F::SPAN + j, lane);
-            if constexpr (INNER) finish(s, inner, scales[i], first + i * F::SPAN);
-        }
-    }
-
-    struct Inner {  // sums of a span of two levels, before the outer scale
-        float of[PAIRS][ROWS][NT][COLUMNS], least[PAIRS][ROWS][NT][COLUMNS];
-    };
-
-    FN void clear(Inner& inner) {
-#pragma unroll
-        for (int i = 0; i < PAIRS * ROWS * NT * COLUMNS; i++)
-            (&inner.of[0][0][0][0])[i] = 0, (&inner.least[0][0][0][0])[i] = 0;
-    }
-
-    FN void finish(Sums& s, const Inner& inner, const Scales (&scales)[PAIRS], int first) {
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++)
-#pragma unroll
-            for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) {
-                        float& sum = s.of[p][r][n][c];
-                        sum = fused(inner.of[p][r][n][c], Scales::outer(scales[p], r), sum);
-                        if constexpr (Scales::MINIMUM) {
-                            float least = inner.least[p][r][n][c];
-                            if constexpr (LATE_MINIMUM) {  // too many to keep beside the others
-                                least = 0;
-#pragma unroll
-                                for (int j = 0; j < F::SPAN; j++)
-                                    least = fused(from_int(Scales::minimum(scales[p], r, j)),
-                                                  scale_of(s, n, c, first + j).y, least);
-                            }
-                            sum = fused(least, Scales::outer_minimum(scales[p], r), sum);
-                        }
-                    }
+            for (int j = 0; j < F::SPAN; j++) step<STEPS % 2 == 0>(s, codes[i * F::SPAN + j], scales[i], j, first + i * F::SPAN + j, lane);
     }
 
     FN float2 scale_of(const Sums& s, int n, int c, int step) {
@@ -150,7 +110,7 @@ struct Sums {
 
     // One step. `EVEN`: a turn has whole records.
     template <bool EVEN>
-    FN void step(Sums& s, Inner& inner, const Codes (&codes)[PAIRS], const Scales (&scales)[PAIRS], int j, int step,
+    FN void step(Sums& s, const Codes (&codes)[PAIRS], const Scales (&scales)[PAIRS], int j, int step,
                  const Lane& lane) {
         u32 a[PAIRS][Codes::PLANES][4][2];
 #pragma unroll
@@ -207,8 +167,7 @@ struct Sums {
                     }
                     const i32 front = odd ? less[0][2] + less[0][3] : less[0][0] + less[0][1];
                     const i32 back = odd ? less[1][2] + less[1][3] : less[1][0] + less[1][1];
-                    apply(s.of[p][0][n][0], inner.of[p][0][n][0], inner.least[p][0][n][0], scales[p], 0, j, kept[0], kept[1],
-                          last ? back : front, scale[0]);
+                    apply(s.of[p][0][n][0], scales[p], 0, j, kept[0], kept[1], last ? back : front, scale[0]);
                 } else {
 #pragma unroll
                     for (int r = 0; r < 4; r++)
@@ -219,8 +178,7 @@ struct Sums {
                             const i32 second = COLUMNS == 2 ? other[r % 2 * 2 + c] : found[r % 2 * 2 + 1];
                             const i32(&low)[4] = less[r / 2];
                             const i32 least = COLUMNS == 2 ? low[r % 2 * 2 + c] : low[r % 2 * 2] + low[r % 2 * 2 + 1];
-                            apply(s.of[p][r][n][c], inner.of[p][r][n][c], inner.least[p][r][n][c], scales[p], r, j, first, second, least,
-                                  scale[c]);
+                            apply(s.of[p][r][n][c], scales[p], r, j, first, second, least, scale[c]);
                         }
                 }
             }
@@ -251,19 +209,14 @@ struct Sums {
     }
 
     // One result of a step: `first` is its sum, or that of its first half; `less` that of its halves' minima.
-    FN void apply(float& sum, float& inner, float& least, const Scales& scales, int row, int j, i32 first, i32 second,
-                  i32 less, float2 x) {
-        if constexpr (Scales::TWO_LEVEL) {
-            i32 whole = first * Scales::scale(scales, row, j, 0);
-            if constexpr (HALVES) whole += second * Scales::scale(scales, row, j, 1);
-            if constexpr (MINIMA) {
-                sum = fused(times(from_int(whole), x.x), Scales::outer(scales, row), sum);
-                sum = fused(times(from_int(less), x.x), Scales::outer_minimum(scales, row), sum);
-            } else {
-                inner = fused(from_int(whole), x.x, inner);
-                if constexpr (Scales::MINIMUM && !LATE_MINIMUM)
-                    least = fused(from_int(Scales::minimum(scales, row, j)), x.y, least);
-            }
+    FN void apply(float& sum, const Scales& scales, int row, int j, i32 first, i32 second, i32 less, float2 x) {
+        if constexpr (Scales::TWO_LEVEL && HALVES) {
+            const i32 whole = first * Scales::scale(scales, row, j, 0) + second * Scales::scale(scales, row, j, 1);
+            sum = fused(times(from_int(whole), x.x), Scales::outer(scales, row), sum);
+            if constexpr (MINIMA) sum = fused(times(from_int(less), x.x), Scales::outer_minimum(scales, row), sum);
+        } else if constexpr (Scales::TWO_LEVEL) {
+            sum = fused(times(from_int(first), x.x), scale_in(scales, row, j, 0), sum);
+            if constexpr (Scales::MINIMUM) sum = fused(minimum_in(scales, row, j), x.y, sum);
         } else if constexpr (HALVES) {
             const float both = fused(from_int(second), Scales::of(scales, row, 1),
                                      times(from_int(first), Scales::of(scales, row, 0)));

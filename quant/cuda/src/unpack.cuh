@@ -11,7 +11,7 @@ FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane
     float scale[2], offset[2] = {0, 0};
     for (int half = 0; half < 2; half++) {
         if constexpr (Scales::TWO_LEVEL)
-            scale[half] = times(Scales::outer(scales, row), from_int(Scales::scale(scales, row, step, half)));
+            scale[half] = scale_in(scales, row, step, half);
         else
             scale[half] = times(Scales::exact(scales, row, half), F::SCALE_UNIT);
         if (!Scales::HALVES) scale[1] = scale[0];
@@ -20,7 +20,7 @@ FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane
         if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM && Scales::HALVES)
             offset[half] = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step, half)));
         else if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM)
-            offset[half] = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step)));
+            offset[half] = minimum_in(scales, row, step);
         else if constexpr (Scales::MINIMUM)
             offset[half] = Scales::minimum_of(scales, row);
     }

@@ -16,8 +16,8 @@ import torch
 
 from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.experts import grouped_program
-from localrt.quant.cuda.formats import steps_at_once
-from localrt.quant.cuda.products import linear_program
+from localrt.quant.cuda.formats import halves_steps, steps_at_once
+from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
@@ -56,6 +56,38 @@ def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
     """The variant that experts in ``format_`` take for ``slots`` rows of each."""
     out = torch.bfloat16 if gate else torch.float32
     return grouped_program(format_, slots, _GATE if gate else None, out)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyBuild:
+    """One variant for many rows. ``per_product``: instructions of a warp in the innermost loop for
+    16 weight rows, 32 columns and 8 rows of records; ``around``: those of two steps besides, with
+    all steps' ways to their scales.
+    """
+
+    format: str
+    target: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    per_product: float
+    around: int
+
+
+def build_many(format_: str, target: int) -> ManyBuild:
+    """Compile ``many_program``."""
+    compiled = compile_program(many_program(format_, None, torch.float32), target)
+    loops = [body for body in _loops(_instructions(compiled.code)) if _products(body)]
+    inner, outer = min(loops, key=len), max(loops, key=len)
+    return ManyBuild(
+        format_,
+        target,
+        _number(r"Used (\d+) registers", compiled.log),
+        _number(r"(\d+) bytes spill stores", compiled.log),
+        _number(r"(\d+) bytes smem", compiled.log),
+        round(len(inner) / (6 if halves_steps(format_) else 8), 1),
+        len(outer) - len(inner),
+    )
 
 
 def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
@@ -117,6 +149,14 @@ def _instructions(code: bytes) -> list[tuple[str, str]]:
 
 def _main_loop(code: list[tuple[str, str]]) -> list[str]:
     """The loop with the most integer products."""
+    return max(_loops(code), key=_products)
+
+
+def _products(body: list[str]) -> int:
+    return sum("IMMA" in text for text in body)
+
+
+def _loops(code: list[tuple[str, str]]) -> list[list[str]]:
     places = {label: at for at, (label, _) in enumerate(code) if label}
     loops = []
     for at, (_, instruction) in enumerate(code):
@@ -125,4 +165,4 @@ def _main_loop(code: list[tuple[str, str]]) -> list[str]:
             body = [text for _, text in code[places[jump[1]] : at + 1]]
             loops.append([text for text in body if not text.startswith("NOP")])
     assert loops, "a product has a loop"
-    return max(loops, key=lambda body: sum("IMMA" in text for text in body))
+    return loops

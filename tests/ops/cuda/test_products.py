@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cuda import cuts
 from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.products import (
@@ -136,6 +137,31 @@ def test_batch_invariance(emulator: Emulator, name: str) -> None:
         assert np.array_equal(found[: min(3, rows)], alone[: min(3, rows)]), rows
     emulator.seed += 1  # another order of threads and blocks
     assert np.array_equal(run(quantize(x[:3]), weight), np.stack(alone))
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_many_rows_have_the_bits_of_few(emulator: Emulator, name: str) -> None:
+    columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
+    weight, x = matrix(name, 40, columns), inputs(50, columns)
+    found = run(quantize(x), weight)
+    assert [program.name for program in emulator.launches] == ["quantize", "linear_many"]
+    for row in (0, 31, 49):
+        assert np.array_equal(run(quantize(x[row : row + 1]), weight)[0], found[row])
+
+
+@pytest.mark.parametrize("name", ["q4_k", "nvfp4", "int8-g32"])
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("fine", [False, True])
+def test_many_rows_in_blocks(
+    emulator: Emulator, name: str, gate: str | None, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks either way, of which the last lack rows, and more than fit the cache."""
+    monkeypatch.setattr(cuts, "_CACHED_ROWS", 64)
+    weight, x = matrix(name, 288, 1280), torch.cat([inputs(41, 1280), inputs(64, 1280)])
+    found = run(quantize(x, fine=fine), weight, gate=gate)
+    assert emulator.launches[-1].name == "linear_many"
+    some = [0, 40, 41, 104]
+    assert np.array_equal(run(quantize(x[some], fine=fine), weight, gate=gate), found[some])
 
 
 @pytest.mark.parametrize("columns", [512, 896, 1024])  # 4, 7 and 8 chains

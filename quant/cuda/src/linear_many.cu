@@ -1,0 +1,245 @@
+// Products of many rows with one matrix. A block takes 128 weight rows and 64
+// rows of records, 64 columns at a time: weights are unpacked to bytes in shared memory while those before
+// them are multiplied, by warps of 32 weight rows and 32 rows of records. Sums are added in the order of
+// sums.cuh, so bits are those of linear.cu. Compiled for
+//
+//   FORMAT   see formats.cuh
+//   GATE OUT FINE   see linear.cu
+#include "linear.cuh"
+
+using Weights = FORMAT;
+using Codes = Weights::Codes;
+using Scales = Weights::Scales<1>;
+constexpr int PAIRS = 4, SIDES = 2, N = Scales::HALVES ? 3 : 4, ROWS = 8 * N * SIDES;
+constexpr int SPAN = Weights::SPAN, TURN = SPAN > 4 ? SPAN : 4;
+constexpr bool HALVES = Scales::HALVES, TWO_LEVEL = Scales::TWO_LEVEL, MINIMUM = Scales::MINIMUM, MINIMA = MINIMUM && HALVES;
+
+// What each weight row has of a step.
+enum { SCALE, SECOND, OUTER, LEAST_OUTER, LEAST };
+constexpr int FACTORS = MINIMA ? 5 : HALVES ? TWO_LEVEL ? 3 : 2 : MINIMUM ? 2 : 1;
+constexpr int MINIMUM_AT = 1;  // without halves
+
+// An integer product begins with these bits, and ends as the float 3 * 2^22 more than its sum.
+constexpr i32 MAGIC_BITS = 0x4B400000;
+constexpr float MAGIC = 12582912;
+
+struct Step {
+    uint4 codes[PAIRS][2][32];  // operands of a lane: of rows 0 and 1 of its four, then 2 and 3
+    float factors[PAIRS][FACTORS][32];
+    uint2 numbers[ROWS][4];
+    float2 scales[ROWS];
+};
+
+// Where a block is in the order of sums.
+struct At {
+    int step, chain;
+
+    FN void advance(At& at, const Linear& args) {
+        at.step += 2;
+        if (at.step % TURN == 0) at.step += (args.chains - 1) * TURN;
+        if (at.step >= args.steps) at.step = ++at.chain * TURN;
+    }
+};
+
+// Both planes of codes as one, in the order of columns.
+template <class Codes>
+FN void operands(const Codes& codes, const Lane& lane, int row, u32& a, u32& b) {
+    Codes::operands(codes, lane, row, 0, a, b);
+    if constexpr (Codes::PLANES == 2) {
+        u32 c, d;
+        Codes::operands(codes, lane, row, 1, c, d);
+        constexpr u32 tops = 0x80808080u;  // none of the bytes has one: they are subtracted each by itself
+        a = Codes::NEGATIVE ? a | (tops - c) ^ tops : c | (tops - a) ^ tops;
+        b = Codes::NEGATIVE ? b | (tops - d) ^ tops : d | (tops - b) ^ tops;
+    }
+    if constexpr (Codes::MIXED) {
+        const u32 low = pick(a, b, 0x6420);
+        b = pick(a, b, 0x7531), a = low;
+    }
+}
+
+// The factors of a lane's row in step `step` of a span.
+template <class Scales, int J = 0>
+FN void write_factors(float (&to)[FACTORS][32], const u8* head, const Lane& lane, int lane_of, int step) {
+    if constexpr (J + 1 < SPAN)
+        if (step != J) return write_factors<Scales, J + 1>(to, head, lane, lane_of, step);
+    Scales scales;
+    Scales::load(scales, head, lane);
+    if constexpr (TWO_LEVEL && HALVES) {
+        to[SCALE][lane_of] = from_int(Scales::scale(scales, 0, J, 0));
+        to[SECOND][lane_of] = from_int(Scales::scale(scales, 0, J, 1));
+        to[OUTER][lane_of] = Scales::outer(scales, 0);
+        if constexpr (MINIMA) {
+            to[LEAST_OUTER][lane_of] = Scales::outer_minimum(scales, 0);
+            to[LEAST][lane_of] = as_float(Scales::minimum(scales, 0, J, 0) | Scales::minimum(scales, 0, J, 1) << 8);
+        }
+    } else if constexpr (HALVES) {
+        to[SCALE][lane_of] = Scales::of(scales, 0, 0);
+        to[SECOND][lane_of] = Scales::of(scales, 0, 1);
+    } else if constexpr (TWO_LEVEL) {
+        to[SCALE][lane_of] = scale_in(scales, 0, J, 0);
+        if constexpr (MINIMUM) to[MINIMUM_AT][lane_of] = minimum_in(scales, 0, J);
+    } else {
+        to[SCALE][lane_of] = Scales::of(scales, 0, 0);
+        if constexpr (MINIMUM) to[MINIMUM_AT][lane_of] = Scales::minimum_of(scales, 0);
+    }
+}
+
+FN void begin(i32 (&c)[4]) { c[0] = c[1] = c[2] = c[3] = MAGIC_BITS; }
+
+// Sums of a warp: of its lanes' four weight rows, and two of every eight rows of records.
+using Results = float[4][N][2];
+
+// A step of a warp: operands, and factors of the lane's four rows.
+template <class Codes>
+FN void multiply_step(Results& sums, const Step& step, int pair, int side, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const uint4* a_of = &step.codes[pair][0][lane];
+    const uint4 codes[2] = {a_of[0], a_of[32]};
+    const float4* four_of = (const float4*)&step.factors[pair][0][4 * g];
+    const uint2* b_of = &step.numbers[side * 8 * N + g][t];
+    const float4* scale_of = (const float4*)&step.scales[side * 8 * N + 2 * t];
+    float factors[FACTORS][4];
+#pragma unroll
+    for (int f = 0; f < FACTORS; f++) {
+        const float4 four = four_of[8 * f];
+        factors[f][0] = four.x, factors[f][1] = four.y, factors[f][2] = four.z, factors[f][3] = four.w;
+    }
+    float less[4];  // what the magic number makes of scales
+    if constexpr (HALVES)
+#pragma unroll
+        for (int r = 0; r < 4; r++) less[r] = times(factors[TWO_LEVEL ? SECOND : SCALE][r], -MAGIC);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const uint2 b = b_of[8 * 4 * n];
+        const float4 x = scale_of[4 * n];
+        const float scale[2] = {x.x, x.z}, sum[2] = {x.y, x.w};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint4& a = codes[h];
+            i32 first[4], second[4], least[4];
+            begin(first);
+            if constexpr (HALVES) {
+                begin(second);
+                multiply<Codes::SIGNED>(first, a.x, a.y, b.x);
+                multiply<Codes::SIGNED>(second, a.z, a.w, b.y);
+            } else {
+                multiply<Codes::SIGNED>(first, a.x, a.y, a.z, a.w, b.x, b.y);
+            }
+            if constexpr (MINIMA) {
+                const u32 one = as_bits(factors[LEAST][2 * h]), other = as_bits(factors[LEAST][2 * h + 1]);
+                begin(least);
+                multiply<Codes::SIGNED>(least, pick(one, 0, 0), pick(other, 0, 0), pick(one, 0, 0x1111), pick(other, 0, 0x1111), b.x, b.y);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = 2 * h + i / 2, c = i % 2;
+                float& to = sums[r][n][c];
+                const float magic = times(scale[c], -MAGIC), found = as_float(first[i]);  // exact in 22 bits
+                if constexpr (TWO_LEVEL && HALVES) {  // whole numbers below 2^24
+                    const float part = fused(as_float(second[i]), factors[SECOND][r], less[r]);
+                    const float whole = fused(plus(found, -MAGIC), factors[SCALE][r], part);
+                    to = fused(times(whole, scale[c]), factors[OUTER][r], to);
+                    if constexpr (MINIMA) to = fused(fused(as_float(least[i]), scale[c], magic), factors[LEAST_OUTER][r], to);
+                } else if constexpr (HALVES) {
+                    const float part = fused(found, factors[SCALE][r], less[r]);
+                    to = fused(fused(plus(as_float(second[i]), -MAGIC), factors[SECOND][r], part), scale[c], to);
+                } else {
+                    float value;
+                    if constexpr (!TWO_LEVEL && Codes::ZERO)
+                        value = fused(plus(found, -MAGIC), scale[c], times(sum[c], -(float)Codes::ZERO));
+                    else
+                        value = fused(found, scale[c], magic);
+                    to = fused(value, factors[SCALE][r], to);
+                    if constexpr (MINIMUM) to = fused(factors[MINIMUM_AT][r], sum[c], to);
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
+    __shared__ Step steps[2][2];
+    const int warp = threadIdx.x / 32, lane_of = threadIdx.x % 32, pair = warp % PAIRS, side = warp / PAIRS;
+    const Lane lane = Lane::make(lane_of);
+    // Blocks that follow one another share weights, as many as have their records in the GPU's cache.
+    const int rows_from = (blockIdx.z * gridDim.x + blockIdx.x) * ROWS;
+    if (rows_from >= args.m) return;
+
+    // Pairs of tiles as in linear.cu. The block's rows of records are copied by fours of threads.
+    const int half = GATE ? args.tiles / 2 : args.tiles;
+    const int wanted = GATE ? blockIdx.y * PAIRS + pair : 2 * (blockIdx.y * PAIRS + pair) + lane.g / 4;
+    // Beyond the matrix, a warp computes its last tile once more.
+    const int tile = (wanted < half ? wanted : half - 1) + (GATE ? lane.g / 4 * half : 0);
+    const auto span = [&](int step) { return args.w + tile * args.tile_bytes + (i64)(step / SPAN) * Weights::BYTES; };
+    const int row = rows_from + threadIdx.x / 4, records = (row < args.m ? row : args.m - 1) * args.x_stride;
+
+    const auto fetch = [&](Step (&to)[2], int step) {  // four threads copy a row's record
+        const u8* at = args.x + records + step / 2 * RECORD;
+        const int row = threadIdx.x / 4, t = threadIdx.x % 4;
+        if (row < ROWS) {
+            copy_eight(&to[0].numbers[row][t], at + 16 * t);
+            copy_eight(&to[1].numbers[row][t], at + 16 * t + 8);
+            if (t < 2) copy_eight(&to[t].scales[row], at + SCALES + 8 * t);
+        }
+        const int own = step + side;
+        if (own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
+    };
+    const auto unpack = [&](Step (&to)[2], int step) {  // a warp has one step of its pair
+        const int own = step + side;
+        if (own >= args.steps) return;
+        Codes codes;
+        Codes::load(codes, span(own) + Weights::HEAD + own % SPAN * Weights::STEP, lane);
+        write_factors<Scales>(to[side].factors[pair], span(own), lane, lane_of, own % SPAN);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint4 a;
+            operands(codes, lane, 2 * h, a.x, a.z);
+            operands(codes, lane, 2 * h + 1, a.y, a.w);
+            to[side].codes[pair][h][lane_of] = a;
+        }
+    };
+
+    Results sums, total;
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++) (&sums[0][0][0])[i] = (&total[0][0][0])[i] = 0;
+    const int most = rows_from + side * 8 * N < args.m ? 2 : 0;  // steps at once
+    At at = {0, 0};
+    fetch(steps[0], 0);
+    unpack(steps[0], 0);
+    for (int now = 0; at.chain < args.chains; now ^= 1) {
+        wait_copies();
+        __syncthreads();
+        At next = at;
+        At::advance(next, args);
+        const bool more = next.chain < args.chains;
+        if (more) fetch(steps[now ^ 1], next.step);
+        const int left = args.steps - at.step;
+#pragma unroll 1
+        for (int step = 0; step < (left < most ? left : most); step++)
+            multiply_step<Codes>(sums, steps[now][step], pair, side, lane_of);
+        if (next.chain != at.chain)
+#pragma unroll
+            for (int i = 0; i < 8 * N; i++) {
+                float &sum = (&sums[0][0][0])[i], &to = (&total[0][0][0])[i];
+                to = plus(to, sum), sum = 0;
+            }
+        if (more) unpack(steps[now ^ 1], next.step);
+        at = next;
+    }
+
+    const Ends ends = {{args.factors, args.factors ? args.factors + half : nullptr}, {args.bias, args.bias ? args.bias + args.rows : nullptr}};
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int c = 0; c < 2 / RECORD_ROWS; c++) {
+                const float value = FINE ? plus(total[r][n][0], total[r][n][1]) : total[r][n][c];
+                const float beside = GATE ? shuffle_xor(value, 16) : 0;  // the same row of the other tile
+                const int m = rows_from + side * 8 * N + 8 * n + 2 * lane.t + c, out = tile * 16 + 4 * lane.q + r;
+                if (m >= args.m || tile >= half || out >= args.rows) continue;
+                const float result = finished<GATE>(value, beside, Weights::UNIT, ends, tile, out, args.limit);
+                store((OUT*)args.y + (i64)(m / RECORD_ROWS) * args.y_stride + out, result);
+            }
+}
