@@ -36,9 +36,10 @@ _UNPACKED = 8 << 20
 def reads_records(weight: CudaWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
+    if not packed or weight.hadamard or not _by_kernels(rows, weight.parts[0]):
+        return False
     # Adapters change a prompt's rows by torch's products of bf16.
-    plain = not weight.hadamard and (rows <= MOST_ROWS or weight.adapters is None)
-    return packed and plain and _by_kernels(rows, weight.parts[0])
+    return rows <= MOST_ROWS or weight.adapters is None or not weight.adapters.of_rows
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:

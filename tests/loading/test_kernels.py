@@ -198,8 +198,7 @@ def test_part_on_gpu(gpu: FakeGpu, tmp_path: Path) -> None:
         with closing(decoder):
             run_passes(decoder)
     check(gpu)
-    long = {p for p in gpu.prepared if p.name == "unpack"}
-    assert {dict(p.macros)["OUT"] for p in long} == {"Bf16"}  # no embedding
+    assert not any(p.name == "unpack" for p in gpu.prepared)  # no embedding
 
 
 def test_progress(gpu: FakeGpu, tmp_path: Path) -> None:
