@@ -329,6 +329,9 @@ class Joined:
 
     def stage_moved(self) -> None:
         """Note that a unit has moved: parts with it would use its old memory."""
+        self._parts = [
+            part for part in self._parts if isinstance(part, Segment)
+        ]  # stages hold this
         self._moved = True
 
 
