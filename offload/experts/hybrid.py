@@ -60,7 +60,7 @@ class HybridExperts:
         gpu_rows: int = 0,
     ) -> None:
         self.watch: RoutingWatch | None = None
-        self._slots, self.memory = slots, memory
+        self.slots, self.memory = slots, memory
         self._gpu = slots.gpu
         self._host = host
         self._clock = clock
@@ -76,12 +76,12 @@ class HybridExperts:
     @property
     def hits(self) -> int:
         """Experts that were on the GPU when a layer asked for them."""
-        return self._slots.cache.hits
+        return self.slots.cache.hits
 
     @property
     def uses(self) -> int:
         """All experts that layers asked for."""
-        return self._slots.cache.demands
+        return self.slots.cache.demands
 
     def begin(self, routed: Routed, state: PassState) -> _Turn:
         """Begin to bring the rows and the choice to the host; ``state`` is on the GPU."""
@@ -93,14 +93,14 @@ class HybridExperts:
 
     def compute(self, turn: _Turn) -> Array:
         """Compute the slots of a layer's turn, on the GPU."""
-        routed, gpu, cache = turn.routed, self._gpu, self._slots.cache
+        routed, gpu, cache = turn.routed, self._gpu, self.slots.cache
         place, routing = routed.place, routed.routing
         crossing = turn.received is None
         turn.slots_array = gpu.ops.expert_slots(routed.rows, routing)
         if not crossing:
             self._begin(turn)
         if not crossing and routing.away and cache.resident(place).all():
-            self._slots.used(place, range(cache.count))
+            self.slots.used(place, range(cache.count))
             self._unread[place] = routing
         else:
             if turn.away:
@@ -119,19 +119,19 @@ class HybridExperts:
         if failed:
             self.settle()  # unawaited copies: these experts have slots already
         self.memory.pool(place).done(place)
-        self._slots.cache.release(place)
+        self.slots.cache.release(place)
         if turn.received is not None and not failed:
             self._fill(place)
 
     @property
     def reclaimable(self) -> int:
         """Bytes that ``evict`` could free."""
-        return self._slots.reclaimable
+        return self.slots.reclaimable
 
     def evict(self, nbytes: int) -> int:
         """Free ``nbytes`` of the GPU's slots, between passes; returns the bytes freed."""
         self.settle()
-        return self._slots.evict(nbytes)
+        return self.slots.evict(nbytes)
 
     def settle(self) -> None:
         """Wait until no copy to a slot is running: the slots' memory may be freed then."""
@@ -141,7 +141,7 @@ class HybridExperts:
     def _bring(self, place: int, expert: int) -> Event | None:
         """Begin to copy an expert from RAM, and note how long the link will be busy."""
         data = self.memory.pool(place).data(place, expert)
-        copied = self._slots.bring((place, expert), data)
+        copied = self.slots.bring((place, expert), data)
         self.memory.pool(place).cache.hold(place, [expert])
         self._copying.append((place, expert, copied))
         self._link_free = max(self._link_free, time.perf_counter()) + self._costs.fetch
@@ -169,20 +169,20 @@ class HybridExperts:
         """Note the earlier choice of a layer that did not wait for it: it has arrived long ago."""
         routing = self._unread.pop(place, None)
         if routing is not None:
-            self._slots.cache.touch(place, routing.experts, routing.scores)
-            self._slots.cache.release(place)
+            self.slots.cache.touch(place, routing.experts, routing.scores)
+            self.slots.cache.release(place)
 
     def _fill(self, place: int) -> None:
         """If the link is idle, copy the layer's expert that is most worth a slot."""
         if not self.fills or self._link_free > time.perf_counter():
             return
-        expert = self._slots.cache.candidate(place)
+        expert = self.slots.cache.candidate(place)
         if expert is not None and self.memory.pool(place).holds(place, expert):
             self._arriving[place, expert] = self._bring(place, expert)
 
     def _ahead(self, place: int) -> None:
         """Begin to copy the next layer's experts from RAM, as far as there is room."""
-        cache = self._slots.cache
+        cache = self.slots.cache
         if place >= cache.layers:
             return
         pool, resident = self.memory.pool(place), cache.resident(place)
@@ -199,7 +199,7 @@ class HybridExperts:
     def _begin(self, turn: _Turn) -> None:
         """Start the kernels for chosen experts that are in slots."""
         place, routing = turn.routed.place, turn.routed.routing
-        resident = self._slots.cache.resident(place)
+        resident = self.slots.cache.resident(place)
         if not routing.away:
             resident = resident & (routing.loads(len(resident)) > 0)
         held = resident.nonzero()[0].tolist()
@@ -214,7 +214,7 @@ class HybridExperts:
         """
         place, costs = turn.routed.place, self._costs
         if demand.resident.any():
-            self._slots.used(place, demand.experts[demand.resident].tolist())
+            self.slots.used(place, demand.experts[demand.resident].tolist())
         if demand.resident.all():
             return
         ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
@@ -241,7 +241,7 @@ class HybridExperts:
         self._at_once(turn, arriving | fetched)
         rest = [expert for expert in rest if expert not in fetched]
         while rest:  # more experts than slots: they replace those that are done
-            self._slots.cache.finish(place, [*held, *fetched])
+            self.slots.cache.finish(place, [*held, *fetched])
             more = self._fetch(turn, rest, wanted)
             if not more:
                 break
@@ -265,7 +265,7 @@ class HybridExperts:
         self, turn: _Turn, experts: Sequence[int], wanted: Demanded
     ) -> dict[int, Event | None]:
         """Begin to copy experts that are in RAM and worth a slot; returns each copy's event."""
-        cache, arrivals = self._slots.cache, dict[int, Event | None]()
+        cache, arrivals = self.slots.cache, dict[int, Event | None]()
         crossing, present = turn.received is None, set(wanted.present)
         for expert in sorted(present.intersection(experts)) if crossing else experts:
             if expert not in present:
@@ -279,7 +279,7 @@ class HybridExperts:
     def _on_gpu(self, turn: _Turn, experts: Sequence[int]) -> None:
         if experts:
             self._compute(turn, experts)
-            self._slots.used(turn.routed.place, experts)
+            self.slots.used(turn.routed.place, experts)
 
     def _compute(self, turn: _Turn, experts: Sequence[int]) -> None:
         """Start the GPU's kernels for those of ``experts`` that were chosen."""
@@ -287,7 +287,7 @@ class HybridExperts:
             return
         ops, routed = self._gpu.ops, turn.routed
         with self._clock.task("gpu", turn.label), ops.scope():
-            table = self._slots.cache.tables[routed.place]
+            table = self.slots.cache.tables[routed.place]
             ops.run_experts(
                 routed.rows, routed.routing, table, routed.spec, turn.slots_array, experts
             )

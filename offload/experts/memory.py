@@ -127,6 +127,11 @@ class ExpertMemory:
         return sum(pool.reclaimable for pool in self.pools)
 
     @property
+    def whole(self) -> bool:
+        """Whether all experts are in RAM."""
+        return all(pool.whole for pool in self.pools)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that have been read so far."""
         return self._reader.bytes_read

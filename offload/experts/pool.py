@@ -61,6 +61,7 @@ class ExpertPool:
         self._ended: deque[DemandLoad] = deque()
         self._queued: list[int] = []  # the present layer's experts that have no slot yet
         self._demanded: set[Key] = set()  # the present layer's experts that were absent
+        self._whole = False
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +77,14 @@ class ExpertPool:
         """Whether an expert is in a slot and fully loaded."""
         slot = self.cache.slot(layer, expert)
         return slot is not None and slot.load is None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all experts are in slots and loaded."""
+        if not self._whole and len(self.cache) == len(self._units):
+            self._settle_arrived()
+            self._whole = len(self.cache) == len(self._units) and not self.cache.loading()
+        return self._whole
 
     def data(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert that has a slot."""
@@ -146,7 +155,7 @@ class ExpertPool:
 
         Called between passes; reads ahead that have not begun are cancelled.
         """
-        before = self.nbytes
+        before, self._whole = self.nbytes, False
         loads = [self._load(*key) for key in self.cache.loading()]
         for load in self._reader.cancel(loads):
             self._forget(*self._keys[load.unit.name])

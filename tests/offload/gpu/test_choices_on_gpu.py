@@ -180,7 +180,7 @@ def test_layer_on_gpu_does_not_wait(
 
         def filled() -> bool:  # by what has been read to RAM by then
             extend(decoder, decoder.cache(200), list(range(40)))
-            return len(stage._slots.cache) == LAYERS * COUNT
+            return len(stage.slots.cache) == LAYERS * COUNT
 
         wait_for(filled)
         extend(decoder, decoder.cache(200), [1])

@@ -1,0 +1,305 @@
+"""The host's time for a mixture's layer whose experts GPU and CPU share, with kernels left out.
+
+    python -m benchmarks.moe.hybrid [--share 0.3] [--runs 5] [--json FILE]
+
+A GPU that computes nothing takes launches and makes choices up; recordings are replayed as a graph
+is, with one call. So what is left is the host's: Python, and the CPU's experts, which are small and
+reported apart. A layer is the difference between a deep and a shallow model, in time of the thread,
+by the median. Calls of a real driver come on top, a few microseconds each: they are counted, as
+launches, replays, copies, and events recorded and waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.command import cited_command, make_parser
+from benchmarks.common.random_store import RandomStore
+from benchmarks.common.record import Record, save, setting
+from localrt.models.decoder import Decoder
+from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Clock, Event
+from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Setup
+from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import ReadMode
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda import graph
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.launch import Grid, emulate
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.programs import Program
+from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch
+
+COUNT, USED = 128, 8
+DEPTHS = (4, 20)
+_PLENTY = 1 << 40
+# Seconds of an expert of Qwen3-30B-A3B in Q4_K_M: DDR5-5600, an RTX 4060, PCIe 4.0 x8.
+_CPU_S, _GPU_S, _FETCH_S, _LINK_LOAD = 5.5e-5, 2e-5, 2.12e-4, 0.17
+_PASSES = 40
+
+
+class StubbedGpu:
+    """See ``Launcher``: computes nothing, and makes choices up. ``calls`` counts what a driver
+    would be asked for, by name.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self._recorded: list[Callable[[], None]] | None = None
+        random = np.random.default_rng(0)
+        self._chosen = [random.permutation(COUNT).astype(np.int32) for _ in range(1000)]
+        self._shares = np.full(2 * COUNT, 0.1, np.float32)
+        self._next = 0
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: Any) -> None:
+        """See ``Launcher``."""
+        if self._recorded is None:
+            self.call(program.name)
+        if program.name != "choose":
+            return
+        choose = partial(self._choose, grid[0], type(args).from_buffer_copy(args))
+        choose() if self._recorded is None else self._recorded.append(choose)
+
+    def prepare(self, program: Program) -> None:
+        """See ``Launcher``."""
+
+    def call(self, name: str) -> None:
+        """Count a call."""
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def record(self, body: Callable[[], None], capture: Any) -> Callable[[], None]:
+        """See ``graph.record``; a replay makes choices, and nothing else."""
+        recorded = self._recorded = list[Callable[[], None]]()
+        try:
+            body()
+        finally:
+            self._recorded = None
+
+        def replay() -> None:
+            self.call("replay")
+            for each in recorded:
+                each()
+
+        return replay
+
+    def _choose(self, rows: int, args: Any) -> None:
+        shares = self._shares.ctypes.data
+        for row in range(rows):
+            self._next = (self._next + 1) % len(self._chosen)
+            chosen = self._chosen[self._next].ctypes.data
+            ctypes.memmove(args.chosen + 4 * row * args.ranked, chosen, 4 * args.ranked)
+        ctypes.memmove(args.scores, shares, 4 * rows * args.ranked)
+        ctypes.memmove(args.weights, shares, 4 * rows * args.used)
+
+
+class _CountedGpu(CudaGpu):
+    """Counts copies and events."""
+
+    def __init__(self, clock: Clock, stub: StubbedGpu) -> None:
+        copies = CudaCopies(device="cpu")
+        super().__init__(clock, CudaOps(device="cpu"), copies, capacity=_PLENTY)
+        self._stub = stub
+
+    def wait(self, event: Event | None) -> None:
+        """See ``Gpu``."""
+        self._stub.call("wait")
+
+    def record(self, *read: Any, last: bool = False) -> Event | None:
+        """See ``Gpu``."""
+        self._stub.call("event")
+        return None
+
+    def to_gpu(self, x: Array) -> Array:
+        """See ``Gpu``."""
+        self._stub.call("copy")
+        return super().to_gpu(x)
+
+    def to_host(self, x: Array) -> Array:
+        """See ``Gpu``."""
+        self._stub.call("copy")
+        return super().to_host(x)
+
+    def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
+        """See ``Gpu``."""
+        for name in ("event", "wait", "copy", "event", "wait"):  # and a copy when it is received
+            self._stub.call(name)
+        return super().send(x, routing)
+
+    def _begin_copy(self, source: Any, out: Any, after: Event | None) -> Event | None:
+        for name in ("copy", "event"):
+            self._stub.call(name)
+        return super()._begin_copy(source, out, after)
+
+
+@contextmanager
+def stubbed() -> Iterator[StubbedGpu]:
+    """Within, kernels and recordings are left to a stub."""
+    stub, before, record = StubbedGpu(), emulate(None), graph.record
+    emulate(stub)
+    graph.record = stub.record
+    try:
+        yield stub
+    finally:
+        emulate(before)
+        graph.record = record
+
+
+@contextmanager
+def shared_layers(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Iterator[Decoder]:
+    """A mixture of so many layers, a ``share`` of whose experts is on the GPU, others in RAM."""
+    config = {
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32},
+        **{"moe_intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"num_hidden_layers": layers, "num_experts": COUNT, "num_experts_per_tok": USED},
+        **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+        **{"norm_topk_prob": True, "tie_word_embeddings": False},
+    }
+    store: Any = RandomStore("Qwen3MoeForCausalLM", config, "int4-g32", folder)
+    names = [unit.name for unit in store.manifest.units]
+    experts = [name for name in names if ".expert." in name]
+    where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
+    where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+    clock = Clock()
+    decoder = Decoder(
+        open_pipeline(
+            Setup(
+                store=store,
+                config=store.decoder,
+                placement=Placement(where=where, kv=("vram",) * layers),
+                ops=NativeOps(threads=1),
+                clock=clock,
+                gpu=_CountedGpu(clock, stub),
+                expert_costs=ExpertCosts(
+                    cpu=lambda rows: rows * _CPU_S,
+                    gpu=lambda rows: rows * _GPU_S,
+                    fetch=_FETCH_S,
+                    link_load=_LINK_LOAD,
+                ),
+                mode=ReadMode(direct=False, threads=1, block=1 << 20),
+                files=store,
+                verify=False,
+                budget=_PLENTY,
+            )
+        )
+    )
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+
+
+def warm(decoder: Decoder) -> KVCache:
+    """Decode until all experts are in RAM, the GPU's slots are full, and the pass is recorded."""
+    hybrid: Any = decoder.weights.sparse["gpu"]  # type: ignore[attr-defined]
+    slots, cache = hybrid.slots.cache, decoder.cache(4000)
+    decode(decoder, cache)
+    while not hybrid.memory.whole or len(slots) < slots.capacity:
+        decode(decoder, cache)
+    for _ in range(5):
+        decode(decoder, cache)
+    return cache
+
+
+def decode(decoder: Decoder, cache: KVCache) -> None:
+    """One token."""
+    decoder.forward(Batch.extend([(cache, [1])]))
+
+
+def measure(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Record:
+    """Seconds and calls of a pass, medians; ``cpu_s`` are the CPU's experts."""
+    spent = 0.0
+    run_experts = NativeOps.run_experts
+
+    def timed(*args: Any, **options: Any) -> None:
+        nonlocal spent
+        started = time.thread_time()
+        run_experts(*args, **options)
+        spent += time.thread_time() - started
+
+    samples, calls, hits = list[tuple[float, float]](), dict[str, int](), 0.0
+    NativeOps.run_experts = timed  # type: ignore[method-assign]
+    try:
+        with shared_layers(stub, layers, share, folder) as decoder:
+            cache = warm(decoder)
+            before = decoder.weights.counts()
+            stub.calls.clear()
+            for _ in range(_PASSES):
+                spent, started = 0.0, time.thread_time()
+                decode(decoder, cache)
+                samples.append((time.thread_time() - started - spent, spent))
+            after, calls = decoder.weights.counts(), dict(stub.calls)
+    finally:
+        NativeOps.run_experts = run_experts  # type: ignore[method-assign]
+    hits = (after.expert_hits - before.expert_hits) / (after.expert_uses - before.expert_uses)
+    host, cpu = (statistics.median(sample) for sample in zip(*samples, strict=True))
+    return {
+        "host_s": host,
+        "cpu_s": cpu,
+        "calls": {name: count / _PASSES for name, count in sorted(calls.items())},
+        "hits": hits,
+    }
+
+
+def of_a_layer(share: float) -> Record:
+    """What a layer adds to a pass."""
+    with tempfile.TemporaryDirectory() as folder, stubbed() as stub:
+        found = [measure(stub, depth, share, Path(folder) / str(depth)) for depth in DEPTHS]
+    shallow, deep = found
+    more = DEPTHS[1] - DEPTHS[0]
+    calls = {
+        name: round((count - shallow["calls"].get(name, 0.0)) / more, 2)
+        for name, count in deep["calls"].items()
+    }
+    return {
+        "host_us": round(1e6 * (deep["host_s"] - shallow["host_s"]) / more, 1),
+        "cpu_us": round(1e6 * (deep["cpu_s"] - shallow["cpu_s"]) / more, 1),
+        "hits": round(deep["hits"], 3),
+        "calls": {name: count for name, count in calls.items() if count},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, save, print."""
+    parser = make_parser(__doc__, results="hybrid")
+    parser.add_argument("--share", type=float, default=0.3, help="of the experts, on the GPU")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    runs = [of_a_layer(args.share) for _ in range(args.runs)]
+    runs.sort(key=lambda run: float(run["host_us"]))
+    middle = runs[len(runs) // 2]
+    record: Record = {
+        **setting(cited_command("moe.hybrid", arguments), "torch", "numpy"),
+        "experts": COUNT,
+        "used": USED,
+        "share": args.share,
+        **middle,
+    }
+    save(args.json, record)
+    print(
+        f"{middle['host_us']:.0f} us of the host a layer, and {middle['cpu_us']:.0f} us of small "
+        f"experts on the CPU; {sum(middle['calls'].values()):.1f} calls of the driver: "
+        + ", ".join(f"{count:g} {name}" for name, count in middle["calls"].items())
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
