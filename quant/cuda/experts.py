@@ -42,8 +42,9 @@ from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.reference.experts import TorchExpertTable, route, run_each
 
-ADDRESSES = 8
-"""Of an expert: tiles of gate, up and down; their factors; biases of gate and up, and of down.
+ENTRY = 9
+"""Words of an expert's entry: the number of its kind, from 1 on, or 0 if it is not there; addresses
+of the tiles of gate, up and down, of their factors, of the biases of gate and up, and of down.
 
 Without a gate, up is in its place.
 """
@@ -78,8 +79,8 @@ class Plan:
 
 class _Plan(Structure):
     _fields_ = fields(
-        (c_void_p, "chosen parts slots"),
-        (c_int, "count used stride most size"),
+        (c_void_p, "experts chosen parts slots"),
+        (c_int, "count used stride most size kind"),
         (_Bits, "wanted"),
     )
 
@@ -87,7 +88,7 @@ class _Plan(Structure):
 class _Entries(Structure):
     _fields_ = fields(
         (c_void_p, "table"),
-        (c_uint64 * (_MOST_ENTRIES * ADDRESSES), "words"),
+        (c_uint64 * (_MOST_ENTRIES * ENTRY), "words"),
         (c_int * _MOST_ENTRIES, "experts"),
     )
 
@@ -104,7 +105,7 @@ class _Grouped(Structure):
 def write_entries(
     table: Tensor, experts: npt.NDArray[np.intp], entries: npt.NDArray[np.int64]
 ) -> None:
-    """Write ``entries`` (n, ADDRESSES) of ``experts`` (n,) to the table (E, ADDRESSES) int64.
+    """Write ``entries`` (n, ENTRY) of ``experts`` (n,) to the table (E, ENTRY) int64.
 
     Kernels that are started later see them.
     """
@@ -112,14 +113,15 @@ def write_entries(
         some = slice(first, first + _MOST_ENTRIES)
         args = _Entries(table.data_ptr())
         count = len(experts[some])
-        np.ctypeslib.as_array(args.words)[: count * ADDRESSES] = entries[some].reshape(-1)
+        np.ctypeslib.as_array(args.words)[: count * ENTRY] = entries[some].reshape(-1)
         np.ctypeslib.as_array(args.experts)[:count] = experts[some]
-        launch(table.device, _ENTRIES, (1, 1, 1), count * ADDRESSES, args)
+        launch(table.device, _ENTRIES, (1, 1, 1), count * ENTRY, args)
 
 
-def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
+def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
     """A pass whose rows chose the experts ``chosen`` (R, K) int32, of which ``wanted`` (E,) are
-    computed. Rows of ``chosen`` may lie apart.
+    computed: those that the table (E, ENTRY) then says are of kind ``number``. Rows of ``chosen``
+    may lie apart.
     """
     rows, used = chosen.shape
     experts, slots = int(np.count_nonzero(wanted)), rows * used
@@ -130,12 +132,13 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
     order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
     bits = np.packbits(wanted, bitorder="little")
     args = _Plan(
-        *pointers(chosen, parts, order),
+        *pointers(table, chosen, parts, order),
         slots,
         used,
         chosen.stride(0),
         most,
         size,
+        number,
         _Bits.from_buffer_copy(bits.tobytes().ljust(MOST_EXPERTS // 8, b"\0")),
     )
     launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
@@ -245,7 +248,7 @@ class CudaExpertTable(TorchExpertTable):
         super().__init__(count)
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
-        self._places: npt.NDArray[np.int64] = np.zeros((count, ADDRESSES), np.int64)
+        self._places: npt.NDArray[np.int64] = np.zeros((count, ENTRY), np.int64)
         self._moved = np.zeros(count, np.bool_)  # changes since the GPU's entries were written
         self._entries: Tensor | None = None
 
@@ -257,20 +260,24 @@ class CudaExpertTable(TorchExpertTable):
         super().put(expert, weights)
         described = _describe(weights) if len(self.kind_of) <= MOST_EXPERTS else None
         if described is None:
-            self.kind_of[expert] = -1
+            self.kind_of[expert], self._places[expert, 0] = -1, 0
+            self._moved[expert] = True
             return
-        kind, self._places[expert] = described
-        self._moved[expert] = True
+        kind, self._places[expert, 1:] = described
         if kind not in self.kinds:
             self.kinds.append(kind)
         self.kind_of[expert] = self.kinds.index(kind)
+        self._places[expert, 0] = self.kind_of[expert] + 1
+        self._moved[expert] = True
 
     def drop(self, expert: int) -> None:
         super().drop(expert)
         self.kind_of[expert] = -1
+        self._places[expert, 0] = 0
+        self._moved[expert] = True
 
     def entries(self, device: torch.device) -> Tensor:
-        """(E, ADDRESSES) int64 on the device: where experts lie, for kernels that start now."""
+        """(E, ENTRY) int64 on the device: where experts lie, for kernels that start now."""
         if self._entries is None:
             self._entries = torch.zeros(self._places.shape, dtype=torch.int64, device=device)
         if self._moved.any():
@@ -379,7 +386,8 @@ def run_kinds(
         if chosen is None:
             chosen = on_gpu(routing, normed.device).chosen_there
             entries = table.entries(normed.device)
-        run_kind(normed, plan_slots(chosen, same), entries, kind, spec, slots)
+        plan = plan_slots(chosen, entries, number + 1, same)
+        run_kind(normed, plan, entries, kind, spec, slots)
 
 
 def run_kind(

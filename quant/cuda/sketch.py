@@ -111,8 +111,8 @@ class SketchOps(CudaOps):
             self.expert_apart(normed, table[expert], spec)
         chosen = torch.zeros(rows, routing.used, dtype=torch.int32, device=self._device)
         for number, kind in enumerate(table.kinds):
-            plan = plan_slots(chosen, table.kind_of == number)
             entries = table.entries(self._device)
+            plan = plan_slots(chosen, entries, number + 1, table.kind_of == number)
             for size in sizes:
                 run_kind(normed, replace(plan, size=size), entries, kind, spec, slots)
 

@@ -5,18 +5,20 @@
 constexpr int MOST_EXPERTS = 1024;
 
 struct Plan {
+    const Expert* experts;
     const int* chosen;  // of each row the experts of its slots, rows `stride` apart
     Part* parts;        // those that are left over are empty
     int* slots;
     int count, used, stride;  // slots; of a row
-    int most, size;           // parts, and the slots of one
+    int most, size, kind;     // parts, and the slots of one; of the experts
     u32 wanted[MOST_EXPERTS / 32];
 };
 
-// The expert of a slot if it is wanted, else -1.
+// The expert of a slot if it is wanted, and there, else -1. So a recorded pass follows the table.
 FN int expert_of(const Plan& args, int slot) {
     const int expert = args.chosen[(i64)(slot / args.used) * args.stride + slot % args.used];
-    return args.wanted[expert / 32] >> expert % 32 & 1 ? expert : -1;
+    const bool wanted = args.wanted[expert / 32] >> expert % 32 & 1;
+    return wanted && args.experts[expert].kind == args.kind ? expert : -1;
 }
 
 extern "C" __global__ void plan(Plan args) {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from localrt.quant.cuda.experts import (
-    ADDRESSES,
+    ENTRY,
     Plan,
     Side,
     grouped_down,
@@ -20,6 +20,7 @@ from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.test_products import Matrix, inputs, matrix
 
 EXPERTS, USED, HIDDEN, INNER = 5, 2, 256, 80
+KIND = 2
 
 
 class Layer:
@@ -30,7 +31,7 @@ class Layer:
         self.down = [matrix(format_, HIDDEN - 8, HIDDEN, seed=50 + e) for e in range(EXPERTS)]
         self.biases = [torch.randn(2 * INNER) if e % 2 else None for e in range(EXPERTS)]
         self.side = Side(format_, INNER, HIDDEN), Side(format_, HIDDEN - 8, HIDDEN)
-        self.table = torch.full((EXPERTS, ADDRESSES), -1, dtype=torch.int64)
+        self.table = torch.full((EXPERTS, ENTRY), -1, dtype=torch.int64)
         entries = np.array([self._entry(e) for e in range(EXPERTS)])
         write_entries(self.table, np.arange(EXPERTS), entries)
 
@@ -43,7 +44,7 @@ class Layer:
             at = both.factor.data_ptr()
             factors = [at, at + 4 * half, down.factor.data_ptr()]
         places = [both.data.data_ptr(), up, down.data.data_ptr(), *factors]
-        return [*places, 0 if bias is None else bias.data_ptr(), 0]
+        return [KIND, *places, 0 if bias is None else bias.data_ptr(), 0]
 
 
 def choices(rows: int, seed: int = 3) -> torch.Tensor:
@@ -63,13 +64,18 @@ def slots_of(plan: Plan) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("rows", [1, 3, 8, 21, 64])
 def test_plan(emulator: Emulator, rows: int) -> None:
     chosen = choices(rows) * 9  # some of 40
+    table = torch.zeros(40, ENTRY, dtype=torch.int64)
+    there = np.arange(40) % 18 == 0
+    table[:, 0] = torch.from_numpy(np.where(there, KIND, KIND - 1))
     for wanted in (np.ones(40, np.bool_), np.arange(40) % 4 == 0, np.arange(40) == 27):
-        plan = plan_slots(chosen, wanted)
+        plan = plan_slots(chosen, table, KIND, wanted)
         parts = slots_of(plan)
         assert all(len(slots) <= plan.size for _, slots in parts)
         found = sorted((slot, expert) for expert, slots in parts for slot in slots)
         both = enumerate(chosen.reshape(-1).tolist())
-        assert found == [(slot, expert) for slot, expert in both if wanted[expert]]
+        assert found == [
+            (slot, expert) for slot, expert in both if wanted[expert] and there[expert]
+        ]
 
 
 # A variant of the kernel for each: one slot, four, eight, and 24 of an expert at once.
@@ -86,7 +92,7 @@ def test_plan(emulator: Emulator, rows: int) -> None:
 def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int, fine: bool) -> None:
     layer, x, chosen = Layer(name), inputs(rows, HIDDEN), choices(rows)
     hidden = torch.randn(rows * USED, HIDDEN)
-    plan = plan_slots(chosen, np.ones(EXPERTS, np.bool_))
+    plan = plan_slots(chosen, layer.table, KIND, np.ones(EXPERTS, np.bool_))
     records = quantize(x, fine=fine)
     inner = grouped_gate_up(records, plan, layer.table, layer.side[0], "swiglu_oai", 2.0)
     out = torch.full((rows * USED, HIDDEN - 8), float("nan"))
@@ -108,8 +114,8 @@ def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int, f
 def test_only_the_wanted_are_computed(emulator: Emulator) -> None:
     layer, chosen = Layer("q4_0"), choices(3)
     wanted = np.arange(EXPERTS) == 1
-    layer.table[~torch.from_numpy(wanted)] = -1  # the others are nowhere
-    plan = plan_slots(chosen, wanted)
+    layer.table[~torch.from_numpy(wanted), 1:] = -1  # the others are nowhere
+    plan = plan_slots(chosen, layer.table, KIND, wanted)
     out = torch.full((3 * USED, HIDDEN - 8), float("nan"))
     grouped_down(quantize(torch.randn(3 * USED, HIDDEN)), out, plan, layer.table, layer.side[1])
     assert torch.equal(out.isfinite().all(1), chosen.reshape(-1) == 1)
@@ -117,9 +123,9 @@ def test_only_the_wanted_are_computed(emulator: Emulator) -> None:
 
 
 def test_entries_are_written_where_they_belong(emulator: Emulator) -> None:
-    table = torch.zeros(100, ADDRESSES, dtype=torch.int64)
+    table = torch.zeros(100, ENTRY, dtype=torch.int64)
     experts = np.arange(1, 100, 2)  # more than one launch has room for
-    entries = np.arange(50 * ADDRESSES, dtype=np.int64).reshape(50, ADDRESSES) << 40
+    entries = np.arange(50 * ENTRY, dtype=np.int64).reshape(50, ENTRY) << 40
     write_entries(table, experts, entries)
     assert np.array_equal(table.numpy()[1::2], entries)
     assert not table[::2].any()
