@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.sharing import CudaShare
+from localrt.quant.cuda.stream import Between, Cut
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.kv import KVCache
@@ -52,6 +54,7 @@ DEPTHS = (4, 20)
 _PLENTY = 1 << 40
 # Seconds of an expert of Qwen3-30B-A3B in Q4_K_M: DDR5-5600, an RTX 4060, PCIe 4.0 x8.
 _CPU_S, _GPU_S, _FETCH_S, _LINK_LOAD = 5.5e-5, 2e-5, 2.12e-4, 0.17
+_START_S = 1e-4  # of the host, for a copy and what computes with it
 _PASSES = 40
 
 
@@ -62,7 +65,7 @@ class StubbedGpu:
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
-        self._recorded: list[Callable[[], None]] | None = None
+        self._recorded: list[Between] | None = None
         random = np.random.default_rng(0)
         self._chosen = [random.permutation(COUNT).astype(np.int32) for _ in range(1000)]
         self._shares = np.full(2 * COUNT, 0.1, np.float32)
@@ -72,10 +75,11 @@ class StubbedGpu:
         """See ``Launcher``."""
         if self._recorded is None:
             self.call(program.name)
-        if program.name != "choose":
+        does = {"choose": self._choose, "to_host": self._send}.get(program.name)
+        if does is None:
             return
-        choose = partial(self._choose, grid[0], type(args).from_buffer_copy(args))
-        choose() if self._recorded is None else self._recorded.append(choose)
+        kernel = partial(does, grid[0], type(args).from_buffer_copy(args))
+        kernel() if self._recorded is None else self._recorded.append(kernel)
 
     def prepare(self, program: Program) -> None:
         """See ``Launcher``."""
@@ -84,22 +88,32 @@ class StubbedGpu:
         """Count a call."""
         self.calls[name] = self.calls.get(name, 0) + 1
 
-    def record(self, body: Callable[[], None], capture: Any) -> Callable[[], None]:
-        """See ``graph.record``; a replay makes choices, and nothing else."""
-        recorded = self._recorded = list[Callable[[], None]]()
+    def record(self, body: Callable[[Cut], None], capture: Any) -> graph.Replay:
+        """See ``graph.record``; a graph makes choices, and nothing else."""
+        recorded = self._recorded = list[Between]([self._replay])
+
+        def cut(between: Between) -> None:
+            recorded.extend([between, self._replay])
+
         try:
-            body()
+            body(cut)
         finally:
             self._recorded = None
 
-        def replay() -> None:
-            self.call("replay")
+        def replay(check: Callable[[], None] | None = None) -> None:
             for each in recorded:
-                each()
+                each(check)
 
         return replay
 
-    def _choose(self, rows: int, args: Any) -> None:
+    def _replay(self, check: object) -> None:
+        self.call("replay")
+
+    def _send(self, blocks: int, args: Any, check: object = None) -> None:
+        ctypes.memmove(args.host_results, args.results, 4 * args.result_count)
+        ctypes.memset(args.host_rows, 0, 4 * args.row_count)
+
+    def _choose(self, rows: int, args: Any, check: object = None) -> None:
         shares = self._shares.ctypes.data
         for row in range(rows):
             self._next = (self._next + 1) % len(self._chosen)
@@ -151,14 +165,34 @@ class _CountedGpu(CudaGpu):
 @contextmanager
 def stubbed() -> Iterator[StubbedGpu]:
     """Within, kernels and recordings are left to a stub."""
-    stub, before, record = StubbedGpu(), emulate(None), graph.record
+    stub, before = StubbedGpu(), emulate(None)
     emulate(stub)
-    graph.record = stub.record
-    try:
+    with ExitStack() as held:
+        held.callback(emulate, before)
+        held.enter_context(replaced(graph, "record", stub.record))
+        for method, call in (("begin", "event"), ("receive", "wait")):
+            called = getattr(CudaShare, method)
+            held.enter_context(replaced(CudaShare, method, _counted(stub, called, call)))
         yield stub
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Within, ``owner`` has another attribute."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
     finally:
-        emulate(before)
-        graph.record = record
+        setattr(owner, name, before)
+
+
+def _counted(stub: StubbedGpu, called: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        stub.call(name)
+        return called(*args)
+
+    return counted
 
 
 @contextmanager
@@ -191,6 +225,7 @@ def shared_layers(stub: StubbedGpu, layers: int, share: float, folder: Path) -> 
                     gpu=lambda rows: rows * _GPU_S,
                     fetch=_FETCH_S,
                     link_load=_LINK_LOAD,
+                    start=_START_S,
                 ),
                 mode=ReadMode(direct=False, threads=1, block=1 << 20),
                 files=store,
@@ -234,19 +269,18 @@ def measure(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Record
         spent += time.thread_time() - started
 
     samples, calls, hits = list[tuple[float, float]](), dict[str, int](), 0.0
-    NativeOps.run_experts = timed  # type: ignore[method-assign]
-    try:
-        with shared_layers(stub, layers, share, folder) as decoder:
-            cache = warm(decoder)
-            before = decoder.weights.counts()
-            stub.calls.clear()
-            for _ in range(_PASSES):
-                spent, started = 0.0, time.thread_time()
-                decode(decoder, cache)
-                samples.append((time.thread_time() - started - spent, spent))
-            after, calls = decoder.weights.counts(), dict(stub.calls)
-    finally:
-        NativeOps.run_experts = run_experts  # type: ignore[method-assign]
+    with (
+        replaced(NativeOps, "run_experts", timed),
+        shared_layers(stub, layers, share, folder) as decoder,
+    ):
+        cache = warm(decoder)
+        before = decoder.weights.counts()
+        stub.calls.clear()
+        for _ in range(_PASSES):
+            spent, started = 0.0, time.thread_time()
+            decode(decoder, cache)
+            samples.append((time.thread_time() - started - spent, spent))
+        after, calls = decoder.weights.counts(), dict(stub.calls)
     hits = (after.expert_hits - before.expert_hits) / (after.expert_uses - before.expert_uses)
     host, cpu = (statistics.median(sample) for sample in zip(*samples, strict=True))
     return {

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
-from localrt.offload.device.gpu import Event
 from localrt.offload.reading.reader import DemandLoad
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
@@ -48,6 +47,7 @@ class Learned:
         self._features = np.zeros((layers, 5, count))
         self._features[:, 4] = 1.0
         self._rates = np.array(self.RATES)[:, None]
+        self._new = np.zeros((2, 1, count))  # of one row: chosen, shares of the scores
         self._keeps = 1.0 - np.array([*self.RATES, *self.RATES, 0.0])[:, None]
         self._weights = np.array([0.2, 0.3, 0.2, 0.3, 0.0])
         self._prior = self.PRIOR * np.eye(5) * used / count
@@ -73,11 +73,14 @@ class Learned:
         self._last = layer
         self._moments += features @ features.T
         if steps == 1:
-            self._target += features[:, chosen].sum(axis=1)
-            top = experts[0, : self._top]
+            new, top = self._new, self._top
+            new.fill(0.0)
+            new[0, 0, chosen] = 1.0
+            self._target += features @ new[0, 0]
+            new[1, 0, experts[0, :top]] = self._used * _shares_of(scores[0, :top])
             features *= self._keeps
-            features[:2, chosen] += self._rates
-            features[2:4, top] += self._rates * (self._used * _shares_of(scores[0, : self._top]))
+            averages = features[:4].reshape(2, 2, -1)
+            averages += self._rates * new
         else:
             happened = np.zeros(features.shape[1])
             happened[chosen] = rows / steps
@@ -114,6 +117,8 @@ _NOTHING = np.empty(0, np.intp)
 # How much more than its victim an expert must be worth to be loaded while the link idles:
 # experts that take turns would keep the link busy, and memory, for nothing.
 _MARGIN = 2.0
+STAYS = round(1 / min(Learned.RATES))
+"""Passes for which an expert that is worth a slot is taken to keep it: what slow averages span."""
 
 
 class Demand(NamedTuple):
@@ -128,13 +133,13 @@ class Demand(NamedTuple):
 class Slot:
     """An expert's place: ``memory``, filled by ``load``, which is None once the expert is loaded.
 
-    ``used`` is the event after which the old content is no longer read; ``made`` is the key and the
-    weights last made on the memory.
+    ``layer`` is that of the expert it had last on a GPU; ``made`` is the key and the weights last
+    made on the memory.
     """
 
     memory: Any
     load: DemandLoad | None = None
-    used: Event | None = None
+    layer: int | None = None
     made: tuple[object, ExpertWeights] | None = None
 
 
@@ -186,6 +191,7 @@ class ExpertCache:
         # Counts of reasons not to evict (absence is one); an expert without any has its worth.
         self._blocked = np.ones((layers, count), np.int32)
         self._worth = np.full((layers, count), np.inf)
+        self._stale = set[int]()  # layers whose worth is to be computed again
         self._flat = self._worth.reshape(-1)
         self._using = [_NOTHING] * layers
         self._ones = np.ones(used, np.intp)
@@ -214,6 +220,11 @@ class ExpertCache:
     def loading(self) -> list[Key]:
         """Experts that are being loaded."""
         return [key for key, slot in self._slots.items() if slot.load is not None]
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is room for all experts: nothing is ever evicted."""
+        return self.capacity >= self.layers * self.count
 
     # -- one layer of one pass -----------------------------------------------------------------
 
@@ -247,11 +258,11 @@ class ExpertCache:
         resident = self._resident[layer, chosen]
         self.hits += int(np.count_nonzero(resident))
         self.demands += len(chosen)
-        if self.capacity < self.layers * self.count:  # else nothing is ever evicted
+        if not self.complete:
             self.policy.touch(layer, chosen, rows, experts, scores)
         self._using[layer] = chosen
-        self._blocked[layer, chosen] += 1
-        self._refresh(layer)
+        self._blocked[layer][chosen] += 1
+        self._stale.add(layer)
         # A pass of many rows will need nearly all that later layers hold: it must not evict that
         # for what it is done with. Its own layers so far make room, if they hold enough to do so.
         held = self._resident[: layer + 1]
@@ -259,13 +270,18 @@ class ExpertCache:
         self._victims = self._flat[: (layer + 1) * self.count] if behind else self._flat
         return Demand(chosen, rows, resident)
 
+    def found(self, count: int) -> None:
+        """Count experts that a layer asked for and found, whichever they were."""
+        self.hits += count
+        self.demands += count
+
     def release(self, layer: int) -> None:
         """Mark all experts of a layer's latest pass as no longer in use."""
         using = self._using[layer]
         if using.size:
-            self._blocked[layer, using] -= 1
+            self._blocked[layer][using] -= 1
             self._using[layer] = _NOTHING
-            self._refresh(layer)
+            self._stale.add(layer)
 
     def finish(self, layer: int, experts: Iterable[int]) -> None:
         """Mark some experts of a layer's latest pass as no longer in use: they can be evicted."""
@@ -274,7 +290,7 @@ class ExpertCache:
         self._using[layer] = np.array([e for e in using if e not in done], np.intp)
         for expert in done.intersection(using):
             self._blocked[layer, expert] -= 1
-        self._refresh(layer)
+        self._stale.add(layer)
 
     def admit(self, layer: int, expert: int) -> Slot:
         """Give an expert a free slot, or that of the expert worth least.
@@ -299,31 +315,34 @@ class ExpertCache:
         self._slots[layer, expert].load = None
         self.tables[layer].put(expert, weights)
 
-    def candidate(self, layer: int) -> int | None:
+    def candidate(self, layer: int, gain: float = 0.0) -> int | None:
         """The absent expert of a layer most worth a slot, to be loaded while the link idles.
 
-        None if no slot is free and the expert is not worth well more than its victim. The policy's
-        values must be shares.
+        None if no slot is free and the expert is not worth well more than its victim, and at least
+        ``gain`` more. The policy's values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())
-        if self._resident[layer, best]:
+        worth = float(value[best])
+        if worth == -np.inf:
             return None
         if len(self._slots) < self.capacity:
             return best
-        least = self.least
-        return best if least < np.inf and float(value[best]) > _MARGIN * max(0.0, least) else None
+        if worth <= gain:  # finding the victim takes longer
+            return None
+        least = max(0.0, self.least)
+        return best if worth > max(_MARGIN * least, least + gain) else None
 
     @property
     def least(self) -> float:
         """The worth of the expert to be evicted next; infinite if none can be."""
-        return float(self._victims.min())
+        return float(self._worths().min())
 
     @property
     def room(self) -> int:
         """How many experts can be admitted now."""
         free = max(0, self.capacity - len(self._slots))
-        return free + int(np.count_nonzero(self._victims < np.inf))
+        return free + int(np.count_nonzero(self._worths() < np.inf))
 
     def widen(self) -> None:
         """Let later layers make room too in this pass: earlier ones have nothing to evict."""
@@ -341,7 +360,7 @@ class ExpertCache:
         """Undo one ``hold``."""
         for expert in experts:
             self._blocked[layer, expert] -= 1
-        self._refresh(layer)
+        self._stale.add(layer)
 
     def drop(self, layer: int, expert: int) -> None:
         """Free an expert's slot for the next one admitted."""
@@ -385,12 +404,16 @@ class ExpertCache:
         while self._spare:
             self._free(self._spare.pop().memory)
 
-    def _refresh(self, layer: int) -> None:
-        self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])
+    def _worths(self) -> Values:
+        """What may be evicted is worth, by layers and experts."""
+        while self._stale:
+            layer = self._stale.pop()
+            self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])
+        return self._victims
 
     def _evict_least(self) -> bool:
         """Evict the expert worth least; returns whether there was one."""
-        layer, expert = divmod(int(self._victims.argmin()), self.count)
+        layer, expert = divmod(int(self._worths().argmin()), self.count)
         if self._blocked[layer, expert]:
             return False
         self.drop(layer, expert)

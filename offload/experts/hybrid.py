@@ -4,8 +4,11 @@ The router runs on the GPU, and experts in its slots are started there before th
 were chosen. The host waits once, for the choice and the rows. Of the other experts some are copied
 over the link while the CPU computes the rest, as the scheduler decides by cost. Slots are combined
 on the GPU in the order of k: so the order of finishing has no effect. Experts in neither memory are
-read from the SSD and computed by the CPU. A layer whose experts are all on the GPU waits for
+read from the SSD and computed by the CPU. A model whose experts are all on the GPU waits for
 nothing.
+
+Short passes are recorded, with what the host does between two graphs: a layer then takes two
+launches, and what moves to or from the GPU meanwhile changes the layer's table there alone.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -14,16 +17,18 @@ followed by the next layer's, and computed in one launch when they have arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from localrt.models.layers.moe import Routed, RoutingWatch
+from localrt.models.layers.moe import Routed, RoutingWatch, Turn
 from localrt.models.layers.parts import Check, PassState
-from localrt.offload.device.gpu import Clock, Event
-from localrt.offload.experts.cache import Demand, Key
+from localrt.offload.device.gpu import Clock
+from localrt.offload.experts.cache import STAYS, Demand, Key
 from localrt.offload.experts.memory import ExpertMemory
-from localrt.offload.experts.pool import Demanded, GpuSlots
+from localrt.offload.experts.pool import Arrival, Demanded, GpuSlots
 from localrt.offload.experts.scheduler import (
     Assignment,
     ExpertCosts,
@@ -31,12 +36,15 @@ from localrt.offload.experts.scheduler import (
     schedule,
 )
 from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.experts import Share
+from localrt.quant.ops.protocol import Ops, Recorder
 
 _HELD_SHARE = 4  # copies ahead may hold one in so many of the RAM's slots
 
 Scheduler = Callable[..., Assignment]
+
+
+Mask = npt.NDArray[np.bool_]
 
 
 class HybridExperts:
@@ -44,7 +52,8 @@ class HybridExperts:
 
     ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
     expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts in RAM
-    or VRAM. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
+    or VRAM. ``recorder`` is the GPU's. ``scheduler``, and whether an idle link ``fills`` slots, may
+    be changed between passes.
     """
 
     capturable = False
@@ -58,20 +67,25 @@ class HybridExperts:
         costs: ExpertCosts,
         *,
         gpu_rows: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.watch: RoutingWatch | None = None
         self.slots, self.memory = slots, memory
-        self._gpu = slots.gpu
-        self._host = host
+        self.gpu = slots.gpu
+        self.host = host
         self._clock = clock
         self._costs = costs
+        # What a copy takes of the CPU's time, in uses of its expert, over the passes that it stays.
+        saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAYS
+        self._gain = (costs.start + costs.link_load * costs.fetch) / saved
+        self._plans: dict[object, list[int]] = {}  # which are copied over an idle link
         self._gpu_rows = gpu_rows
+        self._recorder = recorder
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # about when all requested copies end
-        self._copying: list[tuple[int, int, Event | None]] = []  # experts to keep in RAM meanwhile
-        self._arriving: dict[Key, Event | None] = {}  # experts copied to slots ahead of use
-        self._unread: dict[int, Routing] = {}  # routing that layers did not wait for
+        self._copying = deque[Arrival]()  # in order; in RAM, too, they stay meanwhile
+        self._arriving: dict[Key, Arrival] = {}  # of these, those that kernels do not find yet
 
     @property
     def hits(self) -> int:
@@ -83,45 +97,81 @@ class HybridExperts:
         """All experts that layers asked for."""
         return self.slots.cache.demands
 
-    def begin(self, routed: Routed, state: PassState) -> _Turn:
+    def records(self, rows: int) -> bool | None:
+        """Whether sparse layers can be recorded in a pass of so many rows; None if that is not
+        known before each layer has had an expert on the GPU.
+        """
+        if self.watch is not None or 0 < self._gpu_rows <= rows:
+            return False
+        sharable = {table.sharable for table in self.slots.cache.tables}
+        return False if False in sharable else None if None in sharable else True
+
+    def begin(self, routed: Routed, state: PassState) -> Turn:
         """Begin to bring the rows and the choice to the host; ``state`` is on the GPU."""
-        gpu, routing = self._gpu, routed.routing
+        gpu, routing = self.gpu, routed.routing
+        if self._recorder is not None:
+            table = self.slots.cache.tables[routed.place]
+            share = self._recorder.share(routed.rows, routing, table)
+            if share is not None:
+                return _RecordedTurn(self, routed, share)
         crossing = 0 < self._gpu_rows <= routing.rows
         received = None if crossing else gpu.send(routed.rows, routing)
-        self._read_earlier(routed.place)
-        return _Turn(self, routed, state.check, received)
+        return _EagerTurn(self, routed, state.check, received)
 
-    def compute(self, turn: _Turn) -> Array:
+    def compute(self, turn: _EagerTurn) -> Array:
         """Compute the slots of a layer's turn, on the GPU."""
-        routed, gpu, cache = turn.routed, self._gpu, self.slots.cache
+        routed, cache = turn.routed, self.slots.cache
         place, routing = routed.place, routed.routing
-        crossing = turn.received is None
-        turn.slots_array = gpu.ops.expert_slots(routed.rows, routing)
-        if not crossing:
-            self._begin(turn)
-        if not crossing and routing.away and cache.resident(place).all():
-            self.slots.used(place, range(cache.count))
-            self._unread[place] = routing
-        else:
+        turn.slots_array = self.gpu.ops.expert_slots(routed.rows, routing)
+        if turn.received is None:
             if turn.away:
                 routed.read(self.watch)
-            self._settle(place)
-            demand = cache.touch(place, routing.experts, routing.scores)
-            if turn.received is None:
-                self._cross(turn, demand)
-            else:
-                self._share(turn, demand, turn.received)
+            self._settle()
+            self._cross(turn, cache.touch(place, routing.experts, routing.scores))
+            return turn.slots_array
+        self._settle()
+        turn.there = self._there(place)
+        wanted = turn.there
+        if not routing.away:
+            wanted = wanted & (routing.loads(len(wanted)) > 0)
+        self._on_gpu(turn, wanted.nonzero()[0].tolist())
+        if not self._needs_no_host(turn):
+            if turn.away:
+                routed.read(self.watch)
+            self._share(turn, cache.touch(place, routing.experts, routing.scores))
         return turn.slots_array
 
-    def end(self, turn: _Turn, *, failed: bool) -> None:
-        """Release what the turn has held; an idle link fills a slot."""
-        place = turn.routed.place
+    def begin_replay(self, turn: _RecordedTurn) -> None:
+        """Before the graph with a layer's experts: tell the GPU which are there."""
+        self._settle()
+        turn.there = turn.share.begin()
+        self.slots.replayed(turn.routed.place)
+
+    def share_replay(self, turn: _RecordedTurn, check: Check | None) -> None:
+        """After the graph with a layer's experts: compute the others."""
+        place, share, failed = turn.routed.place, turn.share, True
+        share.filled.fill(0)
+        if self._needs_no_host(turn):
+            return
+        turn.check = check
+        try:
+            if check is not None:
+                check()
+            share.receive()
+            turn.routed.read(self.watch, share.routing)
+            experts, scores = share.routing.experts, share.routing.scores
+            self._share(turn, self.slots.cache.touch(place, experts, scores))
+            failed = False
+        finally:
+            self.end(place, failed=failed)
+        self.fill(place)
+
+    def end(self, place: int, *, failed: bool) -> None:
+        """Release what a layer's turn has held."""
         if failed:
             self.settle()  # unawaited copies: these experts have slots already
         self.memory.pool(place).done(place)
         self.slots.cache.release(place)
-        if turn.received is not None and not failed:
-            self._fill(place)
 
     @property
     def reclaimable(self) -> int:
@@ -135,50 +185,67 @@ class HybridExperts:
 
     def settle(self) -> None:
         """Wait until no copy to a slot is running: the slots' memory may be freed then."""
-        self._settle(None)
-        self._arriving.clear()
+        self._settle(wait=True)
 
-    def _bring(self, place: int, expert: int) -> Event | None:
+    def _needs_no_host(self, turn: _RecordedTurn | _EagerTurn) -> bool:
+        """Whether a turn is done, as all experts of the model are on the GPU for good."""
+        cache, routing = self.slots.cache, turn.routed.routing
+        if not (cache.complete and routing.away and turn.there.all()):
+            return False
+        if isinstance(turn, _EagerTurn):
+            self.slots.used(turn.routed.place, range(cache.count))
+        cache.found(min(cache.count, routing.rows * routing.used))
+        return True
+
+    def _there(self, place: int) -> Mask:
+        """(E,): the layer's experts that kernels find."""
+        there = self.slots.cache.resident(place)
+        for layer, expert in self._arriving:
+            if layer == place:
+                there = there.copy()
+                there[expert] = False
+        return there
+
+    def _bring(self, place: int, expert: int) -> Arrival:
         """Begin to copy an expert from RAM, and note how long the link will be busy."""
-        data = self.memory.pool(place).data(place, expert)
-        copied = self.slots.bring((place, expert), data)
-        self.memory.pool(place).cache.hold(place, [expert])
-        self._copying.append((place, expert, copied))
+        pool = self.memory.pool(place)
+        arrival = self.slots.bring((place, expert), pool.data(place, expert))
+        pool.cache.hold(place, [expert])
+        self._copying.append(arrival)
+        self._arriving[place, expert] = arrival
         self._link_free = max(self._link_free, time.perf_counter()) + self._costs.fetch
-        return copied
+        return arrival
 
-    def _settle(self, turn: int | None) -> None:
-        """Let go of experts in RAM whose copies have ended.
+    def _settle(self, *, wait: bool = False) -> None:
+        """Enter experts whose copies have ended, and let go of them in RAM.
 
-        In the ``turn`` of a layer running copies are not waited for, unless they hold too many of
-        RAM's slots; for the layer's own copies the GPU waits, not the host.
+        Running copies are not waited for, unless they hold too many of RAM's slots.
         """
-        left = list[tuple[int, int, Event | None]]()
-        for place, expert, copied in reversed(self._copying):
+        while self._copying:
+            arrival = self._copying[0]
+            (place, expert), copied = arrival.key, arrival.copied
             cache = self.memory.pool(place).cache
-            spared = place == turn or len(left) < cache.capacity // _HELD_SHARE
             if copied is not None:
-                if turn is not None and spared and not copied.query():
-                    left.append((place, expert, copied))
-                    continue
+                spared = len(self._copying) <= cache.capacity // _HELD_SHARE
+                if spared and not wait and not copied.query():
+                    return
                 copied.synchronize()
+            self._copying.popleft()
             cache.let_go(place, [expert])
-        self._copying = left[::-1]
+            if self._arriving.get(arrival.key) is arrival:
+                self._enter(arrival)
 
-    def _read_earlier(self, place: int) -> None:
-        """Note the earlier choice of a layer that did not wait for it: it has arrived long ago."""
-        routing = self._unread.pop(place, None)
-        if routing is not None:
-            self.slots.cache.touch(place, routing.experts, routing.scores)
-            self.slots.cache.release(place)
+    def _enter(self, arrival: Arrival) -> None:
+        del self._arriving[arrival.key]
+        self.slots.enter(arrival)
 
-    def _fill(self, place: int) -> None:
-        """If the link is idle, copy the layer's expert that is most worth a slot."""
+    def fill(self, place: int) -> None:
+        """If the link is idle, copy the layer's expert that is most worth a slot, if it pays."""
         if not self.fills or self._link_free > time.perf_counter():
             return
-        expert = self.slots.cache.candidate(place)
+        expert = self.slots.cache.candidate(place, self._gain)
         if expert is not None and self.memory.pool(place).holds(place, expert):
-            self._arriving[place, expert] = self._bring(place, expert)
+            self._bring(place, expert)
 
     def _ahead(self, place: int) -> None:
         """Begin to copy the next layer's experts from RAM, as far as there is room."""
@@ -193,116 +260,128 @@ class HybridExperts:
             if not cache.room or len(self._copying) >= most:
                 break
             if pool.holds(place, expert):
-                self._arriving[place, expert] = self._bring(place, expert)
+                self._bring(place, expert)
         cache.let_go(place, here)
 
-    def _begin(self, turn: _Turn) -> None:
-        """Start the kernels for chosen experts that are in slots."""
-        place, routing = turn.routed.place, turn.routed.routing
-        resident = self.slots.cache.resident(place)
-        if not routing.away:
-            resident = resident & (routing.loads(len(resident)) > 0)
-        held = resident.nonzero()[0].tolist()
-        for expert in held if self._arriving else ():
-            self._gpu.wait(self._arriving.pop((place, expert), None))
-        self._compute(turn, held)
-
-    def _share(self, turn: _Turn, demand: Demand, received: Callable[[], Array]) -> None:
-        """Compute chosen experts that are not in slots, on the processor that finishes first.
+    def _share(self, turn: _EagerTurn | _RecordedTurn, demand: Demand) -> None:
+        """Compute chosen experts that the GPU has not begun, on the processor that finishes first.
 
         Copies begin first, then the GPU's kernels: both go on while the CPU computes.
         """
-        place, costs = turn.routed.place, self._costs
-        if demand.resident.any():
-            self.slots.used(place, demand.experts[demand.resident].tolist())
-        if demand.resident.all():
+        place, there = turn.routed.place, turn.there[demand.experts].tolist()
+        if all(there):
             return
-        ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
-        plan = self.scheduler(demand.rows, demand.resident, costs, ready)
-        chosen = demand.experts.tolist()
-        absent = demand.experts[~demand.resident].tolist()
-        wanted = self.memory.pool(place).demand(place, turn.routed.routing, only=absent)
-        fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted)
-        self._at_once(turn, fetched)
-        rest = [expert for expert in absent if expert not in fetched]
-        if rest:
-            self._on_cpu(turn, rest, wanted, received())
+        chosen = zip(demand.experts.tolist(), there, strict=True)
+        absent = [expert for expert, found in chosen if not found]
+        wanted = self.memory.pool(place).demand(place, turn.routing, only=absent)
+        copied = self._worth_copying(demand, there)
+        if copied:
+            arrivals = self._fetch(turn, copied, wanted)
+            self._at_once(turn, arrivals)
+            fetched = {arrival.key[1] for arrival in arrivals}
+            absent = [expert for expert in absent if expert not in fetched]
+        if absent:
+            self._on_cpu(turn, absent, wanted)
 
-    def _cross(self, turn: _Turn, demand: Demand) -> None:
+    def _worth_copying(self, demand: Demand, there: Sequence[bool]) -> list[int]:
+        """Those of the experts that are not ``there`` which the scheduler copies, in its order."""
+        ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
+        rows = demand.rows.tolist()
+        key = self.scheduler, *zip(rows, there, strict=True)
+        known = None if ready.link else self._plans.get(key)
+        if known is None:
+            known = self.scheduler(rows, there, self._costs, ready).fetch
+        if not ready.link and len(rows) == self.slots.cache.used:  # of one row: there are few
+            self._plans[key] = known
+        return demand.experts[known].tolist() if known else []
+
+    def _cross(self, turn: _EagerTurn, demand: Demand) -> None:
         """Compute experts in RAM or VRAM on the GPU, the rest on the CPU."""
-        place = turn.routed.place
+        place, cache = turn.routed.place, self.slots.cache
         held = demand.experts[demand.resident].tolist()
         rest = demand.experts[~demand.resident].tolist()
-        wanted = self.memory.pool(place).demand(place, turn.routed.routing, only=rest)
-        arriving = {e: self._arriving.pop((place, e)) for e in held if (place, e) in self._arriving}
-        fetched = self._fetch(turn, rest, wanted)
+        wanted = self.memory.pool(place).demand(place, turn.routing, only=rest)
+        keys = [(place, expert) for expert in held]
+        arriving = [self._arriving[key] for key in keys if key in self._arriving]
+        fetched = self._fetch(turn, rest, wanted, most=True)
         self._ahead(place + 1)
-        self._on_gpu(turn, [expert for expert in held if expert not in arriving])
-        self._at_once(turn, arriving | fetched)
-        rest = [expert for expert in rest if expert not in fetched]
+        late = {arrival.key[1] for arrival in arriving}
+        self._on_gpu(turn, [expert for expert in held if expert not in late])
+        self._at_once(turn, [*arriving, *fetched])
+        done = {arrival.key[1] for arrival in fetched}
+        rest = [expert for expert in rest if expert not in done]
         while rest:  # more experts than slots: they replace those that are done
-            self.slots.cache.finish(place, [*held, *fetched])
-            more = self._fetch(turn, rest, wanted)
+            cache.finish(place, [*held, *done])
+            more = self._fetch(turn, rest, wanted, most=True)
             if not more:
                 break
             self._at_once(turn, more)
-            fetched |= more
-            rest = [expert for expert in rest if expert not in more]
+            done.update(arrival.key[1] for arrival in more)
+            rest = [expert for expert in rest if expert not in done]
         if rest:
-            self._on_cpu(turn, rest, wanted, self._gpu.to_host(turn.routed.rows))
+            self._on_cpu(turn, rest, wanted)
 
-    def _at_once(self, turn: _Turn, arrivals: Mapping[int, Event | None]) -> None:
+    def _at_once(self, turn: _EagerTurn | _RecordedTurn, arrivals: Sequence[Arrival]) -> None:
         """Compute all in one launch once they have arrived: the GPU waits, not the host.
 
         Single launches would begin sooner, but a copy takes many times as long as a product, and
         each launch costs the host the time of some products.
         """
-        for copied in arrivals.values():
-            self._gpu.wait(copied)
-        self._on_gpu(turn, list(arrivals))
+        for arrival in arrivals:
+            self.gpu.wait(arrival.copied)
+            self._enter(arrival)
+        self._on_gpu(turn, [arrival.key[1] for arrival in arrivals])
 
     def _fetch(
-        self, turn: _Turn, experts: Sequence[int], wanted: Demanded
-    ) -> dict[int, Event | None]:
-        """Begin to copy experts that are in RAM and worth a slot; returns each copy's event."""
-        cache, arrivals = self.slots.cache, dict[int, Event | None]()
-        crossing, present = turn.received is None, set(wanted.present)
-        for expert in sorted(present.intersection(experts)) if crossing else experts:
+        self,
+        turn: _EagerTurn | _RecordedTurn,
+        experts: Iterable[int],
+        wanted: Demanded,
+        *,
+        most: bool = False,
+    ) -> list[Arrival]:
+        """Begin to copy experts that are in RAM, as far as there is room; with ``most``, other
+        layers make room.
+        """
+        cache, arrivals = self.slots.cache, list[Arrival]()
+        present = set(wanted.present)
+        for expert in sorted(present.intersection(experts)) if most else experts:
             if expert not in present:
                 continue
-            if crossing and not cache.room:
+            if arrival := self._arriving.get((turn.routed.place, expert)):
+                arrivals.append(arrival)
+                continue
+            if most and not cache.room:
                 cache.widen()
             if cache.room:
-                arrivals[expert] = self._bring(turn.routed.place, expert)
+                arrivals.append(self._bring(turn.routed.place, expert))
         return arrivals
 
-    def _on_gpu(self, turn: _Turn, experts: Sequence[int]) -> None:
-        if experts:
-            self._compute(turn, experts)
-            self.slots.used(turn.routed.place, experts)
-
-    def _compute(self, turn: _Turn, experts: Sequence[int]) -> None:
+    def _on_gpu(self, turn: _EagerTurn | _RecordedTurn, experts: Sequence[int]) -> None:
         """Start the GPU's kernels for those of ``experts`` that were chosen."""
         if not experts:
             return
-        ops, routed = self._gpu.ops, turn.routed
+        ops, routed = self.gpu.ops, turn.routed
         with self._clock.task("gpu", turn.label), ops.scope():
             table = self.slots.cache.tables[routed.place]
             ops.run_experts(
                 routed.rows, routed.routing, table, routed.spec, turn.slots_array, experts
             )
+        self.slots.used(routed.place, experts)
 
-    def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, normed: Array) -> None:
+    def _on_cpu(
+        self, turn: _EagerTurn | _RecordedTurn, experts: Sequence[int], wanted: Demanded
+    ) -> None:
         """Compute those in RAM, then others as they arrive from the SSD; results go to the GPU."""
-        routing, place = turn.routed.routing, turn.routed.place
+        place = turn.routed.place
         pool = self.memory.pool(place)
-        same = self._host is self._gpu.ops
-        slots = turn.slots_array if same else self._host.expert_slots(normed, routing)
+        rows = turn.rows()
+        slots = turn.host_slots(rows)
 
         def compute(group: Sequence[int]) -> None:
             with self._clock.task("cpu", turn.label):
                 table = pool.cache.tables[place]
-                self._host.run_experts(normed, routing, table, turn.routed.spec, slots, group)
+                self.host.run_experts(rows, turn.routing, table, turn.routed.spec, slots, group)
             pool.computed(place, group)
 
         absent = set(wanted.absent)
@@ -312,24 +391,20 @@ class HybridExperts:
         for expert in wanted.absent:
             pool.arrive(place, expert, turn.check)
             compute([expert])
-        if same:
-            return
         asked = np.zeros(pool.cache.count, np.bool_)
         asked[experts] = True
-        index = asked[routing.chosen.reshape(-1)].nonzero()[0]
-        rows = self._gpu.to_gpu(slots[index])
-        with self._gpu.ops.scope():
-            turn.slots_array = self._gpu.ops.put_slots(turn.slots_array, index, rows)
+        turn.deliver(slots, asked[turn.routing.chosen.reshape(-1)])
 
 
-class _Turn:
+class _EagerTurn:
     """One layer's turn in a pass: see ``Turn``.
 
     ``received`` waits for the rows on the host; it is None in a long pass, in which the GPU
-    computes all experts in RAM or VRAM.
+    computes all experts in RAM or VRAM. ``there`` are those that kernels find.
     """
 
     slots_array: Array = None
+    there: Mask
 
     def __init__(
         self,
@@ -340,13 +415,10 @@ class _Turn:
     ) -> None:
         self._experts = experts
         self.routed, self.check, self.received = routed, check, received
+        self.routing = routed.routing
         self.away = routed.routing.away  # the host does not know the choice yet
+        self.label = f"layers.{routed.layer}.experts"
         self._done = False
-
-    @property
-    def label(self) -> str:
-        """The label of its tasks."""
-        return f"layers.{self.routed.layer}.experts"
 
     def slots(self) -> Array:
         """The slots of all chosen experts."""
@@ -355,5 +427,64 @@ class _Turn:
         return slots
 
     def end(self) -> None:
-        """Release what the turn has held."""
-        self._experts.end(self, failed=not self._done)
+        """Release what the turn has held; an idle link fills a slot."""
+        place = self.routed.place
+        self._experts.end(place, failed=not self._done)
+        if self.received is not None and self._done:
+            self._experts.fill(place)
+
+    def rows(self) -> Array:
+        """The rows on the host."""
+        gpu = self._experts.gpu
+        return gpu.to_host(self.routed.rows) if self.received is None else self.received()
+
+    def host_slots(self, rows: Array) -> Array:
+        """Where the host's experts fill slots."""
+        if self._experts.host is self._experts.gpu.ops:
+            return self.slots_array
+        return self._experts.host.expert_slots(rows, self.routing)
+
+    def deliver(self, slots: Array, filled: Mask) -> None:
+        """Take those of the host's slots that it has ``filled`` to the GPU."""
+        gpu = self._experts.gpu
+        if slots is self.slots_array:
+            return
+        index = filled.nonzero()[0]
+        rows = gpu.to_gpu(slots[index])
+        with gpu.ops.scope():
+            self.slots_array = gpu.ops.put_slots(self.slots_array, index, rows)
+
+
+class _RecordedTurn:
+    """One layer's turn in all passes that replay what is recorded: see ``Turn``."""
+
+    there: Mask
+    check: Check | None = None
+
+    def __init__(self, experts: HybridExperts, routed: Routed, share: Share) -> None:
+        self._experts = experts
+        self.routed, self.share = routed, share
+        self.routing, self.slots_array = share.routing, share.slots
+        self.label = f"layers.{routed.layer}.experts"
+        share.cut(lambda check: experts.begin_replay(self))
+
+    def slots(self) -> Array:
+        """The slots of all chosen experts."""
+        self.share.compute(self.routed.spec)
+        self.share.cut(lambda check: self._experts.share_replay(self, check))
+        return self.share.take()
+
+    def end(self) -> None:
+        """Nothing to do: each replay ends its turn itself."""
+
+    def rows(self) -> Array:
+        """The rows on the host."""
+        return self.share.rows
+
+    def host_slots(self, rows: Array) -> Array:
+        """Where the host's experts fill slots."""
+        return self.share.host_slots
+
+    def deliver(self, slots: Array, filled: Mask) -> None:
+        """The next graph takes those of the host's slots that it has ``filled``."""
+        self.share.filled[:] = filled

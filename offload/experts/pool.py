@@ -18,7 +18,7 @@ import numpy as np
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
-from localrt.offload.experts.cache import ExpertCache, Key
+from localrt.offload.experts.cache import ExpertCache, Key, Slot
 from localrt.offload.reading.reader import DemandLoad, DemandReader
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import ExpertWeights, Routing
@@ -108,6 +108,8 @@ class ExpertPool:
 
         Resident experts keep their slots until ``computed``. Experts not in ``only`` are ignored.
         """
+        if only is not None and self.whole:
+            return Demanded(tuple(only), ())
         self._settle_arrived()
         wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
         there = wanted.resident
@@ -229,6 +231,16 @@ class ExpertPool:
         self.cache.drop(layer, expert)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An expert on its way to a ``slot`` on a GPU, where it is when ``copied`` has happened."""
+
+    key: Key
+    slot: Slot
+    copied: Event | None
+    weights: ExpertWeights
+
+
 class GpuSlots:
     """Slots on a GPU, with memory from ``memory``; ``cache`` says which of ``units`` they hold.
 
@@ -248,18 +260,20 @@ class GpuSlots:
         self._units = units
         self._memory = memory
         self._build = build
+        self._last: dict[int, Event | None] = {}  # use by eager kernels, by layer
+        self._replayed: set[int] = set()  # layers used since by recorded ones
         self._layouts: dict[Key, Hashable] = {}
         self._alike: dict[Hashable, Hashable] = {}
 
-    def bring(self, key: Key, data: Any) -> Event | None:
-        """Begin to copy an expert's bytes, ``data`` in RAM, to a slot; returns the copy's event.
+    def bring(self, key: Key, data: Any) -> Arrival:
+        """Begin to copy an expert's bytes, ``data`` in RAM, to a slot.
 
-        Its table holds it from now on, for kernels that wait for the event. Until then ``data``
-        must stay as it is.
+        ``data`` must stay as it is until the copy has ended. Its table holds it from ``enter`` on.
         """
         unit, slot = self._units[key], self.cache.admit(*key)
         memory = slot.memory[: unit.nbytes]
-        copied = self.gpu.begin_copy(unit.name, data, memory, slot.used)
+        copied = self.gpu.begin_copy(unit.name, data, memory, self._unused(slot))
+        slot.layer = key[0]
         layout = self._layout(key)
         if layout is None:
             self.gpu.wait(copied)
@@ -267,20 +281,33 @@ class GpuSlots:
             with self.gpu.ops.scope():
                 slot.made = layout, self._build(key, unit, memory, data)
         if layout is None:
-            slot.used = self.gpu.record(slot.memory)
-        self.cache.fill(*key, slot.made[1])
-        return copied
+            self._last[slot.layer] = self.gpu.record(slot.memory)
+        return Arrival(key, slot, copied, slot.made[1])
+
+    def enter(self, arrival: Arrival) -> None:
+        """Have kernels find an expert that has arrived, or that they wait for."""
+        if self.cache.slot(*arrival.key) is arrival.slot:
+            self.cache.fill(*arrival.key, arrival.weights)
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         """Record that kernels have been started that use these experts."""
-        slots = []
-        for expert in experts:
-            slot = self.cache.slot(layer, expert)
-            assert slot is not None, "what a pass uses stays"
-            slots.append(slot)
-        event = self.gpu.record(*(slot.memory for slot in slots))
-        for slot in slots:
-            slot.used = event
+        slots = (self.cache.slot(layer, expert) for expert in experts)
+        self._last[layer] = self.gpu.record(*(slot.memory for slot in slots if slot is not None))
+        self._replayed.discard(layer)
+
+    def replayed(self, layer: int) -> None:
+        """A recording has been started that uses any of a layer's experts: the event is recorded
+        once it is asked for.
+        """
+        self._replayed.add(layer)
+
+    def _unused(self, slot: Slot) -> Event | None:
+        """The event after which nobody reads a slot's content."""
+        if slot.layer is None:
+            return None
+        if slot.layer in self._replayed:
+            return self.gpu.record(slot.memory)
+        return self._last.get(slot.layer)
 
     def _layout(self, key: Key) -> Hashable:
         """A key for how an expert's weights lie in its memory: most experts share one. None if they

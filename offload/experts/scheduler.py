@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 class ExpertCosts:
     """Seconds for one expert of a layer: on either device by the rows that it sees.
 
-    ``fetch`` is the copy over the link. ``link_load`` is the share of the CPU's speed lost while
-    copies run, since both read the same memory: about link over memory bandwidth where the CPU's
-    kernels are bound by memory.
+    ``fetch`` is the copy over the link. Starting it and the expert's kernels takes the host
+    ``start``, in which the CPU computes nothing. ``link_load`` is the share of the CPU's speed lost
+    while copies run, since both read the same memory: about link over memory bandwidth where the
+    CPU's kernels are bound by memory.
     """
 
     cpu: Callable[[int], float]
     gpu: Callable[[int], float]
     fetch: float
     link_load: float = 0.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.link_load < 1:
@@ -108,7 +110,8 @@ def schedule(
         if copies:
             link += costs.fetch
             gpu = max(gpu, link) + gpu_s[counts[absent[copies - 1]]]
-        cpu = loaded_end(ready.cpu, left[len(absent) - copies], link, costs.link_load)
+        begin = ready.cpu + copies * costs.start
+        cpu = loaded_end(begin, left[len(absent) - copies], link, costs.link_load)
         end = gpu if cached or copies else 0.0
         if copies < len(absent):
             end = max(end, cpu + ready.cpu_back)

@@ -279,6 +279,7 @@ class _Opening:
                 setup.clock,
                 setup.expert_costs,
                 gpu_rows=placement.gpu_rows,
+                recorder=gpu.recorder,
             )
             self.held.callback(hybrid.settle)
         return runners
@@ -317,7 +318,7 @@ class _Opening:
                 )
             else:
                 moved = _layer_moved(lane, segments)
-                stage = Stage(unit, setup.where(unit), lane, load, moved, sparse=sparse)
+                stage = Stage(unit, setup.where(unit), lane, load, moved, experts=experts)
                 self.stages[unit.name] = stage
 
     def _make_head(self, cpu: Lane, gpu: Lane | None, joined: Joined) -> list[Stage]:

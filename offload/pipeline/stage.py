@@ -1,16 +1,16 @@
 """A unit in a pass: where its weights are, and the part of the model made of them.
 
 A stage is called like its part and has its lane run it; ``balance.py`` changes its place. Where a
-GPU's ``Ops`` records, consecutive stages are one launch, a graph segment. A segment ends where
-another processor continues, where a unit comes through a ring (it is a segment of its own), and
-where the host must read the router's choice. Neighbouring slices of the head are computed as
+GPU's ``Ops`` records, consecutive stages are one graph segment, launched at once but for what the
+host does in sparse layers. A segment ends where another processor continues, and where a unit comes
+through a ring (it is a segment of its own). Neighbouring slices of the head are computed as
 one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +22,8 @@ from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.parts import Head, PassState
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Slab
+from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.memory import CpuExperts
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
@@ -76,8 +78,8 @@ class Stage:
     ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is made on
     them if they are used in place. With ``keep`` the unit is copied as it passes through the ring:
     to ``copy``, which becomes its resident memory after the pass, in RAM or in the slab that it is
-    ``returning`` to. A ``sparse`` layer on a GPU is timed by its experts' runner, which sees the
-    router's choice.
+    ``returning`` to. ``experts`` runs those of a sparse layer, and times the layer on a GPU, as it
+    sees the router's choice.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class Stage:
         load: Callable[[WeightLoader], Part],
         moved: Callable[[], None] = lambda: None,
         *,
-        sparse: bool = False,
+        experts: CpuExperts | HybridExperts | None = None,
     ) -> None:
-        self.unit, self.name = unit, unit.name
-        self.sparse, self.timed = sparse, not sparse or lane.gpu is None
+        self.unit, self.name, self.experts = unit, unit.name, experts
+        self.timed = experts is None or lane.gpu is None
         self.where = where
         self.lane = lane
         self.memory: Any | None = None
@@ -240,42 +242,65 @@ class CrossingStage(Stage):
             super().__call__(state)
 
 
+_Named = tuple[str, Part, HybridExperts | None]
+
+
 class Segment:
-    """Consecutive parts on ``lane``, by name, whose weights are resident. ``of`` are the parts of
-    its stages.
+    """Consecutive parts on ``lane``, by name, whose weights are resident; sparse layers with what
+    runs their experts. ``of`` are the parts of its stages.
     """
 
     timed = True
     passing: Sequence[StoredUnit] = ()
 
     def __init__(
-        self, lane: Lane, parts: Sequence[tuple[str, Part]], of: tuple[Part | None, ...]
+        self, lane: Lane, parts: Sequence[_Named], of: tuple[Part | None, ...] = ()
     ) -> None:
         self._lane, self.of = lane, of
         self._parts = parts
-        (first, _), (last, _) = parts[0], parts[-1]
+        self._experts = {experts for *_, experts in parts if experts is not None}
+        first, last = parts[0][0], parts[-1][0]
         self.name = first if len(parts) == 1 else f"{first} to {last}"
 
     def __call__(self, state: StreamedState) -> None:
         """Compute the parts: as one recording if the pass is recorded, else one by one."""
-        lane, recorder = self._lane, self._lane.recorder
+        lane = self._lane
         state.enter(lane)
-        if recorder is not None and recorder.takes(state.step, self, len(self._parts)):
+        records = [experts.records(state.rows) for experts in self._experts]
+        if None in records or (all(records) and not self._takes(state)):
+            self._one_by_one(state)
+        elif all(records):
             lane.run(self, state)
-            return
-        for number, (name, part) in enumerate(self._parts):
+        else:
+            for segment in self._apart:
+                if segment._experts or not segment._takes(state):
+                    segment._one_by_one(state)
+                else:
+                    lane.run(segment, state)
+
+    def _takes(self, state: StreamedState) -> bool:
+        """Whether this pass computes the parts as a recording."""
+        recorder = self._lane.recorder
+        return recorder is not None and recorder.takes(state.step, self, len(self._parts))
+
+    @cached_property
+    def _apart(self) -> list[Segment]:
+        """Sparse layers, and what is between them."""
+        groups = groupby(self._parts, lambda part: part[2])
+        return [Segment(self._lane, list(group)) for _, group in groups]
+
+    def _one_by_one(self, state: StreamedState) -> None:
+        for number, (name, part, experts) in enumerate(self._parts):
             if number and state.check is not None:
                 state.check()
-            lane.compute(part, name, state)
+            self._lane.compute(part, name, state, timed=experts is None)
 
     def compute(self, state: StreamedState) -> None:
         """The same within a step of the lane, whose units have arrived."""
-        recorder = self._lane.recorder
-        assert recorder is not None, "without one its parts are called"
-        if recorder.takes(state.step, self, len(self._parts)):
+        if self._takes(state):
             self._replay(state)
             return
-        for _, part in self._parts:
+        for _, part, _ in self._parts:
             part(state)
 
     def part_of(self, memories: Sequence[Any]) -> Part:
@@ -284,21 +309,23 @@ class Segment:
 
     def forget(self) -> None:
         """Drop its recordings."""
-        if self._lane.recorder is not None:
-            self._lane.recorder.forget(self)
+        for segment in (self, *self.__dict__.get("_apart", ())):
+            if self._lane.recorder is not None:
+                self._lane.recorder.forget(segment)
 
     def _replay(self, state: StreamedState) -> None:
         recorder = self._lane.recorder
         assert recorder is not None, "it takes the pass"
-        logits = recorder.run(state.step, state.x, self, partial(self._run, state.wanted))
+        body = partial(self._run, state.wanted)
+        logits = recorder.run(state.step, state.x, self, body, state.check)
         if logits is not None:
-            _, head = self._parts[-1]
+            head = self._parts[-1][1]
             assert isinstance(head, Head), "others make no logits"
             head.fill(state, logits)
 
     def _run(self, wanted: npt.NDArray[np.intp], step: Pass, x: Array) -> Array:
         state = PassState(self._lane.ops, step, x, wanted)
-        for _, part in self._parts:
+        for _, part, _ in self._parts:
             part(state)
         return state.x
 
@@ -352,14 +379,15 @@ def _recording_lane(numbered: tuple[int, Stage]) -> tuple[Lane | None, int]:
     pieces it belongs to. Segments end with a piece, so that few change when a unit moves.
     """
     index, stage = numbered
-    stays = stage.part is not None and not stage.sparse
+    stays = stage.part is not None and not isinstance(stage.experts, CpuExperts)
     lane = stage.lane if stays and stage.lane.recorder is not None else None
     return lane, index // RECORDED_PARTS
 
 
-def _named(stage: Stage) -> tuple[str, Part]:
+def _named(stage: Stage) -> _Named:
     assert stage.part is not None, "its weights stay where they are"
-    return stage.name, stage.part
+    assert not isinstance(stage.experts, CpuExperts), "they are the CPU's"
+    return stage.name, stage.part, stage.experts
 
 
 def head_stage(
@@ -387,7 +415,7 @@ def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
     for run in runs:
         if run[0].part is not None:
             part = _joined(config, run, [stage.memory for stage in run])
-            parts.append(Segment(run[0].lane, [("head", part)], tuple(s.part for s in run)))
+            parts.append(Segment(run[0].lane, [("head", part, None)], tuple(s.part for s in run)))
         else:
             parts.append(run[0] if len(run) == 1 else _PassingRun(run, partial(_joined, config)))
     return parts

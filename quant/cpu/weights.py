@@ -226,7 +226,7 @@ def _matrix(tensor: TiledTensor, site: int) -> Matrix:
 class NativeExpertTable:
     """See ``ExpertTable``. All experts of a table have one shape, but any formats."""
 
-    capturable = False
+    capturable = sharable = False
 
     def __init__(self, count: int) -> None:
         self._parts = (ExpertParts * count)()

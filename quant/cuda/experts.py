@@ -249,41 +249,57 @@ class CudaExpertTable(TorchExpertTable):
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ENTRY), np.int64)
-        self._moved = np.zeros(count, np.bool_)  # changes since the GPU's entries were written
+        self._apart = False  # whether there has been an expert of no kind
+        self.present = np.zeros(count, np.bool_)  # those that the GPU's entries are to have
+        self._moved = set[int]()  # changes since they were written
         self._entries: Tensor | None = None
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
         return bool((self.kind_of >= 0).all())
 
+    @property
+    def sharable(self) -> bool | None:  # type: ignore[override]
+        return False if self._apart else True if self.kinds else None
+
     def put(self, expert: int, weights: ExpertWeights) -> None:
         super().put(expert, weights)
         described = _describe(weights) if len(self.kind_of) <= MOST_EXPERTS else None
         if described is None:
-            self.kind_of[expert], self._places[expert, 0] = -1, 0
-            self._moved[expert] = True
+            self._apart = True
+            self._leave(expert)
             return
         kind, self._places[expert, 1:] = described
         if kind not in self.kinds:
             self.kinds.append(kind)
         self.kind_of[expert] = self.kinds.index(kind)
         self._places[expert, 0] = self.kind_of[expert] + 1
-        self._moved[expert] = True
+        self.present[expert] = True
+        self._moved.add(expert)
 
     def drop(self, expert: int) -> None:
         super().drop(expert)
+        self._leave(expert)
+
+    def _leave(self, expert: int) -> None:
         self.kind_of[expert] = -1
-        self._places[expert, 0] = 0
-        self._moved[expert] = True
+        if self.present[expert]:
+            self.present[expert], self._places[expert, 0] = False, 0
+            self._moved.add(expert)
 
     def entries(self, device: torch.device) -> Tensor:
         """(E, ENTRY) int64 on the device: where experts lie, for kernels that start now."""
+        entries = self.memory(device)
+        if self._moved:
+            moved = np.array(sorted(self._moved))
+            write_entries(entries, moved, self._places[moved])
+            self._moved.clear()
+        return entries
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Where the entries are; they may not have been written yet."""
         if self._entries is None:
             self._entries = torch.zeros(self._places.shape, dtype=torch.int64, device=device)
-        if self._moved.any():
-            moved = self._moved.nonzero()[0]
-            write_entries(self._entries, moved, self._places[moved])
-            self._moved[:] = False
         return self._entries
 
 
@@ -387,6 +403,19 @@ def run_kinds(
             chosen = on_gpu(routing, normed.device).chosen_there
             entries = table.entries(normed.device)
         plan = plan_slots(chosen, entries, number + 1, same)
+        run_kind(normed, plan, entries, kind, spec, slots)
+
+
+def run_present(
+    normed: Tensor, routing: CudaRouting, table: CudaExpertTable, spec: ExpertSpec, slots: Tensor
+) -> None:
+    """Fill the slots of experts whose entries are there when the kernels run, of the kinds that the
+    table has had so far.
+    """
+    entries = table.memory(normed.device)
+    everyone = np.ones(len(table.kind_of), np.bool_)
+    for number, kind in enumerate(table.kinds, 1):
+        plan = plan_slots(routing.chosen_there, entries, number, everyone)
         run_kind(normed, plan, entries, kind, spec, slots)
 
 

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -25,13 +26,18 @@ from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.launch import upload
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
+from localrt.quant.cuda.routing import CudaRouting
+from localrt.quant.cuda.sharing import CudaShare
 from localrt.quant.cuda.stream import (
+    Between,
     CudaPass,
+    Cut,
     Logits,
     Numbers,
     Recording,
     Stream,
 )
+from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
@@ -41,6 +47,8 @@ _NOTED = 64
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
 _MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
 _IDLE = 64  # passes after which an unused shape may be replaced
+
+Check: TypeAlias = Callable[[], None]
 
 
 class RecordedOps(Protocol):
@@ -123,6 +131,7 @@ class Recordings:
         x: Stream,
         key: object,
         body: Callable[[CudaPass, Stream], Stream],
+        check: Check | None = None,
     ) -> Logits | None:
         assert isinstance(step, StaticStep), "it takes the pass"
         static, before = step.static, x.settle()
@@ -132,7 +141,7 @@ class Recordings:
             after = body(step, Stream(values)).settle()
             assert after is values, "steps add to the stream where it is"
 
-        logits = static.run(key, step, settled, before)
+        logits = static.run(key, step, settled, before, check)
         x.values = values
         return None if logits is None else np.array(logits.cpu().numpy())
 
@@ -142,6 +151,13 @@ class Recordings:
         for seen in self._seen.values():
             if seen.static is not None:
                 seen.static.forget(key)
+
+    def share(self, rows: Tensor, routing: Routing, table: ExpertTable) -> CudaShare | None:
+        recording = self._ops.recording
+        if recording is None:
+            return None
+        assert isinstance(routing, CudaRouting), "the choice is made on the GPU"
+        return CudaShare(recording, rows, routing, table)
 
     def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
         """The recordings for passes of this shape; None if it is new or not recorded."""
@@ -283,16 +299,26 @@ class Capture:
         return self.pool_nbytes + len(self._graphs) * mean
 
 
-def record(body: Callable[[], None], capture: Capture | None) -> Callable[[], None]:
-    """Record the kernels that ``body`` starts and return a replay function. None means no GPU:
-    returns ``body``.
+class Replay(Protocol):
+    """Starts what was recorded."""
+
+    def __call__(self, check: Check | None = None) -> None: ...
+
+
+def _skip(between: Between) -> None:
+    """A ``Cut`` of what only warms up."""
+
+
+def record(body: Callable[[Cut], None], capture: Capture | None) -> Replay:
+    """Record the kernels that ``body`` starts, as one graph or more where it cuts, and return what
+    replays them. Where ``capture`` is None, which means no GPU, that calls ``body``.
 
     Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
     ``torch.cuda.graph`` would wait for the whole device, give back all memory that torch keeps, and
     record every GPU's kernels on a stream of the first one.
     """
     if capture is None:
-        return body
+        return partial(_rerun, body)
     with capture.measured():
         try:
             return _record(body, capture)
@@ -301,20 +327,51 @@ def record(body: Callable[[], None], capture: Capture | None) -> Callable[[], No
             return _record(body, capture)
 
 
-def _record(body: Callable[[], None], capture: Capture) -> Callable[[], None]:
+def _rerun(body: Callable[[Cut], None], check: Check | None = None) -> None:
+    def cut(between: Between) -> None:
+        between(check)
+
+    body(cut)
+
+
+def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
+    replay()
+
+
+def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
+    steps: list[Between] = []
+    graph: Any = None
     current = torch.cuda.current_stream(capture.device)
+
+    def begin() -> None:
+        nonlocal graph
+        graph = capture.begin()
+
+    def end() -> None:
+        graph.capture_end()
+        steps.append(partial(_ignore_check, graph.replay))
+
+    def cut(between: Between) -> None:
+        end()
+        steps.append(between)
+        begin()
+
     capture.stream.wait_stream(current)
     with torch.cuda.stream(capture.stream):
-        graph = capture.begin()
+        begin()
         try:
-            body()
+            body(cut)
         except BaseException:
             with suppress(RuntimeError):  # of the recording, which is of no use any more
                 graph.capture_end()
             raise
-        graph.capture_end()
+        end()
     current.wait_stream(capture.stream)
-    replay: Callable[[], None] = graph.replay
+
+    def replay(check: Check | None = None) -> None:
+        for step in steps:
+            step(check)
+
     return replay
 
 
@@ -322,7 +379,7 @@ def _record(body: Callable[[], None], capture: Capture) -> Callable[[], None]:
 class _Run:
     """A recording's replay function, and its logits if it has the head."""
 
-    replay: Callable[[], None]
+    replay: Replay
     recording: Recording
 
 
@@ -357,6 +414,7 @@ class StaticPass:
         self._values: Tensor | None = None
         self._host: Tensor | None = None
         self._runs: dict[object, _Run] = {}
+        self._kept: dict[Any, Any] = {}
 
     def fill(self, batch: Batch) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
@@ -397,21 +455,23 @@ class StaticPass:
         step: CudaPass,
         body: Callable[[CudaPass], None],
         x: Tensor | None = None,
+        check: Check | None = None,
     ) -> Tensor | None:
-        """Replay ``body``, recorded if ``key`` is new, for the pass ``step``.
+        """Replay ``body``, recorded if ``key`` is new, for the pass ``step``, whose ``check`` what
+        the host does between graphs may call.
 
         ``x`` is first copied to the residual stream. Returns the logits, if any, valid until the
         next run.
         """
         made = self._runs.get(key)
-        if made is None:
+        if made is None or made.recording.stale:
             kept = None if x is None else x.clone()  # it is run before it is recorded
             self._load(x)
             made = self._runs[key] = self._record(step, body)
             x = kept
         self._load(x)
         made.recording.step.spans = step.spans  # which matter off a GPU
-        made.replay()
+        made.replay(check)
         made.recording.step.spans = ()  # a recording keeps no cache alive
         for layer in made.recording.step.mixed:
             step.layer_done(layer)
@@ -435,10 +495,12 @@ class StaticPass:
                 values.copy_(x)
 
     def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
-        recording = Recording(replace(step, tables={}, masks={}, mixed=set()), self._index)
+        fresh = replace(step, tables={}, masks={}, mixed=set())
+        recording = Recording(fresh, self._index, self._kept, _skip)
 
-        def once() -> None:
+        def once(cut: Cut) -> None:
             recording.step.tables.clear()
+            recording.cut = cut
             self._ops.recording = recording
             try:
                 body(recording.step)
@@ -447,7 +509,7 @@ class StaticPass:
 
         if self._table is not None:
             self._upload(self._table, dry=True)
-        once()  # compiles missing kernels, which recording must not do
+        once(_skip)  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
         return _Run(record(once, self._ops.capture), recording)

@@ -218,7 +218,7 @@ def _launch_seconds(
     started = time.perf_counter()
     body()
     launch_s = (time.perf_counter() - started) / size.launches
-    replay = record(body, Capture(device) if device.type == "cuda" else None)
+    replay = record(lambda cut: body(), Capture(device) if device.type == "cuda" else None)
     return launch_s, stopwatch.seconds(replay) / size.launches
 
 

@@ -40,6 +40,16 @@ class CudaRouting(Routing):
         """``host`` has the results once the event ``copied`` has happened; None: it has them."""
         self._host, self._copied = host, copied
 
+    def on_host(self, results: Tensor) -> Routing:
+        """Views of ``results`` in RAM, a copy of these or room for one."""
+        rows, ranked, used = self._shape
+        plane, values = rows * ranked, results.numpy()
+        return Routing(
+            values[:plane].reshape(rows, ranked),
+            values[plane : 2 * plane].view(np.float32).reshape(rows, ranked),
+            values[2 * plane :].view(np.float32).reshape(rows, used),
+        )
+
     @property
     def results(self) -> Tensor:
         """All of them, on the GPU: (n,) int32."""

@@ -6,8 +6,9 @@ recorded CUDA graphs read them. It knows no kernels but the norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 
 Logits = npt.NDArray[np.float32]
+Between = Callable[[Callable[[], None] | None], object]
+"""What the host does in a replay; it may call the pass's ``check`` while it waits."""
+Cut = Callable[[Between], None]
+"""Ends a graph, and begins the next one: in a replay the host does something between them."""
 
 
 @dataclass(slots=True)
@@ -135,4 +140,7 @@ class Recording:
 
     step: CudaPass
     wanted: Tensor | None  # rows of the head, (n,) int64; None is all
+    kept: dict[Any, Any]  # what stays in its place for all recordings of passes of this shape
+    cut: Cut
     logits: Tensor | None = None
+    stale: bool = False  # whether it is to be recorded again

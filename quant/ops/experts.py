@@ -9,13 +9,14 @@ Shapes: R rows, D hidden size, E experts, K used experts, W ranked experts, F an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.arrays import Array, Vector, Weight
 
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
@@ -147,6 +148,13 @@ class ExpertTable(Protocol):
     def capturable(self) -> bool:
         """Whether all experts are there and run without the host knowing the choice."""
 
+    @property
+    def sharable(self) -> bool | None:
+        """Whether those that are there run without the host knowing the choice; see ``Share``.
+
+        None if there has been none yet.
+        """
+
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """From now on ``expert`` can be computed; the table keeps its weights alive."""
 
@@ -155,3 +163,36 @@ class ExpertTable(Protocol):
 
     def holds(self, expert: int) -> bool:
         """Whether ``expert`` can be computed."""
+
+
+class Share(Protocol):
+    """A recorded layer whose experts a GPU shares with the host.
+
+    What it is recorded with: ``compute`` starts the experts that the table has at the time of a
+    replay, ``cut`` has the host do something between, ``take`` gives the slots with those that the
+    host has filled. What the host calls in a replay, after ``cut``: ``begin`` and ``receive``.
+    Then ``rows`` (R, D) float32 and ``routing`` are on the host; it fills ``host_slots`` (R * K, D)
+    float32 and sets ``filled`` (R * K,) int32 for those that it filled, else 0. ``slots`` are the
+    GPU's.
+    """
+
+    rows: npt.NDArray[np.float32]
+    routing: Routing
+    host_slots: npt.NDArray[np.float32]
+    filled: npt.NDArray[np.int32]
+    slots: Array
+
+    def cut(self, between: Callable[[Callable[[], None] | None], object], /) -> None:
+        """From here on the next graph; ``between`` gets the pass's ``check``."""
+
+    def compute(self, spec: ExpertSpec) -> None:
+        """Start the experts that are there."""
+
+    def begin(self) -> npt.NDArray[np.bool_]:
+        """(E,): those that ``compute`` will find; called before the graph with it is replayed."""
+
+    def receive(self) -> None:
+        """Wait for the rows and the choice."""
+
+    def take(self) -> Array:
+        """The slots (R * K, D)."""

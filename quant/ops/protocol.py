@@ -36,6 +36,7 @@ from localrt.quant.ops.experts import (
     RouterSpec,
     RouterWeights,
     Routing,
+    Share,
 )
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
@@ -168,12 +169,22 @@ class Recorder(Protocol):
         """
 
     def run(
-        self, step: Pass, x: Array, key: object, body: Callable[[Pass, Array], Array]
+        self,
+        step: Pass,
+        x: Array,
+        key: object,
+        body: Callable[[Pass, Array], Array],
+        check: Callable[[], None] | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
 
         Returns the logits of the wanted rows if the segment has the head. ``body`` is not called if
-        it was recorded before, and must keep no state.
+        it was recorded before, and must keep no state. ``check`` is for what the host does in it.
+        """
+
+    def share(self, rows: Array, routing: Routing, table: ExpertTable) -> Share | None:
+        """Within ``body``: begin to share a layer's experts with the host, which gets the rows and
+        the choice; None where nothing is recorded.
         """
 
     def forget(self, key: object | None = None) -> None:

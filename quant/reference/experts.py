@@ -29,7 +29,7 @@ _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
 class TorchExpertTable:
     """See ``ExpertTable``."""
 
-    capturable = False
+    capturable = sharable = False
 
     def __init__(self, count: int) -> None:
         self._weights: list[ExpertWeights | None] = [None] * count

@@ -9,8 +9,8 @@ from tests.offload.placed import needs_kernels
 
 pytestmark = needs_kernels
 
-MOST_CALLS = 27  # of the driver
-MOST_US = 10_000  # of the thread's time: ten times what a slow core takes
+MOST_CALLS = 4.5  # of the driver; two of them are graphs
+MOST_US = 1_500  # of the thread's time: ten times what a slow core takes
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,8 @@ def layer() -> hybrid.Record:
 
 
 def test_calls_of_a_layer(layer: hybrid.Record) -> None:
-    assert 0 < sum(layer["calls"].values()) <= MOST_CALLS, layer["calls"]
-    assert layer["calls"]["choose"] == 1
+    assert layer["calls"]["replay"] == 2
+    assert sum(layer["calls"].values()) <= MOST_CALLS, layer["calls"]
     assert 0 < layer["hits"] < 1
 
 

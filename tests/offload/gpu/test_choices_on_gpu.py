@@ -1,4 +1,7 @@
-"""What a mixture's layer starts on a CUDA GPU, and what it waits for. Kernels are left out."""
+"""What a mixture's layer starts on a CUDA GPU step by step, and what it waits for.
+
+Kernels are left out.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from localrt.quant.cuda.launch import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.fake_cuda import LateCudaGpu
+from tests.offload.gpu.fake_cuda import LateCudaGpu, StepByStep
 from tests.offload.gpu.placed_on_gpu import all_in_ram
 from tests.offload.placed import MODE, PLENTY, extend, needs_kernels
 from tests.ops.cuda.emulator import Emulator
@@ -91,7 +94,12 @@ def gpu() -> Iterator[Choosing]:
 
 @contextmanager
 def placed(
-    folder: Path, share: float, costs: ExpertCosts, *, late: bool = False
+    folder: Path,
+    share: float,
+    costs: ExpertCosts,
+    *,
+    late: bool = False,
+    recorded: bool = False,
 ) -> Iterator[Decoder]:
     """A mixture on a GPU, with room for a ``share`` of its experts."""
     store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
@@ -101,11 +109,12 @@ def placed(
     where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
     clock = Clock()
     accelerator: Gpu
+    gpu_ops = (CudaOps if recorded else StepByStep)(device="cpu")
     if late:
-        accelerator = LateCudaGpu(clock, CudaOps(device="cpu"))
+        accelerator = LateCudaGpu(clock, gpu_ops)
     else:
         copies = CudaCopies(device="cpu")
-        accelerator = CudaGpu(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
+        accelerator = CudaGpu(clock, gpu_ops, copies, capacity=PLENTY)
     decoder = Decoder(
         open_pipeline(
             Setup(

@@ -14,8 +14,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from localrt.quant.cuda.graph import Replay
 from localrt.quant.cuda.launch import Grid, Launcher
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.stream import Between, Cut
 
 _MADE = ("aten::empty", "aten::empty_like", "aten::empty_strided")
 _WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
@@ -42,25 +44,38 @@ class Tape:
         kept = type(args).from_buffer_copy(args)
         self._steps.append(partial(self._launcher.launch, program, grid, threads, kept))
 
-    def record(self, body: Callable[[], None], pool: Any) -> Callable[[], None]:
+    def record(self, body: Callable[[Cut], None], pool: Any) -> Replay:
         """See ``graph.record``."""
         steps: list[Callable[[], object]] = []
+        between: dict[int, Between] = {}  # by the steps before them
         self._steps = steps
+
+        def cut(what: Between) -> None:
+            steps.append(self._begin)
+            between[len(steps) - 1] = what
+
         try:
             with _Noting(steps):
-                body()
+                self._steps.append(self._begin)
+                body(cut)
         finally:
             self._steps = None
-        self.recorded.append(len(steps))
+        self.recorded.append(len(steps) - 1 - len(between))
 
-        def replay() -> None:
-            self.events.append("replay")
-            self.replaying = True
-            for step in steps:
+        def replay(check: Callable[[], None] | None = None) -> None:
+            for number, step in enumerate(steps):
+                if number in between:
+                    self.replaying = False
+                    between[number](check)
                 step()
             self.replaying = False
 
         return replay
+
+    def _begin(self) -> None:
+        """A graph is launched."""
+        self.events.append("replay")
+        self.replaying = True
 
 
 class _Noting(TorchDispatchMode):

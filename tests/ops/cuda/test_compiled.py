@@ -46,14 +46,17 @@ ELSEWHERE = ("q4_0", "q4_k", "q6_k", "iq2_s", "mxfp4", "nvfp4")
 SMALL: dict[str, dict[str, object]] = {
     "combine": {},
     "dense": {"OUT": "Bf16"},
+    "from_host": {},
     "gate": {"GATE": 1},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
     "low_rank_up": {"OUT": "Bf16"},
     "norm_gate": {"IN": "Bf16", "RECORDS": 1},
     "quantize": {"IN": "Bf16"},
     "rms_norm": {"OUT": "float", "RECORDS": 1},
+    "plan": {},
     "rotate": {},
     "router": {"GATE_IN": "Bf16"},
+    "to_host": {},
     "unpack": {**format_macros("iq1_m"), "OUT": "float", "INDEXED": 1},
 }
 

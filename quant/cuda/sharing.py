@@ -1,0 +1,126 @@
+"""A recorded layer whose experts GPU and host share: what one hands the other stays in its place.
+
+A recording has the router, then the experts that the layer's table has at the replay, and takes up
+the rest where the host has left it. Rows and choices go to pinned RAM, which kernels write and read
+as it is: no copy is a call of the driver. Layers of a pass share that RAM, one after another.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.experts import CudaExpertTable, run_present
+from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.routing import CudaRouting
+from localrt.quant.cuda.stream import Recording
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
+
+Floats = npt.NDArray[np.float32]
+
+_THREADS = 256
+
+
+class _ToHost(Structure):
+    _fields_ = fields(
+        (c_void_p, "rows results host_rows host_results"),
+        (c_int64, "row_count"),
+        (c_int, "result_count"),
+    )
+
+
+class _FromHost(Structure):
+    _fields_ = fields((c_void_p, "rows filled y"), (c_int, "width"))
+
+
+class _Exchange:
+    """Slots on the GPU; in RAM the rows, the router's results, and the host's slots."""
+
+    def __init__(self, device: torch.device, rows: Tensor, routing: CudaRouting) -> None:
+        real, slots = device.type == "cuda", (len(rows) * routing.used, rows.shape[1])
+        self.slots = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.rows = torch.empty(rows.shape, dtype=torch.float32, pin_memory=real)
+        self.results = torch.zeros_like(routing.results, device="cpu", pin_memory=real)
+        self.host_slots = torch.empty(slots, dtype=torch.float32, pin_memory=real)
+        cuda: Any = torch.cuda  # not typed throughout
+        self.event = cuda.Event() if real else None
+
+
+class CudaShare:
+    """See ``Share``."""
+
+    def __init__(
+        self, recording: Recording, rows: Tensor, routing: CudaRouting, table: ExpertTable
+    ) -> None:
+        assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
+        self._recording, self.cut = recording, recording.cut
+        self._there, self._choice, self._table = rows, routing, table
+        self._device = device = rows.device
+        real = device.type == "cuda"
+        shape = (rows.shape[1], routing.used, len(routing.results))
+        exchange = recording.kept.get(shape)
+        if exchange is None:  # not while it is captured: it has been run before
+            exchange = recording.kept[shape] = _Exchange(device, rows, routing)
+        self._exchange: _Exchange = exchange
+        self.rows: Floats = exchange.rows.numpy()
+        self.host_slots: Floats = exchange.host_slots.numpy()
+        # Its own: the host may write it while an earlier layer's slots are being taken.
+        filled = recording.kept.get(table)
+        if filled is None:
+            filled = torch.zeros(len(exchange.slots), dtype=torch.int32, pin_memory=real)
+            recording.kept[table] = filled
+        self._filled: Tensor = filled
+        self.filled: npt.NDArray[np.int32] = filled.numpy()
+        self.slots = exchange.slots
+        self.routing: Routing = routing.on_host(exchange.results)
+        self._kinds = len(table.kinds)  # that are recorded
+        self._send()
+
+    def _send(self) -> None:
+        exchange, rows, results = self._exchange, self._there, self._choice.results
+        args = _ToHost(
+            rows.data_ptr(),
+            results.data_ptr(),
+            exchange.rows.data_ptr(),
+            exchange.results.data_ptr(),
+            rows.numel(),
+            len(results),
+        )
+        most = max(rows.numel(), len(results))
+        launch(self._device, _TO_HOST, (-(-most // _THREADS), 1, 1), _THREADS, args)
+
+    def compute(self, spec: ExpertSpec) -> None:
+        run_present(self._there, self._choice, self._table, spec, self.slots)
+
+    def begin(self) -> npt.NDArray[np.bool_]:
+        if self._exchange.event is not None:
+            self._exchange.event.record(torch.cuda.current_stream(self._device))
+        table = self._table
+        table.entries(self._device)
+        if len(table.kinds) > self._kinds:  # others have come, for which this was not recorded
+            self._recording.stale = True
+            return table.present & (table.kind_of < self._kinds)
+        return table.present
+
+    def receive(self) -> None:
+        if self._exchange.event is not None:
+            self._exchange.event.synchronize()
+
+    def take(self) -> Tensor:
+        exchange, (count, width) = self._exchange, self.slots.shape
+        args = _FromHost(
+            exchange.host_slots.data_ptr(), self._filled.data_ptr(), self.slots.data_ptr(), width
+        )
+        launch(self._device, _FROM_HOST, (-(-width // _THREADS), count, 1), _THREADS, args)
+        return self.slots
+
+
+_TO_HOST = Program.of("to_host")
+_FROM_HOST = Program.of("from_host")
