@@ -56,7 +56,7 @@ class PassingParts:
             self._forget(next(iter(self._parts)))
         made = make()
         if self._lane is not None:
-            self._segments[places] = segment = Segment(self._lane, [("", made)], (made,))
+            self._segments[places] = segment = Segment(self._lane, [("", made, None)], (made,))
             made = segment.compute
         self._parts[places] = made
         return made
@@ -103,7 +103,7 @@ class Stage:
         self.copy: Any | None = None
         self.returning: Slab | None = None
         self._load, self._moved = load, moved
-        self._passing = PassingParts(None if sparse else lane)
+        self._passing = PassingParts(lane if experts is None else None)
         self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
 
     @property
