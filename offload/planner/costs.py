@@ -157,6 +157,7 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
         gpu=partial(costs.gpu, largest),
         fetch=costs.copy(largest.nbytes) / (gpu.busy_link or 1.0),
         link_load=min(0.5, load),
+        start=costs.sharing(),
     )
 
 

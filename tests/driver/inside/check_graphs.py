@@ -19,11 +19,11 @@ from tests.driver.torch_cuda import Kernels
 from tests.ops.cuda.test_rates import Small
 
 
-def counting(device: str = "cuda:0") -> tuple[torch.Tensor, Callable[[], None]]:
+def counting(device: str = "cuda:0") -> tuple[torch.Tensor, Callable[..., None]]:
     """A count on a GPU, and what adds one to it by way of new memory."""
     count = torch.zeros(4, device=device)
 
-    def body() -> None:
+    def body(cut: object = None) -> None:
         more = count + 1
         count.copy_(more)
 
@@ -47,11 +47,11 @@ def test_a_body_that_fails(gpu: Kernels) -> None:
     """What was begun is given up, and the next one is recorded."""
     capture, (count, body) = Capture(torch.device("cuda", 0)), counting()
 
-    def fails() -> None:
+    def fails(cut: object = None) -> None:
         body()
         raise LocalrtError("no")
 
-    def waits() -> None:
+    def waits(cut: object = None) -> None:
         count.tolist()
 
     with torch.inference_mode():
@@ -68,7 +68,7 @@ def test_memory_that_torch_keeps_makes_room(gpu: Kernels, driver: Driver) -> Non
     capture = Capture(torch.device("cuda", 0))
     out = torch.zeros(1, device="cuda")
 
-    def body() -> None:
+    def body(cut: object = None) -> None:
         out.add_(torch.zeros(100_000, device="cuda").sum() + 1)
 
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def test_other_threads(gpu: Kernels) -> None:
         copies.free(memory)
         copies.free_host(source)
 
-    def and_others() -> None:
+    def and_others(cut: object = None) -> None:
         body()
         thread = threading.Thread(target=work)
         thread.start()

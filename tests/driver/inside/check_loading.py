@@ -155,7 +155,7 @@ def test_hybrid(
 ) -> None:
     """Experts on both sides. Who computes is given, as the sides round differently."""
     monkeypatch.setattr(hybrid, "schedule", copy_one)
-    monkeypatch.setattr(HybridExperts, "_fill", lambda stage, place: None)
+    monkeypatch.setattr(HybridExperts, "fill", lambda stage, place: None)
     with closing(open_checkpoint(mixture)) as checkpoint:
         assert isinstance(checkpoint, StoreCheckpoint)
         names = [unit.name for unit in checkpoint.manifest.units]

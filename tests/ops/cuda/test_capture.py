@@ -120,8 +120,15 @@ def on(index: int) -> Capture:
     return Capture(torch.device("cuda", index))
 
 
-def graph_of(replay: Callable[[], None]) -> FakeGraph:
-    graph: FakeGraph = replay.__self__  # type: ignore[attr-defined]
+def nothing(cut: object) -> None:
+    """Records no kernel."""
+
+
+def graph_of(cuda: FakeCuda, replay: Callable[[], None]) -> FakeGraph:
+    """The one that it starts."""
+    replay()
+    (graph,) = cuda.replayed
+    cuda.replayed.clear()
     return graph
 
 
@@ -131,16 +138,16 @@ def test_two_gpus(cuda: FakeCuda) -> None:
     for index in (1, 0, 1):
         capture, ran = captures[index], list[tuple[int, FakeStream]]()
 
-        def body(ran: list[tuple[int, FakeStream]] = ran) -> None:
+        def body(cut: object, ran: list[tuple[int, FakeStream]] = ran) -> None:
             ran.append((cuda.device, cuda.streams[cuda.device]))
 
         replays.append(record(body, capture))
         assert ran == [(index, capture.stream)]
-        assert graph_of(replays[-1]).stream is capture.stream
+        assert graph_of(cuda, replays[-1]).stream is capture.stream
         assert capture.stream.waits[-1] is cuda.streams[index]
         assert cuda.streams[index].waits[-1] is capture.stream
         assert cuda.device == 0
-    pools = [graph_of(replay).pool for replay in replays]
+    pools = [graph_of(cuda, replay).pool for replay in replays]
     assert pools[0] == pools[2] != pools[1]
 
 
@@ -148,7 +155,7 @@ def test_full_gpu(cuda: FakeCuda) -> None:
     """It gives back what torch keeps, once; no recording stays open."""
     runs = list[int]()
 
-    def full() -> None:
+    def full(cut: object) -> None:
         runs.append(1)
         raise torch.OutOfMemoryError
 
@@ -159,29 +166,29 @@ def test_full_gpu(cuda: FakeCuda) -> None:
 
 def test_pools_end_with_their_graphs(cuda: FakeCuda) -> None:
     capture = on(0)
-    first = record(lambda: None, capture)
-    second = record(lambda: None, capture)
+    first = record(nothing, capture)
+    second = record(nothing, capture)
     del first
-    third = record(lambda: None, capture)
-    assert graph_of(second).pool == graph_of(third).pool
+    third = record(nothing, capture)
+    assert graph_of(cuda, second).pool == graph_of(cuda, third).pool
     del second, third
-    again = record(lambda: None, capture)  # torch would refuse the pool of those before
-    assert cuda.graphs == {(0, 1): 0, graph_of(again).pool: 1}
+    again = record(nothing, capture)  # torch would refuse the pool of those before
+    assert cuda.graphs == {(0, 1): 0, graph_of(cuda, again).pool: 1}
 
 
 def test_what_graphs_take(cuda: FakeCuda) -> None:
     capture = on(0)
     assert capture.nbytes == 0
     cuda.taken = (20 * MB, 4 * MB, 0)
-    first = record(lambda: None, capture)
+    first = record(nothing, capture)
     cuda.taken = (0, 0, 0)
-    second = record(lambda: None, capture)
+    second = record(nothing, capture)
     assert capture.pool_nbytes == 20 * MB
     assert capture.nbytes == 24 * MB
     del second
     assert capture.nbytes == 22 * MB
     cuda.taken = (2 * MB, 0, 500 * MB)  # a game begins
-    third = record(lambda: None, capture)
+    third = record(nothing, capture)
     assert capture.pool_nbytes == 22 * MB
     assert capture.nbytes < 50 * MB
     del first, third
