@@ -356,9 +356,8 @@ class Joined:
 
     def stage_moved(self) -> None:
         """Note that a unit has moved: parts with it would use its old memory."""
-        self._parts = [
-            part for part in self._parts if isinstance(part, Segment)
-        ]  # stages hold this
+        # Stages hold this: it must not hold them, or a closed model would stay.
+        self._parts = [part for part in self._parts if isinstance(part, Segment)]
         self._moved = True
 
 

@@ -14,6 +14,7 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda import linear
 from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
@@ -233,6 +234,18 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
     got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
     wanted = plain.forward(Batch.extend([(plain.cache(LENGTH), ids)]))
     assert relative_error(got, wanted) < 0.03
+
+
+@pytest.mark.parametrize("format_", ["bf16", "int4-g32"])
+def test_gpu_without_bf16(folder: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "multiplies_bf16", lambda device: False)
+    packed = format_ != "bf16"
+    decoder = shallow(folder, (lambda c: Packed(c, format_)) if packed else (lambda c: c))
+    ids = tokens(70)
+    long = decoder.forward(Batch.extend([(decoder.cache(72), ids)]))
+    cache = decoder.cache(72)
+    parts = [decoder.forward(Batch.extend([(cache, part)])) for part in (ids[:60], ids[60:])]
+    assert relative_error(long, np.concatenate(parts)) < 0.02
 
 
 def test_prompts_in_parts(folder: Path) -> None:
