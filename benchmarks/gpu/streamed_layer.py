@@ -37,6 +37,7 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.stream import Cut
 from localrt.quant.ops.protocol import Batch
 
 DEPTHS = (4, 28)
@@ -65,12 +66,12 @@ class StubbedGpu(CudaGpu):
     def prepare(self, program: Program) -> None:
         """See ``Launcher``."""
 
-    def capture(self, body: Callable[[], None], capture: Any) -> Callable[[], None]:
-        """See ``graph.record``."""
+    def capture(self, body: Callable[[Cut], None], capture: Any) -> graph.Replay:
+        """See ``graph.record``; a dense layer is not cut."""
         self._records = True
-        body()
+        body(lambda between: None)
         self._records = False
-        return lambda: self.call("replay")
+        return lambda check=None: self.call("replay")
 
     def wait(self, event: Event | None) -> None:
         """See ``Gpu``."""

@@ -61,7 +61,10 @@ def test_what_is_in_no_memory_is_read_and_never_copied(model: Model) -> None:
 
 
 def test_sharing_takes_the_host_time(model: Model) -> None:
-    """For each layer with an expert that is not on the GPU; an ideal GPU costs nothing."""
+    """For each layer with an expert that is not on the GPU; an ideal GPU costs nothing.
+
+    It is so much here that no expert is copied, which would take the host as long again.
+    """
     shape = shape_from_checkpoint(model.store)
     largest = max((u for u in shape.units if u.kind == "expert"), key=lambda unit: unit.nbytes)
     layers = len({unit.layer for unit in shape.routed})
@@ -73,6 +76,6 @@ def test_sharing_takes_the_host_time(model: Model) -> None:
         costs = Costs(shape=shape, machine=replace(slow, shared_s=shared_s, gpu=gpu))
         return simulate(costs, place_on_gpu(model.store, places(model, share)), passes=10).seconds
 
-    assert seconds(0.0, 1.0) - seconds(0.0, 0.0) == pytest.approx(layers)
+    assert seconds(0.0, 2.0) - seconds(0.0, 1.0) == pytest.approx(layers)
     assert seconds(1.0, 1.0) == seconds(1.0, 0.0)
     assert seconds(0.0, 1.0, call_s=0.0) == seconds(0.0, 0.0, call_s=0.0)
