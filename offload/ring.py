@@ -86,10 +86,7 @@ class Ring:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        if at is None:
-            offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
-        else:  # what lies behind the newest unit is free first
-            offset, first = at, self._next - at if at < self._next < at + nbytes else 0
+        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest, fixed=at)
         lease = Lease(offset, nbytes, deque(chunks(nbytes, self._chunk, first=first)))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
@@ -161,12 +158,22 @@ class Ring:
         return True
 
 
-def place(nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int]) -> tuple[int, int]:
-    """Choose a unit's place in a ring of ``ring`` bytes whose free bytes begin ``at``.
+def place(
+    nbytes: int,
+    ring: int,
+    *,
+    at: int,
+    newest: Callable[[int, int], int],
+    fixed: int | None = None,
+) -> tuple[int, int]:
+    """Choose a unit's place in a ring of ``ring`` bytes whose free bytes begin ``at``, unless it is
+    ``fixed``.
 
     Returns its offset, and which of its bytes to read first. ``newest`` (start, stop) is the rank,
     oldest first, of the newest unit that covers these bytes.
     """
+    if fixed is not None:
+        return fixed, at - fixed if fixed < at < fixed + nbytes else 0
     end = ring - nbytes
     if at <= end:
         return at, 0

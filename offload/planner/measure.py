@@ -43,7 +43,7 @@ _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # to measure one rate
 # A layer whose experts CPU and GPU share takes the host as long as so many measured calls:
-# 69 us and four calls of the driver (benchmarks.moe.hybrid).
+# 67 us and four calls of the driver (benchmarks.moe.hybrid).
 _SHARED_CALLS = 10
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"

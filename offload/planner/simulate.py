@@ -85,10 +85,7 @@ class RingModel:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        if at is None:
-            offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
-        else:
-            offset, first = at, self._next - at if at < self._next < at + nbytes else 0
+        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest, fixed=at)
         slot = Slot(offset, nbytes)
         if not self._newest(offset, offset + nbytes):
             return slot, [Chunk(0, nbytes)]

@@ -471,8 +471,10 @@ class StaticPass:
             x = kept
         self._load(x)
         made.recording.step.spans = step.spans  # which matter off a GPU
-        made.replay(check)
-        made.recording.step.spans = ()  # a recording keeps no cache alive
+        try:
+            made.replay(check)
+        finally:
+            made.recording.step.spans = ()  # a recording keeps no cache alive
         for layer in made.recording.step.mixed:
             step.layer_done(layer)
         return made.recording.logits
