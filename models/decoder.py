@@ -14,7 +14,17 @@ import numpy as np
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
-from localrt.models.layers.parts import Embedding, GatedMlp, Head, Logits, PassState, joined
+from localrt.models.layers.parts import (
+    AFTER_LAST,
+    Embedding,
+    Features,
+    GatedMlp,
+    Head,
+    Logits,
+    PassState,
+    Tap,
+    joined,
+)
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector
@@ -35,7 +45,7 @@ def load_attention(
     places = config.cache_places[layer] if at is None else at
     before = config.block.before(config, weights) if layer == 0 else ()
     memory = tuple(zip(config.memory_of(layer), places, strict=True))
-    return joined([*before, config.block.attention(config, layer, weights, memory)])
+    return joined([*before, Tap(layer), config.block.attention(config, layer, weights, memory)])
 
 
 def load_mlp(
@@ -51,8 +61,9 @@ def load_mlp(
         else SparseMlp(config, layer, weights, experts)
     )
     part = config.block.mlp(config, layer, weights, mlp)
+    first = () if config.memory_of(layer) else (Tap(layer),)
     after = config.block.after(config, weights) if layer == config.layers - 1 else ()
-    return joined([part, *after])
+    return joined([*first, part, *after])
 
 
 def load_resident_mlp(
@@ -122,13 +133,14 @@ class Decoder:
         *,
         rows: Sequence[int] | None = None,
         check: Check | None = None,
-        features: Logits | None = None,
+        features: Features | None = None,
+        given: Logits | None = None,
     ) -> Logits:
         """Logits of the chosen ``rows`` (default: all), shape (rows, vocab), float32.
 
         Afterwards the caches hold the keys and values of the batch. ``check`` runs before every
-        part; if it raises, the caches are unchanged. ``features`` (R, D) is filled with the
-        residual stream of all rows after the last block, before the final norm.
+        part; if it raises, the caches are unchanged. ``features`` are filled with the residual
+        stream of all rows. A draft head reads its target's: ``given`` (R, F).
 
         Raises:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
@@ -140,8 +152,9 @@ class Decoder:
             # Try again if GPU memory, which other programs use too, ran out.
             for again in (True, False):
                 state = weights.begin(batch, wanted, check)
+                state.features, state.given = features, given
                 try:
-                    self._compute(state, check, features)
+                    self._compute(state, check)
                     break
                 except BaseException as error:
                     weights.abandon()
@@ -155,14 +168,13 @@ class Decoder:
             return np.empty((0, self.config.vocab_size), np.float32)
         return state.logits
 
-    def _compute(self, state: PassState, check: Check | None, features: Logits | None) -> None:
+    def _compute(self, state: PassState, check: Check | None) -> None:
         """Run all parts of a pass."""
         for part in self.weights.body:
             if check is not None:
                 check()
             part(state)
-        if features is not None:
-            state.copy_features(features)
+        state.tap(AFTER_LAST)
         for part in self.weights.head(state):
             if check is not None:
                 check()

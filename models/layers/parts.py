@@ -26,6 +26,40 @@ Check: TypeAlias = Callable[[], None]
 """Called while a pass waits and between its parts; may raise to abandon it."""
 
 
+AFTER_LAST = -1
+"""Stands for the residual stream after the last layer, where layers are listed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """Where a pass copies its residual stream: as it is before each of ``layers``, or after the
+    last, side by side in ``rows`` (R, len(layers) * D).
+    """
+
+    layers: tuple[int, ...]
+    rows: npt.NDArray[np.float32]
+
+    @property
+    def within(self) -> bool:
+        """Whether any is taken before the pass has ended."""
+        return any(layer != AFTER_LAST for layer in self.layers)
+
+    def of(self, layer: int) -> npt.NDArray[np.float32] | None:
+        """Return the columns for ``layer``, (R, D), if it is listed."""
+        if layer not in self.layers:
+            return None
+        at, width = self.layers.index(layer), self.rows.shape[1] // len(self.layers)
+        return self.rows[:, at * width : (at + 1) * width]
+
+    def copy(self, layers: Sequence[int], first: int, out: npt.NDArray[np.float32]) -> None:
+        """Fill ``out`` (n, len(layers) * D) from the rows that begin with ``first``."""
+        width = out.shape[1] // len(layers)
+        for at, layer in enumerate(layers):
+            own = self.of(layer)
+            assert own is not None, "the pass has recorded it"
+            out[:, at * width : (at + 1) * width] = own[first : first + len(out)]
+
+
 @dataclass(slots=True, eq=False)
 class PassState:
     """The state of a pass, handed from part to part.
@@ -35,7 +69,8 @@ class PassState:
     ``streams`` are several residual streams; ``x`` is then the active one, or a layer's mixture of
     them. ``ngrams`` returns the rows of hashed n-grams and may wait for them. The head fills
     ``logits`` (rows wanted, V) for the rows ``wanted`` of ``x``. ``check`` is called while a part
-    waits, and may raise.
+    waits, and may raise. ``features`` are to be filled; ``given`` (R, F) are another model's, which
+    a draft head reads.
     """
 
     ops: Ops
@@ -48,10 +83,30 @@ class PassState:
     ngrams: Callable[[], Array] | None = None
     batch: Batch | None = None
     check: Check | None = None
+    features: Features | None = None
+    given: Logits | None = None
+
+    def tap(self, layer: int) -> None:
+        """Copy ``x`` to the features of ``layer``, if they are wanted."""
+        out = None if self.features is None else self.features.of(layer)
+        if out is not None:
+            self.copy_features(out)
 
     def copy_features(self, out: Logits) -> None:
         """Copy ``x`` to ``out`` (R, D) on the host."""
         copy_to_host(self.x, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tap:
+    """Where a layer begins: its input may be wanted."""
+
+    layer: int
+
+    def __call__(self, state: PassState) -> None:
+        """Leave ``state.x`` as it is."""
+        if state.features is not None:
+            state.tap(self.layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

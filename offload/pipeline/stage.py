@@ -281,7 +281,9 @@ class Segment:
     def _takes(self, state: StreamedState) -> bool:
         """Whether this pass computes the parts as a recording."""
         recorder = self._lane.recorder
-        return recorder is not None and recorder.takes(state.step, self, len(self._parts))
+        if recorder is None or (state.features is not None and state.features.within):
+            return False  # a recording has no place to stop
+        return recorder.takes(state.step, self, len(self._parts))
 
     @cached_property
     def _apart(self) -> list[Segment]:

@@ -14,6 +14,7 @@ import transformers
 
 import localrt
 from localrt.engine.native.engine import NativeEngine
+from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
@@ -39,18 +40,28 @@ def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
     return features.get(0, len(tokens)).copy()
 
 
-def test_last_layers_outputs(tiny_folder: Path) -> None:
+def test_inputs_and_outputs_of_layers(tiny_folder: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
     seen: list[torch.Tensor] = []
-    model.model.layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
+    layers = model.model.layers
+    layers[1].register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
+    layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
     with torch.no_grad():
         model(torch.tensor([TOKENS]))
-    theirs = (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(TOKENS), -1)
+    plain_rows = [(each[0] if isinstance(each, tuple) else each) for each in seen]
+    theirs = torch.cat([each.reshape(len(TOKENS), -1) for each in plain_rows], 1).numpy()
     with localrt.load(tiny_folder, format="f32", draft="off") as ours:
         engine = engine_of(ours)
         assert isinstance(engine, NativeEngine)
-        found = plain(engine, TOKENS)
-    assert np.abs(found - theirs.numpy()).max() < 1e-4 * float(theirs.abs().max())
+        session = engine.session(64)
+        features = session.record_features((1, AFTER_LAST))
+        last = engine.session(64)  # wants less of the same pass
+        last_features = last.record_features()
+        engine.extend_batch([(session, TOKENS), (last, TOKENS)], wanted=[0])
+        found = features.get(0, len(TOKENS))
+        assert np.abs(found - theirs).max() < 1e-4 * float(np.abs(theirs).max())
+        width = engine.hidden_size
+        np.testing.assert_allclose(last_features.get(0, 12), found[:, width:], atol=1e-5)
 
 
 @needs_kernels
@@ -111,10 +122,10 @@ def test_streamed_target(tmp_path: Path) -> None:
     with closing(Model(folder)) as model:
 
         def rows(decoder: Any, wanted: list[int]) -> np.ndarray:
-            found = np.empty((len(TOKENS), 128), np.float32)
+            features = Features((0, 2, AFTER_LAST), np.empty((len(TOKENS), 3 * 128), np.float32))
             batch = Batch.extend([(decoder.cache(64), TOKENS)])
-            decoder.forward(batch, rows=wanted, features=found)
-            return found
+            decoder.forward(batch, rows=wanted, features=features)
+            return features.rows
 
         expected = rows(model.resident, [])
         with model.placed(passing(model.store)) as decoder:

@@ -38,6 +38,7 @@ from localrt.engine.protocol import (
     Logits,
 )
 from localrt.models.decoder import Decoder
+from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.models.weight_store import WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
@@ -167,7 +168,7 @@ class NativeEngine(Engine):
         weights, eps = self.final_norm()
         rows = np.empty((sum(len(piece) for _, _, piece in parts), len(weights)), np.float32)
         batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
-        self.run(batch, rows=[], check=check, features=rows)
+        self.run(batch, rows=[], check=check, features=Features((AFTER_LAST,), rows))
         scale = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
         rows = rows / scale * weights
         at = 0
@@ -248,7 +249,7 @@ class NativeEngine(Engine):
         *,
         rows: Sequence[int] | None = None,
         check: Check | None = None,
-        features: Logits | None = None,
+        features: Features | None = None,
     ) -> Logits:
         """Run a pass; return a copy of the logits (rows, vocab) of the chosen rows.
 
@@ -386,22 +387,22 @@ class NativeEngine(Engine):
             )
             spans.append(Span(session.cache, len(ids), None if alone else tree.pass_mask()))
         ends = list(accumulate(map(len, tokens)))
-        features = self._feature_rows(sessions, ends[-1])
+        features = self._features(sessions, ends[-1])
         batch = Batch(np.concatenate(tokens), np.concatenate(positions), tuple(spans))
         trees = ends[len(parts) - 1] if parts else 0
         rows = [*range(trees), *(ends[len(parts) + part] - 1 for part in wanted)]
         logits = self.run(batch, rows=rows, check=check, features=features)
         for at, (session, ids, end) in enumerate(zip(sessions, tokens, ends, strict=True)):
-            states = None if features is None else features[end - len(ids) : end]
             done = session.opened if at < len(parts) else session.appended
-            done(ids.tolist(), states)
+            done(ids.tolist(), features, end - len(ids))
         return logits
 
-    def _feature_rows(self, sessions: Sequence[NativeSession], rows: int) -> Logits | None:
-        """Return an array for the pass's hidden states if one of its sessions records them."""
-        if not any(session.records for session in sessions):
+    def _features(self, sessions: Sequence[NativeSession], rows: int) -> Features | None:
+        """Return room for the features of a pass if one of its sessions records any."""
+        layers = tuple(sorted({each for own in sessions for each in own.recorded_layers}))
+        if not layers:
             return None
-        return np.empty((rows, self.hidden_size), np.float32)
+        return Features(layers, np.empty((rows, len(layers) * self.hidden_size), np.float32))
 
     def logits(
         self,

@@ -1,6 +1,6 @@
 """One sequence on the native engine: its tokens, its KV cache, and the rows of a tree in between.
 
-With ``record_features`` it also keeps the hidden states of its tokens, for drafters that read them.
+With ``record_features`` it also keeps its tokens' features, for draft heads that read them.
 Passes are the engine's. It does not know weights, text or sampling.
 """
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
+from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.models.weight_store import PipelineCounts
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
@@ -26,9 +27,12 @@ Rows = npt.NDArray[np.float32]
 
 
 class FeatureRows:
-    """The hidden states (n, ``size``) of a sequence's tokens ``first`` to ``length``."""
+    """The features (n, ``size``) of a sequence's tokens ``first`` to ``length``: the residual
+    stream before ``layers``.
+    """
 
-    def __init__(self, first: int, size: int) -> None:
+    def __init__(self, layers: tuple[int, ...], first: int, size: int) -> None:
+        self.layers = layers
         self.first = first
         self.length = first
         self._rows = np.empty((64, size), np.float32)
@@ -102,10 +106,13 @@ class NativeSession(EngineSession):
         self._features: FeatureRows | None = None
         self.capacity = cache.capacity
 
-    def record_features(self) -> FeatureRows:
-        """Start to record hidden states of computed tokens; every call returns the same rows."""
-        if self._features is None:
-            self._features = FeatureRows(len(self._tokens), self._engine.hidden_size)
+    def record_features(self, layers: tuple[int, ...] = (AFTER_LAST,)) -> FeatureRows:
+        """Start to record features of computed tokens; calls for the same layers return the same
+        rows.
+        """
+        if self._features is None or self._features.layers != layers:
+            size = len(layers) * self._engine.hidden_size
+            self._features = FeatureRows(layers, len(self._tokens), size)
         return self._features
 
     @property
@@ -178,22 +185,22 @@ class NativeSession(EngineSession):
         return self._cache
 
     @property
-    def records(self) -> bool:
-        """Whether hidden states are recorded."""
-        return self._features is not None
+    def recorded_layers(self) -> tuple[int, ...]:
+        """The layers whose features are recorded."""
+        return () if self._features is None else self._features.layers
 
-    def appended(self, tokens: Sequence[int], features: Logits | None) -> None:
-        """Record the ``tokens`` that a pass has computed, and their hidden states (n, D) if any."""
+    def appended(self, tokens: Sequence[int], features: Features | None, first: int) -> None:
+        """Record the ``tokens`` that a pass has computed, in its rows from ``first`` on."""
         self._tokens += tokens
         if self._features is not None and features is not None:
-            self._features.room(len(tokens))[:] = features
+            features.copy(self._features.layers, first, self._features.room(len(tokens)))
             self._features.advance(len(tokens))
 
-    def opened(self, rows: Sequence[int], features: Logits | None) -> None:
+    def opened(self, tokens: Sequence[int], features: Features | None, first: int) -> None:
         """Record the tokens of a tree's pass; ``keep`` will say which of them to keep."""
-        self._open = list(rows)
+        self._open = list(tokens)
         if self._features is not None and features is not None:
-            self._features.open(len(rows))[:] = features
+            features.copy(self._features.layers, first, self._features.open(len(tokens)))
 
     def counts(self) -> PipelineCounts | None:
         return self._engine.counts()

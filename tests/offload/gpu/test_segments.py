@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
+from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
 from localrt.quant.cuda import graph
@@ -100,10 +101,11 @@ def test_tokens_and_trees(coded: Model, tape: Tape) -> None:
         cache = decoder.cache(40)
         seen = [extend(decoder, cache, tokens(5), [4]), *decode(decoder, cache, 2)]
         seen += [tree(decoder, cache, mask) for mask in (np.eye(3, dtype=bool), branch, branch)]
-        features = np.empty((1, coded.config.hidden_size), np.float32)
-        batch = Batch.extend([(cache, [3])])
-        seen.append(decoder.forward(batch, features=features))
-        return [*seen, features, *decode(decoder, cache, 2)]
+        for layers in ((AFTER_LAST,), (1, AFTER_LAST)):
+            rows = np.empty((1, len(layers) * coded.config.hidden_size), np.float32)
+            batch = Batch.extend([(cache, [3])])
+            seen += [decoder.forward(batch, features=Features(layers, rows)), rows]
+        return [*seen, *decode(decoder, cache, 2)]
 
     assert_recorded(coded, tape, talk)
     # The unit of the ring, the two and the head, of tokens and of trees.
