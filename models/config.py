@@ -193,6 +193,10 @@ class Block:
         """Build the parts that run once, after the last layer."""
         return ()
 
+    def attention_width(self, config: DecoderConfig) -> int:
+        """Columns of what attention reads."""
+        return config.hidden_size
+
     def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
         """A layer's memory of a sequence: none if it is only an MLP."""
         own = config.attention[layer]

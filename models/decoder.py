@@ -27,7 +27,7 @@ from localrt.models.layers.parts import (
 )
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.arrays import Vector, vector_to_host
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Ops
 
@@ -183,3 +183,20 @@ class Decoder:
     def close(self) -> None:
         """End all threads and free all weights."""
         self.weights.close()
+
+
+class FinalNorm:
+    """A model's norm before the head, for rows on the host."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = decoder.config
+        self._eps = config.norm_eps
+        self._weights = np.empty(config.hidden_size, np.float32)
+        vector_to_host(decoder.weights.norm, self._weights)
+        self._weights /= np.float32(config.logit_scale)
+
+    def __call__(self, rows: Logits) -> Logits:
+        """Return the normed rows (n, D)."""
+        scale = np.sqrt(np.square(rows).mean(1, keepdims=True) + np.float32(self._eps))
+        normed: Logits = rows / scale * self._weights
+        return normed

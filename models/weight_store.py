@@ -17,7 +17,7 @@ from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.moe import Experts, RoutingWatch
 from localrt.models.layers.parts import Check as Check
 from localrt.models.layers.parts import Head, PassState
-from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Ops
 
@@ -118,6 +118,16 @@ class WeightStore:
     memory = WeightMemory()
 
     @property
+    def embedding_part(self) -> Part:
+        """What looks up the batch's rows of the embedding, also in passes of a draft head."""
+        return self.body[0]
+
+    @property
+    def output_matrix(self) -> Weight | None:
+        """The matrix of the head, if it is in memory as one."""
+        return None
+
+    @property
     def implementations(self) -> tuple[Ops, ...]:
         """All ``Ops`` that compute passes."""
         return (self.ops,)
@@ -192,6 +202,10 @@ class ResidentWeights(WeightStore):
         self.norm = head.norm
         self.experts = (experts,)
         self._head = (head,)
+
+    @property
+    def output_matrix(self) -> Weight | None:
+        return self._head[0].weight
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
         """See ``WeightStore``; nothing to wait for."""

@@ -75,8 +75,8 @@ _LOADING_ADVANCED: tuple[Flag, ...] = (
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
-    "what drafts the next tokens: a smaller model, best of the same vocabulary, "
-    "or repeated text (ngram) (default: auto)"
+    "what drafts the next tokens: a smaller model, best of the same vocabulary, a draft head, "
+    "the model's own MTP block (mtp), or repeated text (ngram) (default: auto)"
 )
 _THINKING_HELP = (
     "whether the model thinks before it answers, or how much (default: the model's own)"
@@ -105,7 +105,7 @@ _SAMPLING: tuple[Flag, ...] = (
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
-    ("--draft", str, "MODEL|ngram|auto|off", _DRAFT_HELP),
+    ("--draft", str, "MODEL|mtp|ngram|auto|off", _DRAFT_HELP),
 )
 _DRY_BASE_HELP = "DRY: factor for each further repeated token (default: 1.75)"
 _DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: -1)"

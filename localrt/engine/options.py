@@ -37,7 +37,7 @@ def _is_text(value: object) -> bool:
 # Options that are not numbers: a description of their values, and a check.
 _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("overflow", "error or drop_oldest", get_args(Overflow).__contains__),
-    ("draft", "auto, off, ngram or the name of a model", _is_text),
+    ("draft", "auto, off, ngram, mtp or the name of a model or head", _is_text),
     ("ignore_eos", "true or false", lambda v: isinstance(v, bool)),
     ("parallel_tool_calls", "true or false", lambda v: isinstance(v, bool)),
     ("regex", "a non-empty string", lambda v: v is None or _is_text(v)),
@@ -61,8 +61,8 @@ class Options:
     ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
     conversation outgrows the context, or ``context_tokens`` if these are fewer; the answer ends
-    there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"`` or a model to draft with, which
-    ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass (1 to 2048),
+    there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"mtp"`` or a model or head to draft with,
+    which ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass (1 to 2048),
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a

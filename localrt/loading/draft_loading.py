@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.common.settings import DEFAULT_CONTEXT
-from localrt.loading.draft_model import PLUS_NGRAM, DraftPlace, Drafts
+from localrt.loading.draft_head import HeadDraft
+from localrt.loading.draft_model import (
+    MTP,
+    PLUS_NGRAM,
+    Draft,
+    DraftPlace,
+    Drafts,
+    ModelDraft,
+)
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.offload.account import (
@@ -186,6 +194,31 @@ def is_draft_model(draft: str) -> bool:
     return draft not in ("auto", "off", "ngram")
 
 
+def draft_for(
+    name: str,
+    target: LoadedModel,
+    options: LoadOptions,
+    settings: Settings,
+    *,
+    offline: bool | None = None,
+) -> Draft:
+    """Load the draft ``name``, a model or a head, for a model that is loaded already.
+
+    Raises:
+        MemoryBudgetError: it does not fit in the rest of the budget.
+        LocalrtError: it cannot be found or loaded, or does not fit the model.
+    """
+    from localrt.hub import resolve
+    from localrt.models.heads import is_head
+
+    if name == MTP:
+        return HeadDraft(target)
+    path = resolve(name, settings=settings, offline=offline).path
+    if is_head(path):
+        return HeadDraft(target, path)
+    return ModelDraft(name, load_draft(name, options, settings, offline=offline), target)
+
+
 def load_draft(
     name: str,
     options: LoadOptions,
@@ -258,15 +291,22 @@ def load_with_draft(
     With a GPU, both are planned before either is loaded.
     """
     from localrt.hub import resolve
+    from localrt.models.heads import is_head
 
-    def later(name: str) -> LoadedModel:
-        return load_draft(name, options, settings, offline=offline)
+    def later(name: str, model: LoadedModel) -> Draft:
+        return draft_for(name, model, options, settings, offline=offline)
 
     name = draft.removesuffix(PLUS_NGRAM)
-    if not is_draft_model(draft):
+    path = None
+    if is_draft_model(draft) and name != MTP:
+        found = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
+        path = None if is_head(found.path) else found.path
+    if path is None:
         model = load(options)
-        return model, Drafts(model, later)
-    path = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel).path
+        drafts = Drafts(model, later)
+        if is_draft_model(draft):
+            drafts.load(name)
+        return model, drafts
     place = place_draft(target, path, name, options, settings)
     place = place or DraftPlace(alone=options, draft=options)
     with ExitStack() as opened:  # closed on failure
@@ -300,8 +340,10 @@ def load_with_draft(
         if note or place.line:
             parts = replace(parts, notes=(*parts.notes, note or place.line))
         drafts = Drafts(parts, later)
-        if own is not None or note:
-            drafts.add(name, own, note, place)
+        if own is not None:
+            drafts.add(name, ModelDraft(name, own, parts, place), note)
+        elif note:
+            drafts.add(name, None, note)
         opened.pop_all()
     return parts, drafts
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -29,6 +29,7 @@ from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import family_draft
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
+from localrt.models.heads import has_prediction_block
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.ngram import Archive, NgramSource, common_length
@@ -333,11 +334,28 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
     return ""
 
 
-# Loads the draft model of a name.
-LoadDraft = Callable[[str], LoadedModel]
+class Draft(Protocol):
+    """What drafts for a loaded model besides lookups.
+
+    ``level_share`` is the assumed cost of a draft level as a share of a plain step.
+    """
+
+    kind: str
+    level_share: float
+
+    def source(self, session: EngineSession, options: Options) -> DraftSource:
+        """Return the draft source for a session."""
+
+    def close(self) -> None:
+        """Free its weights."""
+
+
+# Loads the draft of a name for a loaded model.
+LoadDraft = Callable[[str, LoadedModel], Draft]
 PLUS_NGRAM = "+ngram"
+MTP = "mtp"
 _LOOKUP = "ngram"
-_Loaded = tuple[ModelDraft | None, str]  # the draft, or None; a note for the user
+_Loaded = tuple[Draft | None, str]  # the draft, or None; a note for the user
 
 
 class Drafts:
@@ -376,7 +394,7 @@ class Drafts:
             # With other ops a row's bits, and so a token, may depend on the rows in the batch.
             if engine.ops_name != "native":
                 return None
-            name = self._family or _LOOKUP
+            name = self._own or _LOOKUP
         with self._lock:
             key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
             known = self._made.get(key)
@@ -384,21 +402,19 @@ class Drafts:
                 known = self._made[key] = self._make(name, engine, options)
             return known
 
-    def add(
-        self,
-        name: str,
-        parts: LoadedModel | None,
-        note: str = "",
-        place: DraftPlace | None = None,
-    ) -> None:
-        """Add a loaded draft model, or the ``note`` why there is none; ``place`` is its plan.
-
-        Raises:
-            OptionError: it cannot draft for this model; its engine has been closed.
-        """
-        draft = None if parts is None else ModelDraft(name, parts, self._target, place)
+    def add(self, name: str, draft: Draft | None, note: str = "") -> None:
+        """Add a loaded draft, or the ``note`` why there is none."""
         with self._lock:
             self._drafts[name] = draft, note
+
+    def load(self, name: str) -> None:
+        """Load a draft that is asked for by name.
+
+        Raises:
+            LocalrtError: it cannot be found or loaded, or does not fit the model.
+        """
+        with self._lock:
+            self._drafts[name] = self._load_model(name, asked=True)
 
     def close(self) -> None:
         """Free all drafts."""
@@ -412,8 +428,13 @@ class Drafts:
     # -- parts -----------------------------------------------------------------------------------
 
     @cached_property
-    def _family(self) -> str | None:
-        """The name of the draft model that ``auto`` uses besides lookups, if any."""
+    def _own(self) -> str | None:
+        """What ``auto`` drafts with besides lookups, if anything: the model's MTP block, or a model
+        of its family.
+        """
+        streamed = self._target.engine.info.streamed
+        if not streamed and has_prediction_block(self._target.path):
+            return MTP
         return family_draft(self._target)
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
@@ -447,9 +468,9 @@ class Drafts:
         return known
 
     def _load_model(self, name: str, *, asked: bool) -> _Loaded:
-        """Load a draft model. Unless it was ``asked`` for by name, a failure is only a note."""
+        """Load a draft. Unless it was ``asked`` for by name, a failure is only a note."""
         try:
-            draft = ModelDraft(name, self._load(name), self._target)
+            draft = self._load(name, self._target)
         except MemoryBudgetError as error:
             hint = "" if asked else "; named as the draft when loading, it would be given room"
             return None, f"draft {name} is not used: {error.marked}{hint}"
@@ -458,4 +479,6 @@ class Drafts:
                 raise
             told = isinstance(error, OptionError)  # it names the draft already
             return None, error.marked if told else f"draft {name} is not used: {error.marked}"
-        return draft, "" if asked else f"draft {name} was found on this machine"
+        if asked or draft.kind == "head":
+            return draft, ""
+        return draft, f"draft {name} was found on this machine"

@@ -1,8 +1,9 @@
 """Which tensors of a published model belong to its decoder, and their names without prefixes.
 
 Multimodal models keep the decoder below a prefix, next to vision and audio towers. Blocks of
-multi-token prediction have a prefix, or are numbered as layers after the last one. Other tensors
-than the decoder's are never read. Knows names, no files.
+multi-token prediction (MTP) have a prefix, or are numbered as layers after the last one: they are
+a model of one layer of their own, here ``model.layers.0``. Other tensors are never read. Knows
+names, no files.
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ _MOST_PREDICTION_LAYERS = 64
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
+_BESIDE_LAYER = {
+    # of a prediction block, beside its layer, in files that number it as a layer, and in GGUF
+    "enorm": "model.pre_fc_norm_embedding",
+    "hnorm": "model.pre_fc_norm_hidden",
+    "eh_proj": "model.fc",
+    "shared_head.norm": "model.norm",
+    "shared_head_norm": "model.norm",
+    "shared_head.head": "lm_head",
+    "shared_head_head": "lm_head",
+    "embed_tokens": "model.embed_tokens",
+}
 _GGUF_TOWERS = ("v.", "a.", "mm.")
 
 
@@ -42,18 +54,69 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) -> str | None:
     """The decoder's name for a tensor of a Hugging Face folder; None outside the decoder."""
     if multimodal:
-        for prefix, plain in _PREFIXES:
-            if name.startswith(prefix):
-                name = plain + name.removeprefix(prefix)
-                break
-        else:
-            if not name.startswith(_BARE):
-                return None
+        plain = _without_prefix(name)
+        if plain == name and not name.startswith(_BARE):
+            return None
+        name = plain
     if _PREDICTION.match(name):
         return None
     name = _BACKBONE.sub("model.", name)
     layer = _LAYER.match(name)
     return None if layer and int(layer[1]) in _prediction_layers(config) else name
+
+
+def _without_prefix(name: str) -> str:
+    for prefix, plain in _PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def prediction_tensor(name: str, config: Mapping[str, Any]) -> str | None:
+    """The name of a tensor of the first prediction block of a Hugging Face folder; None of others.
+
+    ``model.embed_tokens`` and ``lm_head`` are the block's own, where it has them.
+    """
+    name = _without_prefix(name)
+    if own := _PREDICTION.match(name):
+        rest = name[own.end() :]
+        return rest if rest.startswith("lm_head.") else f"model.{rest}"
+    layer = _LAYER.match(name)
+    first = _prediction_layers(config)[:1]
+    return _of_block(name[layer.end() :]) if layer and int(layer[1]) in first else None
+
+
+def gguf_prediction_tensor(name: str) -> str | None:
+    """The same for a tensor of a GGUF block, if it lies beside the block's layer."""
+    match = _BLOCK.match(name)
+    return _of_block(name[match.end() :]) if match and match[2] else None
+
+
+def _of_block(rest: str) -> str:
+    stem, _, kind = rest.rpartition(".")
+    beside = _BESIDE_LAYER.get(stem)
+    return f"{beside}.{kind}" if beside else f"model.layers.0.{rest}"
+
+
+def prediction_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model's prediction block: a decoder of one layer, which attends to all
+    tokens, and is a mixture if layers of the model are.
+    """
+    layers = config.get("num_hidden_layers")
+    own = {
+        key: value
+        for key, value in config.items()
+        if not (isinstance(value, list) and type(layers) is int and len(value) >= layers > 1)
+    }
+    return {
+        **own,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse"],
+        "mlp_only_layers": [],
+        "first_k_dense_replace": 0,
+        "decoder_sparse_step": 1,
+    }
 
 
 def _prediction_layers(config: Mapping[str, Any]) -> range:
@@ -86,6 +149,11 @@ def gguf_block(name: str) -> int | None:
     """The number of the block that a GGUF tensor belongs to."""
     match = _BLOCK.match(name)
     return int(match[1]) if match else None
+
+
+def as_first_block(name: str) -> str:
+    """The GGUF tensor's name if its block were the first."""
+    return re.sub(r"^blk\.\d+\.", "blk.0.", name)
 
 
 def is_beside_decoder(name: str) -> bool:

@@ -211,7 +211,10 @@ class Attention:
                 bool(names.attention_norm),
                 config.multipliers.attention_in,
             ),
-            qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in qkv)),
+            qkv=weights.matrix(
+                (rows, config.block.attention_width(config)),
+                *(f"{prefix}{n}.weight" for n in qkv),
+            ),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
             qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),
             out_bias=optional(config.out_bias, hidden, f"{prefix}{names.out}.bias"),

@@ -344,6 +344,28 @@ class NativeOps(StreamSteps):
         self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
         return x
 
+    # -- a draft head, which reads another model's features ----------------------------------------
+
+    def given_rows(self, values: Floats) -> Floats:
+        """A copy: residual sums are in place."""
+        return np.array(values, np.float32, order="C")
+
+    def joined_norms(
+        self,
+        x: Floats,
+        y: Floats,
+        norms: tuple[NativeVector | None, NativeVector | None],
+        eps: float,
+    ) -> Floats:
+        parts = [np.array(rows) for rows in (x, y)]
+        for rows, norm in zip(parts, norms, strict=True):
+            if norm is not None:
+                self.norm(rows, norm, eps)
+        return np.concatenate(parts, axis=1)
+
+    def projected(self, x: Floats, weight: NativeWeight) -> Floats:
+        return self.linear(x, weight)
+
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> NativeExpertTable:

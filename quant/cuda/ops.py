@@ -242,6 +242,21 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
 
+    # -- a draft head, which reads another model's features ----------------------------------------
+
+    def given_rows(self, values: Logits) -> Stream:
+        return Stream(upload(values, self._device))
+
+    def joined_norms(
+        self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
+    ) -> Stream:
+        parts = zip((x, y), norms, strict=True)
+        rows = [r.settle() if n is None else r.normed(n, eps, torch.float32) for r, n in parts]
+        return Stream(torch.cat(rows, 1))
+
+    def projected(self, x: Stream, weight: CudaWeight) -> Stream:
+        return Stream(linear(x.settle().bfloat16(), weight, dtype=torch.float32))
+
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> CudaExpertTable:

@@ -401,6 +401,22 @@ class Ops(Protocol):
     ) -> Array:
         """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
 
+    # -- a draft head, which reads another model's features ----------------------------------------
+
+    def given_rows(self, values: npt.NDArray[np.float32]) -> Array:
+        """Another model's features (R, F), from the host, as a residual stream."""
+
+    def joined_norms(
+        self, x: Array, y: Array, norms: tuple[Vector | None, Vector | None], eps: float
+    ) -> Array:
+        """RMSNorm of x (R, D) and of y (R, F), where it has a weight, side by side: (R, D + F).
+
+        ``x`` and ``y`` stay as they are.
+        """
+
+    def projected(self, x: Array, weight: Weight) -> Array:
+        """x (R, F) times ``weight`` (D, F), a new residual stream: (R, D)."""
+
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> ExpertTable:

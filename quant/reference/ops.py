@@ -315,6 +315,18 @@ class TorchOps(StreamSteps):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, weight, eps)
 
+    def given_rows(self, values: npt.NDArray[np.float32]) -> Tensor:
+        return torch.tensor(values, dtype=self._dtype, device=self._device)
+
+    def joined_norms(
+        self, x: Tensor, y: Tensor, norms: tuple[Tensor | None, Tensor | None], eps: float
+    ) -> Tensor:
+        parts = zip((x, y), norms, strict=True)
+        return torch.cat([r if n is None else self._norm(r, n, eps) for r, n in parts], -1)
+
+    def projected(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x, weight)
+
     def add(self, x: Tensor, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Tensor:
         """Residual sum in place of ``x``."""
         x.add_(y, alpha=scale)

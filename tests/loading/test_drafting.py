@@ -11,6 +11,8 @@ import localrt
 from localrt.loading.draft_model import vocabulary_problem
 from localrt.quant.cpu.abi import find_library
 from tests.conftest import write_tiny_model
+from tests.models.test_heads import TinyBlock, TinyEagle3
+from tests.models.tiny import save_tiny
 from tests.real_models import real_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
@@ -150,3 +152,38 @@ def test_draft_model() -> None:
         ours = model.generate(prompt, tree_budget=16, **options)
         assert ours.token_ids == plain.token_ids
         assert (ours.metrics.accepted_per_pass or 0) > 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", "mtp"
+    if kind == "mtp":
+        TinyBlock("qwen3.5", target)
+    else:
+        config, draft = save_tiny("llama", target).config, str(tmp_path)
+        TinyEagle3(tmp_path, config.hidden_size, config.vocab_size)
+    prompt: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9]}
+    with localrt.load(target, draft=draft) as model:
+        for sampling in ({"temperature": 0.0}, {"temperature": 0.3, "seed": 3}):
+            plain = model.generate(**prompt, draft="off", **sampling, **OPTIONS)
+            for size in ({}, {"tree_budget": 8, "tree_depth": 3}, {"tree_budget": 40}):
+                ours = model.generate(**prompt, **size, draft=draft, **sampling, **OPTIONS)
+                assert ours.token_ids == plain.token_ids
+                assert ours.logprobs == plain.logprobs
+        assert "head, 40 draft tokens" in str(ours.metrics.speculation)
+        chat = [*prompt["token_ids"], *plain.token_ids, 11, 12]  # the prefix is kept
+        again = model.generate(token_ids=chat, draft=draft, tree_budget=4, **OPTIONS, seed=1)
+        assert (
+            again.token_ids
+            == model.generate(token_ids=chat, draft="off", **OPTIONS, seed=1).token_ids
+        )
+
+
+def test_head_of_another_model(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "target")
+    TinyEagle3(tmp_path, 32, 211)
+    with pytest.raises(localrt.OptionError, match="does not fit this model: it has 32 hidden"):
+        localrt.load(tmp_path / "target", draft=str(tmp_path))
+    with pytest.raises(localrt.LocalrtError, match="no MTP block"):
+        localrt.load(tmp_path / "target", draft="mtp")

@@ -37,13 +37,12 @@ from localrt.engine.protocol import (
     Forecaster,
     Logits,
 )
-from localrt.models.decoder import Decoder
+from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.models.weight_store import WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
-from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
@@ -136,12 +135,10 @@ class NativeEngine(Engine):
         """Columns of the features."""
         return self._loaded().config.hidden_size
 
-    def final_norm(self) -> tuple[Logits, float]:
-        """The weights (D,) and the epsilon of the norm before the head."""
-        decoder = self._loaded()
-        weights = np.empty(decoder.config.hidden_size, np.float32)
-        vector_to_host(decoder.weights.norm, weights)
-        return weights / np.float32(decoder.config.logit_scale), decoder.config.norm_eps
+    @property
+    def decoder(self) -> Decoder:
+        """The model, for a draft head that shares parts of it."""
+        return self._loaded()
 
     def hidden_states(
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
@@ -165,13 +162,10 @@ class NativeEngine(Engine):
         self, parts: Sequence[tuple[int, KVCache, Sequence[int]]], check: Check | None
     ) -> Iterator[tuple[int, Logits]]:
         """One pass; what belongs to each of its parts, after the final norm."""
-        weights, eps = self.final_norm()
-        rows = np.empty((sum(len(piece) for _, _, piece in parts), len(weights)), np.float32)
+        rows = np.empty((sum(len(piece) for *_, piece in parts), self.hidden_size), np.float32)
         batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
         self.run(batch, rows=[], check=check, features=Features((AFTER_LAST,), rows))
-        scale = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
-        rows = rows / scale * weights
-        at = 0
+        rows, at = FinalNorm(self._loaded())(rows), 0
         for index, _, piece in parts:
             yield index, rows[at : at + len(piece)]
             at += len(piece)

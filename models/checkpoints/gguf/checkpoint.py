@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
@@ -17,14 +19,18 @@ from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
 from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
+    as_first_block,
     gguf_block,
+    gguf_prediction_tensor,
     is_beside_decoder,
     prediction_blocks,
+    prediction_config,
 )
 from localrt.quant.formats import F32
 
 _ONE_ROW = ".shared_expert_gate.weight"
 """A matrix of one row that llama.cpp's converter stores as a vector."""
+_IN_LAYER = re.compile(r"model\.layers\.")
 _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
 """Whose experts have factors of their own under the name of NVFP4's."""
 
@@ -32,15 +38,18 @@ _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
 class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
+    With ``predicts`` it is the first MTP block in the file, as a model of one layer.
+
     Raises:
-        CheckpointError: not a GGUF file, truncated or malformed, or a part is missing.
+        CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
+            MTP block.
         UnsupportedModelError: an unsupported version or tensor type.
     """
 
     kind = "gguf"
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, predicts: bool = False) -> None:
         self._parts = open_gguf_parts(path)
         try:
             self.path = self._parts[0].path
@@ -55,6 +64,17 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.config: Mapping[str, Any] = model_config(
                 self.architecture, self.metadata, stored, predicting
             )
+            self.only_predicts = bool(predicting) and not any(map(_IN_LAYER.match, stored))
+            if predicts:
+                if not predicting:
+                    raise CheckpointError(f"{path} has no MTP block")
+                stored = self._rename(predicting, of_block=min(predicting))
+                self.config = prediction_config(self.config)
+            elif self.only_predicts:
+                raise UnsupportedModelError(
+                    f"{path} holds only the MTP block of a model, which drafts for it: run that "
+                    f"model, with {option('draft', path.name)}"
+                )
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             sources = family_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
@@ -74,16 +94,23 @@ class GgufCheckpoint(SourcedCheckpoint):
         names = [name for part in self._parts for name in part.tensors]
         return prediction_blocks(*count_layers(self.architecture, self.metadata), names)
 
-    def _rename(self, predicting: frozenset[int]) -> dict[str, StoredTensor]:
-        """The decoder's tensors by their Hugging Face names, each expert separate."""
+    def _rename(
+        self, predicting: frozenset[int], *, of_block: int | None = None
+    ) -> dict[str, StoredTensor]:
+        """The decoder's tensors by their Hugging Face names, each expert separate; or those of the
+        prediction block ``of_block``.
+        """
         experts = self.metadata.integer(f"{self.architecture}.expert_count")
         stored: dict[str, StoredTensor] = {}
         factors = self._factors()
         for part in self._parts:
             for name, tensor in part.tensors.items():
-                if gguf_block(name) in predicting or is_beside_decoder(name) or name in factors:
+                block = gguf_block(name)
+                others = block in predicting if of_block is None else block != of_block
+                if others or is_beside_decoder(name) or name in factors:
                     continue
-                for own in self._scaled(self._plain(name, tensor, experts), factors, name):
+                here = name if of_block is None else as_first_block(name)
+                for own in self._scaled(self._plain(here, tensor, experts), factors, name):
                     if own.info.name in stored:
                         raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")
                     stored[own.info.name] = own
@@ -133,7 +160,8 @@ class GgufCheckpoint(SourcedCheckpoint):
         if (stacked := expert_stack(self.architecture, name)) is not None:
             prefix, stack = stacked
             return list(split_ranges(tensor, stack, prefix, experts))
-        info = replace(tensor.info, name=hf_tensor_name(self.architecture, name))
+        beside = gguf_prediction_tensor(name)
+        info = replace(tensor.info, name=beside or hf_tensor_name(self.architecture, name))
         if info.name.endswith(_ONE_ROW) and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))
         return [replace(tensor, info=info)]

@@ -33,7 +33,13 @@ from localrt.models.checkpoints.schemes import (
     read_scheme,
     unconverted,
 )
-from localrt.models.checkpoints.text_model import TEXT_KEYS, decoder_tensor, is_multimodal
+from localrt.models.checkpoints.text_model import (
+    TEXT_KEYS,
+    decoder_tensor,
+    is_multimodal,
+    prediction_config,
+    prediction_tensor,
+)
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _KIMIS_LENGTH = "model_max_length"
@@ -85,19 +91,25 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SafetensorsCheckpoint(SourcedCheckpoint):
     """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
 
+    With ``predicts`` it is the first MTP block in the folder, as a model of one layer.
+
     Raises:
-        CheckpointError: a file is missing, truncated or malformed.
+        CheckpointError: a file is missing, truncated or malformed; there is no MTP block.
         UnsupportedModelError: an unsupported quantization or type of number.
     """
 
     kind = "safetensors"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, predicts: bool = False) -> None:
         self.path = path
+        self._predicts = predicts
         self.metadata: Mapping[str, Any] = {}
         self._files: dict[str, RangedFile] = {}
         config = read_json(path / "config.json")
-        self.config: Mapping[str, Any] = flatten_config(config, path / "config.json")
+        self._published = flatten_config(config, path / "config.json")
+        self.config: Mapping[str, Any] = self._published
+        if predicts:
+            self.config = prediction_config(self._published)
         self.architecture = _architecture(self.config, path / "config.json")
         self._method, self._scheme = read_scheme(self.config, path)
         self.notes: tuple[str, ...] = ()
@@ -139,11 +151,13 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         located: dict[str, StoredTensor] = {}
 
         def decoders(name: str) -> str | None:
+            if self._predicts:
+                return prediction_tensor(name, self._published)
             return decoder_tensor(name, self.config, multimodal=multimodal)
 
         for name, tensor, file_path in self._listed(decoders):
             plain = decoders(name)
-            if plain is None or is_hash_constant(plain):
+            if plain is None or not self._wanted(plain):
                 continue
             if isinstance(tensor, str):
                 raise unread_type_error(file_path, name, tensor)
@@ -151,8 +165,13 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
                 raise CheckpointError(f"{file_path}: tensor {name!r} appears twice")
             located[plain] = replace(tensor, info=replace(tensor.info, name=plain))
         if not located:
-            raise CheckpointError(f"{self.path} holds no weights of a text model")
+            what = "MTP block" if self._predicts else "weights of a text model"
+            raise CheckpointError(f"{self.path} holds no {what}")
         return located
+
+    def _wanted(self, name: str) -> bool:
+        """Whether a tensor of the decoder is read."""
+        return not is_hash_constant(name)
 
     def _listed(
         self, decoders: Callable[[str], str | None]

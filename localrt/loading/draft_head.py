@@ -1,0 +1,136 @@
+"""A draft head of a loaded model: an MTP block of its own files, or a head beside it.
+
+A head reads features of the model's tokens, which sessions record from then on, and computes with
+the model's own ``Ops``, between its passes. It shares the embedding and the output matrix.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.session import FeatureRows, NativeSession
+from localrt.engine.options import Options
+from localrt.engine.protocol import EngineSession
+from localrt.loading.parts import LoadedModel
+from localrt.models.decoder import FinalNorm
+from localrt.models.heads import (
+    HeadConfig,
+    Shared,
+    load_head,
+    open_head,
+    read_head_config,
+)
+from localrt.models.layers.parts import AFTER_LAST, Features
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows
+from localrt.speculative.tree_source import TreeSource
+
+Floats = npt.NDArray[np.float32]
+
+
+class HeadDrafter(Drafter):
+    """A head for one session with these ``features``.
+
+    The row of a token takes in the features of the token before. Rows of draft tokens do not last:
+    what they took in was the head's own output.
+    """
+
+    name = "head"
+    lasting = False
+
+    def __init__(self, head: HeadDraft, features: FeatureRows) -> None:
+        self.tokens = head.config.tokens
+        self._head = head
+        self._features = features
+        self._given: list[Floats] = []  # for the rows behind the last known token, and each draft's
+
+    def cache(self, capacity: int) -> KVCache:
+        with self._head.engine.alone():
+            return self._head.decoder.cache(capacity)
+
+    def first(self, length: int) -> int | None:
+        first = self._features.first + 1
+        return first if first < length <= self._features.length + 1 else None
+
+    def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
+        head, count = self._head, len(rows.tokens)
+        if rows.above is None:
+            start = int(rows.positions[0]) - 1
+            given = head.of_target(self._features.get(start, start + count))
+        else:
+            given = np.stack([self._given[1 + row] for row in rows.above])
+        span = Span(cache, count, rows.mask)
+        batch = Batch(np.array(rows.tokens, np.int64), rows.positions, (span,))
+        own = Features((AFTER_LAST,), np.empty((count, head.engine.hidden_size), np.float32))
+        wanted = range(count - rows.wanted, count)
+        with head.engine.alone():
+            logits = head.decoder.forward(
+                batch, rows=wanted, check=check, features=own, given=given
+            )
+        made = head.of_itself(own.rows)
+        if rows.above is None:
+            self._given = [made[-1]]
+        else:
+            self._given += list(made)
+        return logits
+
+
+class HeadDraft:
+    """The head at ``path``, loaded for ``target``; None is the MTP block in the target's files.
+
+    Raises:
+        OptionError: it cannot draft for this model.
+        MemoryBudgetError: it does not fit beside the model.
+        CheckpointError: it cannot be read.
+    """
+
+    kind = "head"
+
+    def __init__(self, target: LoadedModel, path: Path | None = None) -> None:
+        engine = target.engine
+        assert isinstance(engine, NativeEngine), "it was checked"
+        self.engine = engine
+        weights, name = engine.weights, (path or target.path).name
+        with closing(open_head(path or target.path)) as checkpoint:
+            try:
+                self.config: HeadConfig = read_head_config(checkpoint, weights.config)
+            except UnsupportedModelError as error:
+                raise OptionError(f"draft {name} does not fit this model: {error}") from error
+            infos = checkpoint.tensors.values()
+            self.nbytes = sum(info.nbytes for info in infos)
+            with engine.alone() as ops:
+                shared = Shared(weights.embedding_part, weights.output_matrix)
+                self.decoder = load_head(checkpoint, self.config, ops, shared)
+        self._normed = self.config.normed
+        if self._normed:
+            self._target_norm, self._own_norm = FinalNorm(engine.decoder), FinalNorm(self.decoder)
+        self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
+
+    def source(self, session: EngineSession, options: Options) -> DraftSource:
+        """Return the draft source for a session."""
+        assert isinstance(session, NativeSession), "sessions belong to one engine"
+        features = session.record_features(self.config.layers)
+        return TreeSource(
+            HeadDrafter(self, features),
+            capacity=session.capacity + (options.tree_budget or MOST_NODES),
+            temperature=options.sampling.temperature,
+        )
+
+    def of_target(self, rows: Floats) -> Floats:
+        """The target's features as the head reads them."""
+        return self._target_norm(rows) if self._normed else rows
+
+    def of_itself(self, rows: Floats) -> Floats:
+        """The head's output as it reads it for the next draft token."""
+        return self._own_norm(rows) if self._normed else rows
+
+    def close(self) -> None:
+        """Free the head."""
+        self.decoder.close()

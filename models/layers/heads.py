@@ -1,0 +1,108 @@
+"""The blocks of draft heads: small decoders that read features of the model they draft for.
+
+The row of a token takes in the token's embedding and the target's features of the token before it;
+of draft tokens, the head's own output. ``models/heads.py`` opens heads and reads their configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localrt.models.config import DecoderConfig, Part, Places
+from localrt.models.layers.block import ResidualBlock
+from localrt.models.layers.parts import Attention, PassState
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Vector, Weight
+
+_FUSION = "model.fc.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fusion:
+    """Normed embeddings and normed features side by side, projected: a layer's input."""
+
+    projection: Weight  # (D, 2D)
+    norms: tuple[Vector, Vector]  # of embeddings, of features
+    eps: float
+
+    def __call__(self, state: PassState) -> None:
+        """Set ``state.x``, which was the embeddings."""
+        ops, given = state.ops, state.given
+        assert given is not None, "a head's pass is given its target's features"
+        both = ops.joined_norms(state.x, ops.given_rows(given), self.norms, self.eps)
+        state.x = ops.projected(both, self.projection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionBlock(ResidualBlock):
+    """A block of multi-token prediction (DeepSeek-V3, section 2.2): ``Fusion``, then a layer of the
+    model's own kind.
+    """
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        hidden, offset = config.hidden_size, config.norm_offset
+
+        def norm(name: str) -> Vector:
+            return weights.vector(hidden, f"model.pre_fc_norm_{name}.weight", offset=offset)
+
+        projection = weights.matrix((hidden, 2 * hidden), _FUSION)
+        return (Fusion(projection, (norm("embedding"), norm("hidden")), config.norm_eps),)
+
+
+class FusedAttention:
+    """EAGLE-3's attention: it reads normed embeddings and normed features side by side, and the
+    features are the residual stream.
+    """
+
+    def __init__(
+        self, block: FeatureBlock, config: DecoderConfig, weights: WeightLoader, at: Places
+    ) -> None:
+        ((_, place),) = at
+        hidden, self._features = config.hidden_size, block.features
+        self._eps, self._residual_normed = config.norm_eps, block.residual_normed
+        self._attention = Attention(config, 0, weights, place)
+        self._projection = weights.matrix((hidden, block.features), _FUSION)
+        self._feature_norm = weights.optional_vector(
+            block.features_normed, block.features, "model.fc_norm.weight"
+        )
+        self._norms = (
+            weights.vector(hidden, "model.layers.0.input_layernorm.weight"),
+            weights.vector(hidden, "model.layers.0.hidden_norm.weight"),
+        )
+
+    def __call__(self, state: PassState) -> None:
+        """Set ``state.x``, which was the embeddings."""
+        ops, given = state.ops, state.given
+        assert given is not None, "a head's pass is given its target's features"
+        x = ops.given_rows(given)
+        if given.shape[1] == self._features:  # the target's; its own output is narrower
+            if self._feature_norm is not None:
+                x = ops.norm(x, self._feature_norm, self._eps)
+            x = ops.projected(x, self._projection)
+        if self._residual_normed:
+            x = ops.norm(x, self._norms[1], self._eps)
+            norms = (self._norms[0], None)
+        else:
+            norms = self._norms
+        state.x = ops.joined_norms(state.x, x, norms, self._eps)
+        state.x = ops.add(x, self._attention(state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureBlock(ResidualBlock):
+    """EAGLE-3's only layer (Li et al. 2025). ``features`` is the width of what it is given of the
+    target, several layers side by side.
+    """
+
+    features: int
+    features_normed: bool = False
+    residual_normed: bool = False
+
+    def attention_width(self, config: DecoderConfig) -> int:
+        return 2 * config.hidden_size
+
+    def attention(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
+    ) -> Part:
+        return FusedAttention(self, config, weights, at)
