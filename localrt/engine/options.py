@@ -61,9 +61,9 @@ class Options:
     ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
     conversation outgrows the context, or ``context_tokens`` if these are fewer; the answer ends
-    there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"mtp"`` or a model or head to draft with,
-    which ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass (1 to 2048),
-    ``tree_depth`` how far ahead they may be (1 to 64).
+    there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"mtp"``, or a model or head to
+    draft with, which ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass
+    (1 to 2048), ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
     stop string cuts it short. With tools, a schema binds only answers that are not calls.
