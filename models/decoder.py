@@ -14,20 +14,11 @@ import numpy as np
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
-from localrt.models.layers.parts import (
-    AFTER_LAST,
-    Embedding,
-    Features,
-    GatedMlp,
-    Head,
-    Logits,
-    PassState,
-    Tap,
-    joined,
-)
+from localrt.models.layers.parts import Embedding, GatedMlp, Head, Logits, PassState, Tap, joined
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, vector_to_host
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Ops
 

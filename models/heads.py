@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.checkpoints.base import Checkpoint, StoredTensor
+from localrt.models.checkpoints.base import Checkpoint, StoredTensor, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.safetensors.header import read_json
@@ -26,12 +26,16 @@ from localrt.models.decoder import Decoder, load_attention, load_norm, load_resi
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.heads import FeatureBlock, PredictionBlock
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import AFTER_LAST, Embedding, Head
+from localrt.models.layers.parts import Embedding, Head
 from localrt.models.raw_config import RawConfig
 from localrt.models.registry import read_config
 from localrt.models.weight_store import ResidentWeights
 from localrt.models.weights import WeightLoader
+from localrt.quant.formats import BF16, F16, F32, pack, unpack
+from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.methods.quantize import quantized_format
 from localrt.quant.ops.arrays import Weight
+from localrt.quant.ops.features import AFTER_LAST
 from localrt.quant.ops.protocol import Ops
 
 Ints = npt.NDArray[np.int64]
@@ -205,13 +209,28 @@ def _within(tokens: Ints, count: int) -> bool:
     return bool(tokens.size and tokens.min() >= 0 and tokens.max() < count)
 
 
+def _as_it_is(block: WeightBlock) -> WeightBlock:
+    return block
+
+
+def _in_8_bits(block: WeightBlock) -> WeightBlock:
+    """Rows of 8 bits for those of 16 or 32: a head is read at every step of a draft."""
+    if not isinstance(block, PackedTensor) or block.format not in (F32, F16, BF16):
+        return block
+    if len(block.shape) < 2 or block.shape[1] % 32:
+        return block
+    return pack(unpack(block), quantized_format("int8-g32"), name=block.name)
+
+
 def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shared) -> Decoder:
     """Read a head's weights into ``ops``, and build it around what it shares.
 
     Raises:
         CheckpointError: a tensor is missing, or not the config's.
     """
-    decoder, weights = config.decoder, WeightLoader(checkpoint, ops)
+    decoder = config.decoder
+    kept = ops.compute_format != "packed"
+    weights = WeightLoader(checkpoint, ops, repack=_as_it_is if kept else _in_8_bits)
     shape = (decoder.vocab_size, decoder.hidden_size)
     with ops.scope():
         embedding = shared.embedding

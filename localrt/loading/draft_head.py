@@ -26,7 +26,7 @@ from localrt.models.heads import (
     open_head,
     read_head_config,
 )
-from localrt.models.layers.parts import AFTER_LAST, Features
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from localrt.quant.cpu.passes import RopeTables, rotations
 from localrt.quant.cpu.weights import locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Forward
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class Tape:
     """The steps of a pass, by parts that end with a sum. It stands in for the ``library``.
 
     ``broken``: the pass does something that cannot be repeated. ``kept`` and ``tables`` keep alive
-    what steps read and write.
+    what steps read and write. ``layers`` says after how many steps each layer begins, ``stream`` is
+    the residual stream.
     """
 
     def __init__(self) -> None:
@@ -42,6 +45,8 @@ class Tape:
         self.tables: RopeTables = {}
         self.attention: list[tuple[AttentionArgs, SpanArgs]] = []
         self.heads: list[HeadArgs] = []
+        self.layers: dict[int, int] = {}
+        self.stream: Floats | None = None
         self.broken = False
 
     def __getattr__(self, name: str) -> Callable[..., object]:
@@ -70,6 +75,8 @@ class Tape:
         step = Step(kind=STEP_KINDS["add"], count=x.size, scale=scale, total=total)
         step.x, step.y = locate(x), locate(y)
         self.kept += [x, y]
+        self.broken |= self.stream is not None and self.stream is not x
+        self.stream = x
         self.steps.append(step)
         self.ends.append(len(self.steps))
 
@@ -85,16 +92,31 @@ class Tape:
         return copy
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layers(Features):
+    """Notes on a tape where each layer begins."""
+
+    tape: Tape
+
+    def of(self, layer: int) -> Floats | None:
+        tape = self.tape
+        tape.layers[layer] = len(tape.steps)
+        if len(tape.steps) not in tape.ends:
+            tape.ends.append(len(tape.steps))
+        return Features.of(self, layer)
+
+
 class Recording:
     """A pass of one row that can be repeated on other tokens and caches."""
 
     def __init__(self, tape: Tape, batch: Batch, run: Callable[[Any, int], None]) -> None:
         self._kept, self._tables, self._run = tape.kept, tape.tables, run
         self._steps = (Step * len(tape.steps))(*tape.steps)
-        starts = [0, *tape.ends]
+        self._layers, self._stream = tape.layers, tape.stream
+        starts, ends = [0, *tape.ends], [*tape.ends, len(tape.steps)]
         self._parts = [
-            (Step.from_buffer(self._steps, start * ctypes.sizeof(Step)), end - start)
-            for start, end in zip(starts, [*tape.ends, len(tape.steps)], strict=True)
+            (Step.from_buffer(self._steps, start * ctypes.sizeof(Step)), end - start, end)
+            for start, end in zip(starts, ends, strict=True)
         ]
         self._token, self._position = batch.tokens, batch.positions
         (self._head,) = tape.heads
@@ -108,7 +130,12 @@ class Recording:
         self._held = memory.view(np.int32)[:, SpanArgs.held.offset // 4]
         self._base, _ = _cache(batch).layer_ready(0)
 
-    def run(self, batch: Batch, check: Callable[[], None] | None = None) -> Floats:
+    def run(
+        self,
+        batch: Batch,
+        check: Callable[[], None] | None = None,
+        features: Features | None = None,
+    ) -> Floats:
         """The logits (1, V); the cache counts nothing."""
         cache = _cache(batch)
         base, _ = cache.layer_ready(0)
@@ -120,12 +147,18 @@ class Recording:
             cos.values[:], sin.values[:] = rotations(rope, self._position - back)
         logits = large_floats((1, self._head.weight.rows))
         self._head.logits = logits.ctypes.data
-        if check is None:
+        if check is None and features is None:
             self._run(self._steps, len(self._steps))
-        else:
-            for first, count in self._parts:
+            return logits
+        wanted = {} if features is None else {self._layers[each]: each for each in features.layers}
+        for first, count, end in self._parts:
+            if check is not None:
                 check()
-                self._run(first, count)
+            self._run(first, count)
+            if features is not None and end in wanted:
+                out = features.of(wanted[end])
+                assert out is not None, "it is listed"
+                out[:] = self._stream
         return logits
 
 
@@ -143,15 +176,16 @@ class ReplayedForward:
         *,
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
+        features: Features | None = None,
     ) -> Floats:
         if not self._fits(batch, rows):
-            return self._forward(batch, rows=rows, check=check)
+            return self._forward(batch, rows=rows, check=check, features=features)
         if self._recording is None:
-            return self._record(batch, check)
+            return self._record(batch, check, features)
         cache = _cache(batch)
         cache.reserve(cache.length + 1)
         self._ops.begin_adapters(batch)
-        logits = self._recording.run(batch, check)
+        logits = self._recording.run(batch, check, features)
         cache.advance(1)
         return logits
 
@@ -163,12 +197,15 @@ class ReplayedForward:
         # Other caches move their blocks as a pass goes on.
         return mask is None and not cache.mix and type(cache) is NativeKVCache
 
-    def _record(self, batch: Batch, check: Callable[[], None] | None) -> Floats:
+    def _record(
+        self, batch: Batch, check: Callable[[], None] | None, features: Features | None
+    ) -> Floats:
         """Run a pass and record it; the recording is used if it repeats the pass."""
         own = Batch(batch.tokens.copy(), batch.positions.copy(), batch.spans)
         tape, cache = Tape(), _cache(batch)
         with self._ops.recording(tape):
-            logits = self._forward(own, check=check)
+            layers, rows = () if features is None else features.layers, _rows_of(features)
+            logits = self._forward(own, check=check, features=_Layers(layers, rows, tape))
         self._records = not tape.broken and len(tape.heads) == 1
         if not self._records:
             return logits
@@ -177,10 +214,14 @@ class ReplayedForward:
         again = recording.run(own)
         if not np.array_equal(again.view(np.int32), logits.view(np.int32)):
             self._records = False
-            return self._forward(own, check=check)
+            return self._forward(own, check=check, features=features)
         self._recording = recording
         cache.advance(1)
         return logits
+
+
+def _rows_of(features: Features | None) -> Floats:
+    return np.empty((1, 0), np.float32) if features is None else features.rows
 
 
 def _cache(batch: Batch) -> NativeKVCache:

@@ -38,6 +38,7 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.ops.experts import ExpertTable, Routing
+from localrt.quant.ops.features import Features
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
@@ -223,7 +224,10 @@ class GraphedForward:
         *,
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
+        features: Features | None = None,
     ) -> Logits:
+        if features is not None:  # a graph has no place to stop
+            return self._forward(batch, rows=rows, check=check, features=features)
         with self._ops.scope():
             static = self._recordings.of(batch, rows)
         if static is None:

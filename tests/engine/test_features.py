@@ -14,8 +14,8 @@ import transformers
 
 import localrt
 from localrt.engine.native.engine import NativeEngine
-from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.quant.cpu.abi import find_library
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
 from tests.inside import engine_of

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.heads import HeadConfig, Shared, load_head, open_head, read_head_config
-from localrt.models.layers.parts import AFTER_LAST, Features
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import edited, load_ours, relative_error, save_tiny, tokens
 

@@ -17,6 +17,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import CONFIGS, tokens
 
@@ -101,3 +102,21 @@ def test_other_results(tiny: Callable[[str], tuple[Path, Any]]) -> None:
     replayed = conversations(decoder, decoder.ops.graphed(doubled))
     for ours, plain in zip(replayed, conversations(decoder, doubled), strict=True):
         assert np.array_equal(ours, plain)
+
+
+def test_features(tiny_folder: Path) -> None:
+    decoder = load(tiny_folder)
+    plain, width = Counted(decoder), decoder.config.hidden_size
+    replayed = ReplayedForward(decoder.ops, Counted(decoder))
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    for turn, layers in enumerate(((0, 1, AFTER_LAST), (), (AFTER_LAST,), (1,), (0, AFTER_LAST))):
+        seen = []
+        for cache, forward in zip(caches, (plain, replayed), strict=True):
+            rows = np.zeros((1, len(layers) * width), np.float32)
+            features = Features(layers, rows) if layers else None
+            batch = Batch.extend([(cache, tokens(1, seed=turn))])
+            seen += [forward(batch, features=features, check=[None, list][turn % 2]), rows]
+        np.testing.assert_array_equal(seen[0], seen[2])
+        np.testing.assert_array_equal(seen[1], seen[3])
+    assert plain.calls == 5
+    assert replayed._forward.calls == 1

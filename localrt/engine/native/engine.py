@@ -38,11 +38,11 @@ from localrt.engine.protocol import (
     Logits,
 )
 from localrt.models.decoder import Decoder, FinalNorm
-from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.models.weight_store import WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
@@ -250,13 +250,9 @@ class NativeEngine(Engine):
         ``features``: see ``Decoder.forward``.
         """
         with self._turn:
-            decoder = self._loaded()
-            logits: Logits
-            if features is not None:  # a captured graph gives logits only
-                logits = decoder.forward(batch, rows=rows, check=check, features=features)
-            else:
-                assert self._forward is not None, "there is one as long as there is a decoder"
-                logits = self._forward(batch, rows=rows, check=check)
+            self._loaded()
+            assert self._forward is not None, "there is one as long as there is a decoder"
+            logits: Logits = self._forward(batch, rows=rows, check=check, features=features)
             self._ram.passed(len(batch.tokens), len(logits))
             return logits
 

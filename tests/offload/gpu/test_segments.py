@@ -18,12 +18,12 @@ from torch import Tensor
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
-from localrt.models.layers.parts import AFTER_LAST, Features
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.gpu.fake_cuda import on_late_gpu
