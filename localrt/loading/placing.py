@@ -333,7 +333,8 @@ def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
             link = (machine.link_bytes_s or 0.0) * _UNPINNED_SHARE
             machine = replace(machine, link_bytes_s=link)
         costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
-        placement = replace(plan.placement, where={**plan.placement.where, **now})
+        ring = plan.placement.ram_ring + streamed.memory.ring_growth
+        placement = replace(plan.placement, where={**plan.placement.where, **now}, ram_ring=ring)
         steady = simulate(costs, placement)
         planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
         if rates.cpu_s is not None and planned > 0:

@@ -77,7 +77,8 @@ class Balance(WeightMemory):
         self._gpu_experts = gpu_experts
         self._gpu_scratch = gpu_scratch
         self._most_experts = 0 if experts is None else experts.nbytes
-        self._ring_growth = 0  # bytes of the ring beyond the plan
+        self.ring_growth = 0
+        """Bytes of the CPU's ring beyond the plan."""
         self._crossing = False  # whether the GPU computes units that can cross the link
         self._withheld = 0  # bytes of the budget that others have needed
         self._given: list[Stage] = []  # evicted stages, latest last
@@ -141,7 +142,7 @@ class Balance(WeightMemory):
 
     def take(self, nbytes: int) -> None:
         budget = max(0, self._budget - nbytes)
-        missing = self.ram_nbytes + self._ring_growth + self._caches.nbytes > budget
+        missing = self.ram_nbytes + self.ring_growth + self._caches.nbytes > budget
         self._try_budget(budget)
         if missing:
             self._why = "something else in this program needs memory"
@@ -181,7 +182,7 @@ class Balance(WeightMemory):
         elif ram < 0:  # free: at least twice what we would take
             self._withheld = max(0, self._withheld + ram)
         self._make_room_on_gpu(gpu_growth, vram)
-        missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
+        missing = max(0, self.ram_nbytes + self.ring_growth + caches - self._budget)
         if missing > 0:
             self._why = self._changed or "keys and values have grown"
         if missing > 0 and self.evict(missing) < missing and not self._widen(missing):
@@ -330,7 +331,7 @@ class Balance(WeightMemory):
         if not chosen:
             self._ram_ring = before
             return False
-        self._ring_growth += more
+        self.ring_growth += more
         self._move(chosen, host_ring(size, self._chunk, self._gpu))
         return True
 
@@ -367,7 +368,7 @@ class Balance(WeightMemory):
     # -- keeping again ---------------------------------------------------------------------------
 
     def _room(self, caches: int) -> int:
-        taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
+        taken = self._withheld + self.ring_growth + self.ram_nbytes + caches
         return self._budget - taken
 
     def _grow_experts(self, caches: int) -> None:
