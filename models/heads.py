@@ -7,6 +7,7 @@ head shares its target's embedding and output matrix where it has none of its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.checkpoints.base import Checkpoint, StoredTensor, WeightBlock
+from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.safetensors.header import read_json
@@ -31,7 +32,7 @@ from localrt.models.raw_config import RawConfig
 from localrt.models.registry import read_config
 from localrt.models.weight_store import ResidentWeights
 from localrt.models.weights import WeightLoader
-from localrt.quant.formats import BF16, F16, F32, pack, unpack
+from localrt.quant.formats import BF16, F16, F32, Format, pack, unpack
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.methods.quantize import quantized_format
 from localrt.quant.ops.arrays import Weight
@@ -209,17 +210,23 @@ def _within(tokens: Ints, count: int) -> bool:
     return bool(tokens.size and tokens.min() >= 0 and tokens.max() < count)
 
 
-def _as_it_is(block: WeightBlock) -> WeightBlock:
-    return block
+_8_BITS = quantized_format("int8-g32")
 
 
-def _in_8_bits(block: WeightBlock) -> WeightBlock:
-    """Rows of 8 bits for those of 16 or 32: a head is read at every step of a draft."""
-    if not isinstance(block, PackedTensor) or block.format not in (F32, F16, BF16):
-        return block
-    if len(block.shape) < 2 or block.shape[1] % 32:
-        return block
-    return pack(unpack(block), quantized_format("int8-g32"), name=block.name)
+def _kept_format(info: TensorInfo) -> Format:
+    """What a head's matrix is kept in: 8 bits where it has 16 or 32. It is read at every step."""
+    plain = info.format in (F32, F16, BF16) and len(info.shape) > 1 and not info.shape[1] % 32
+    return _8_BITS if plain else info.format
+
+
+def head_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
+    """The bytes that a head's own weights take in ``ops``."""
+    packed = ops.compute_format == "packed"
+    total = 0
+    for info in checkpoint.tensors.values():
+        shape = (math.prod(info.shape[:-1]), info.shape[-1])
+        total += ops.weight_nbytes(shape, _kept_format(info) if packed else info.format)
+    return total
 
 
 def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shared) -> Decoder:
@@ -229,8 +236,14 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
         CheckpointError: a tensor is missing, or not the config's.
     """
     decoder = config.decoder
-    kept = ops.compute_format != "packed"
-    weights = WeightLoader(checkpoint, ops, repack=_as_it_is if kept else _in_8_bits)
+
+    def kept(block: WeightBlock) -> WeightBlock:
+        format_ = _kept_format(checkpoint.tensors[block.name])
+        if ops.compute_format != "packed" or not isinstance(block, PackedTensor):
+            return block
+        return block if block.format == format_ else pack(unpack(block), format_, name=block.name)
+
+    weights = WeightLoader(checkpoint, ops, repack=kept)
     shape = (decoder.vocab_size, decoder.hidden_size)
     with ops.scope():
         embedding = shared.embedding

@@ -119,7 +119,7 @@ class WeightStore:
 
     @property
     def embedding_part(self) -> Part:
-        """What looks up the batch's rows of the embedding, also in passes of a draft head."""
+        """What looks up the batch's rows of the embedding, in passes of a draft head."""
         return self.body[0]
 
     @property

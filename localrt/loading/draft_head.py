@@ -6,26 +6,36 @@ the model's own ``Ops``, between its passes. It shares the embedding and the out
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.common.errors import (
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+    UnsupportedModelError,
+)
+from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import FeatureRows, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.parts import LoadedModel
+from localrt.models.config import HEAD
 from localrt.models.decoder import FinalNorm
 from localrt.models.heads import (
     HeadConfig,
     Shared,
+    head_nbytes,
     load_head,
     open_head,
     read_head_config,
 )
+from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
+from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
@@ -103,15 +113,40 @@ class HeadDraft:
                 self.config: HeadConfig = read_head_config(checkpoint, weights.config)
             except UnsupportedModelError as error:
                 raise OptionError(f"draft {name} does not fit this model: {error}") from error
-            infos = checkpoint.tensors.values()
-            self.nbytes = sum(info.nbytes for info in infos)
-            with engine.alone() as ops:
-                shared = Shared(weights.embedding_part, weights.output_matrix)
-                self.decoder = load_head(checkpoint, self.config, ops, shared)
+            shared = Shared(weights.embedding_part, weights.output_matrix)
+            if shared.head is None and HEAD not in checkpoint.tensors:
+                raise MemoryBudgetError(
+                    "it reads the model's output matrix at every step, which is streamed here"
+                )
+            kv = draft_growth_nbytes(
+                weights.ops.kv_nbytes(self.config.decoder.memory, min(target.ctx, FIRST_CONTEXT))
+            )
+            self.nbytes = head_nbytes(checkpoint, weights.ops)
+            self._reserve(self.nbytes + kv)
+            try:
+                with engine.alone() as ops:
+                    self.decoder = load_head(checkpoint, self.config, ops, shared)
+            except BaseException:
+                engine.take_ram(-self._reserved)
+                raise
         self._normed = self.config.normed
         if self._normed:
             self._target_norm, self._own_norm = FinalNorm(engine.decoder), FinalNorm(self.decoder)
         self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
+
+    def _reserve(self, nbytes: int) -> None:
+        """Take memory beside the model's."""
+        free = self.engine.free_memory()
+        tier = "RAM" if free is None else "GPU memory"
+        if not self.engine.weights.memory.streams:
+            left = ram_budget(self.engine.ram) - current_rss() if free is None else free
+            if nbytes > left:
+                raise MemoryBudgetError(
+                    f"it needs {format_bytes(nbytes)} and {format_bytes(max(left, 0))} of {tier} "
+                    "are left"
+                )
+        self._reserved = nbytes if free is None else 0
+        self.engine.take_ram(self._reserved)
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Return the draft source for a session."""
@@ -134,3 +169,5 @@ class HeadDraft:
     def close(self) -> None:
         """Free the head."""
         self.decoder.close()
+        with suppress(LocalrtError):  # the model may be closed already
+            self.engine.take_ram(-self._reserved)

@@ -92,6 +92,10 @@ class StreamedWeights(WeightStore):
         self._cpu_before = self._decode_cpu_s = 0.0
 
     @property
+    def embedding_part(self) -> Part:
+        return partial(_embed_beside, self.embedding, self.config.embedding_scale)
+
+    @property
     def implementations(self) -> tuple[Ops, ...]:
         return tuple({id(lane.ops): lane.ops for lane in self._lanes}.values())
 
@@ -191,6 +195,13 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
     with cpu.ops.scope():
         rows = table.ask(cpu.ops, state.step, state.tokens, state.check, scale=scale)()
         state.x = rows if state.step is None else cpu.ops.adapt_tokens(rows, state.step, scale)
+
+
+def _embed_beside(table: RowTable, scale: float, state: PassState) -> None:
+    """The first part of a draft head's pass."""
+    assert state.batch is not None, "a pass has one"
+    tokens = np.asarray(state.batch.tokens, np.int64)
+    state.x = table.ask(state.ops, state.step, tokens, state.check, scale=scale)()
 
 
 def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: StreamedState) -> None:
