@@ -39,7 +39,7 @@ class DraftSource(ABC):
     """``"ngram"``, ``"model"``, ``"head"``."""
 
     prepares = False
-    """Whether it can go on while its draft is verified. The last four methods are for that."""
+    """Whether it can go on while its draft is verified, by ``ahead``."""
 
     def begin(self, history: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """Start a generation with ``history``, which need not continue what was seen so far."""

@@ -361,23 +361,23 @@ class Stepper(Drafting):
         """Draft tokens after the history, as planned, at most ``depth`` deep."""
         if self._run.rests():
             return TokenTree.empty()
-        began, charged, preparing = time.perf_counter(), 0.0, self._preparing
+        began, charged, sources = time.perf_counter(), 0.0, self._sources
         room = self._room()
-        ready = {name: source.ready(self._history) for name, source in preparing.items()}
-        missing = {name: source.missing(self._history) for name, source in preparing.items()}
+        ready = {name: source.ready(self._history) for name, source in sources.items()}
+        missing = {name: source.missing(self._history) for name, source in sources.items()}
         worth = TokenTree.empty()
         while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
             started = time.perf_counter()
             try:
                 if tokens := missing.get(plan.source):
-                    preparing[plan.source].catch_up(self._history, check=check)
+                    sources[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
                     now = time.perf_counter()
                     self._run.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
-                tree = self._sources[plan.source].propose(
+                tree = sources[plan.source].propose(
                     self._history, plan.budget, min(plan.depth, depth), check=check
                 )
             except CancelledError:
