@@ -40,8 +40,8 @@ see, and no mask or score is ever in memory. Keys and values are bf16, int8 or i
 Keys keep the bias of their projection there. Latent attention (``quant/cuda/src/latent.cu``) stages
 a cached row once as key and value. A layer's experts are two launches
 (``quant/cuda/experts.py``), wherever they lie. A dense layer's step is ten launches. A pass
-of a shape seen before is replayed as a CUDA graph (``quant/cuda/graph.py``), also of a mixture
-whose experts are all on the GPU: it ranks them itself (``quant/cuda/src/choose.cu``), and the host
-never sees the choice. Formats without a kernel fall back to bf16 per weight; without our kernels,
-NF4 goes through bitsandbytes.
+of a shape seen before is replayed as a CUDA graph (``quant/cuda/graph.py``, ``capture.py``), also
+of a mixture whose experts are all on the GPU: it ranks them itself (``quant/cuda/src/choose.cu``),
+and the host never sees the choice. Formats without a kernel fall back to bf16 per weight; without
+our kernels, NF4 goes through bitsandbytes.
 """

@@ -19,6 +19,7 @@ import torch
 
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_file import (
@@ -28,7 +29,6 @@ from localrt.quant.cuda.gpu_file import (
     GpuFile,
     GpuRates,
 )
-from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.launch import (
     CudaStopwatch,
     Stopwatch,

@@ -30,8 +30,9 @@ from localrt.quant.cuda.attention import (
     cache_nbytes,
     new_cache,
 )
+from localrt.quant.cuda.capture import Capture
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
-from localrt.quant.cuda.graph import Capture, GraphedForward, Recordings
+from localrt.quant.cuda.graph import GraphedForward, Recordings
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.launch import FullGpu, upload

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from localrt.common.errors import LocalrtError
+from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.launch import CudaStopwatch
 from localrt.quant.cuda.measuring import measure_gpu
 from localrt.quant.cuda.ops import CudaOps

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from localrt.quant.cuda.graph import Replay
+from localrt.quant.cuda.capture import Replay
 from localrt.quant.cuda.launch import Grid, Launcher
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Between, Cut

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from localrt.quant.cuda.graph import Capture, record
+from localrt.quant.cuda.capture import Capture, record
 
 MB = 1 << 20
 
