@@ -107,7 +107,6 @@ def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
 def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
     steps: list[Between] = []
     graph: Any = None
-    current = torch.cuda.current_stream(capture.device)
 
     def begin() -> None:
         nonlocal graph
@@ -122,7 +121,6 @@ def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
         steps.append(between)
         begin()
 
-    capture.stream.wait_stream(current)
     with torch.cuda.stream(capture.stream):
         begin()
         try:
@@ -132,7 +130,6 @@ def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
                 graph.capture_end()
             raise
         end()
-    current.wait_stream(capture.stream)
 
     def replay(check: Check | None = None) -> None:
         for step in steps:

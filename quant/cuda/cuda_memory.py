@@ -165,7 +165,8 @@ class CudaCopies:
     def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
         """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
 
-        The returned function waits for both and gives the rows as the CPU's activations (R, D).
+        The returned function waits for both and gives the rows as the CPU's activations (R, D). For
+        as long as it may be called they must stay: their memory would be used again.
         """
         if self._back is None:
             return lambda: self.to_host(x)
@@ -189,7 +190,6 @@ class CudaCopies:
         """A pinned copy in RAM, made when the current stream reaches it."""
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         here.copy_(there, non_blocking=True)
-        there.record_stream(torch.cuda.current_stream(self._device))
         return here
 
     def measure(self) -> tuple[float, float]:

@@ -2,9 +2,8 @@
 
 Each of torch's own kernels is a function of the host in a stream: once the driver comes to it, it
 runs torch's kernel for the CPU on the GPU's memory. So it is late, recorded and replayed as ours
-are. Memory is kept for reuse as torch does: at once in its own stream, and once the streams of
-``record_stream`` have passed; what is freed is overwritten. The driver is called by the real
-bindings.
+are. Memory is kept for reuse as torch does, at once in its own stream; what is freed is
+overwritten. The driver is called by the real bindings.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ class _Block:
     nbytes: int
     home: object  # a stream, or a graph's pool
     stream: Stream | None = None  # that it was allocated in
-    streams: set[Stream] = field(default_factory=set)  # others that use it
+    streams: set[Stream] = field(default_factory=set)  # of pinned RAM: those that copy
     free: bool = False
 
 
@@ -254,7 +253,6 @@ class GpuMemory:
         self.blocks: dict[int, _Block] = {}
         self._kept: dict[tuple[object, int], list[_Block]] = defaultdict(list)
         self._ended: deque[_Block] = deque()
-        self._waiting: list[tuple[_Block, list[Event]]] = []
         self._lock = threading.RLock()
 
     def tensor(self, nbytes: int) -> Tensor:
@@ -279,23 +277,11 @@ class GpuMemory:
         with self._lock, using(self.index):
             while self._ended:
                 block = self._ended.popleft()
-                assert block.stream is not None
-                events = [Event() for _ in block.streams]
-                for event, user in zip(events, block.streams, strict=True):
-                    event.record(user)
-                self._waiting.append((block, events))
-            for block, events in list(self._waiting):
-                with relaxed():
-                    passed = all(event.query() for event in events)
-                if passed:
-                    self._waiting.remove((block, events))
-                    self._keep(block)
-
-    def _keep(self, block: _Block) -> None:
-        assert block.stream is not None
-        where = block.stream.cuda_stream
-        call("cuMemsetD8Async", block.address, _POISON, block.nbytes, where)
-        self._kept[block.home, block.nbytes].append(block)
+                where = block.stream
+                assert where is not None
+                if block.home == where or where in self.pools:  # else replays may be writing it
+                    call("cuMemsetD8Async", block.address, _POISON, block.nbytes, where.cuda_stream)
+                self._kept[block.home, block.nbytes].append(block)
 
     def _take(self, nbytes: int) -> _Block:
         where = current_stream(self.index)
@@ -306,7 +292,7 @@ class GpuMemory:
         else:
             block = _Block(self._alloc(nbytes), nbytes, home)
             self.blocks[block.address] = block
-        block.stream, block.streams, block.free = where, set(), False
+        block.stream, block.free = where, False
         return block
 
     def _alloc(self, nbytes: int) -> int:
@@ -475,10 +461,6 @@ class DeviceTensor(Tensor):
 
         inner = self.inner.untyped_storage()
         return SimpleNamespace(resize_=resize_, data_ptr=inner.data_ptr, nbytes=inner.nbytes)
-
-    def record_stream(self, stream: Stream) -> None:
-        if self.numel():
-            gpu_memory(self.device).block_of(self).streams.add(stream)
 
 
 def _chosen(key: Any) -> list[Any]:

@@ -133,7 +133,7 @@ def graph_of(cuda: FakeCuda, replay: Callable[[], None]) -> FakeGraph:
 
 
 def test_two_gpus(cuda: FakeCuda) -> None:
-    """Each records on a stream of its own, between what came before on it and what comes next."""
+    """Each records on a stream of its own."""
     captures, replays = [on(0), on(1)], []
     for index in (1, 0, 1):
         capture, ran = captures[index], list[tuple[int, FakeStream]]()
@@ -144,8 +144,6 @@ def test_two_gpus(cuda: FakeCuda) -> None:
         replays.append(record(body, capture))
         assert ran == [(index, capture.stream)]
         assert graph_of(cuda, replays[-1]).stream is capture.stream
-        assert capture.stream.waits[-1] is cuda.streams[index]
-        assert cuda.streams[index].waits[-1] is capture.stream
         assert cuda.device == 0
     pools = [graph_of(cuda, replay).pool for replay in replays]
     assert pools[0] == pools[2] != pools[1]
