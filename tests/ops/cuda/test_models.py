@@ -342,7 +342,7 @@ def test_a_mixture_on_a_gpu_is_recorded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_memory_estimates_are_what_is_taken(folder: Path) -> None:
     decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
-    ops, weights = decoder.ops, decoder.weights.body[1].layer.weights
+    ops, weights = decoder.ops, decoder.weights.body[1].parts[-1].layer.weights
     form = CODECS["int4-g32"].format
     assert weights.qkv.nbytes == ops.weight_nbytes((128, 64), form) == 128 * form.row_bytes(64)
     cache = decoder.cache(100)
