@@ -17,7 +17,15 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.gpu.placed_on_gpu import PAGES, SHORTAGES, on_gpu, place_on_gpu, placements, some
+from tests.offload.gpu.placed_on_gpu import (
+    PAGES,
+    SHORTAGES,
+    all_in_ram,
+    on_gpu,
+    place_on_gpu,
+    placements,
+    some,
+)
 from tests.offload.gpu.test_hybrid_experts import COSTS, places, stages
 from tests.offload.placed import (
     Model,
@@ -28,6 +36,7 @@ from tests.offload.placed import (
     passing,
     wide_mixture,
 )
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -137,6 +146,7 @@ def batching(
 
 def test_absent_experts_are_one_launch(mixture: Model) -> None:
     with batching(mixture, 0.5) as decoder:
+        wait_for(lambda: all_in_ram(decoder))
         stage: Any = stages(decoder)
         launches: list[int] = []
         run = stage._on_gpu
