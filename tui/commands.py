@@ -37,7 +37,7 @@ OPTIONS = {
     "xtc_threshold": "XTC leaves out tokens at least this likely, except the least likely of them.",
     "logit_bias": 'Added to tokens\' scores, by id: {"42": -5}.',
     "overflow": "When the context is full: error, or drop_oldest, which forgets old turns.",
-    "draft": "Speculation: auto, off, ngram, or a smaller model with the same vocabulary.",
+    "draft": "Speculation: auto, off, ngram, mtp, or a smaller model or a head.",
     "tree_budget": "Draft tokens per pass, 1 to 2048; unset: tuned while it runs.",
     "tree_depth": "How many tokens ahead to draft, 1 to 64; unset: tuned while it runs.",
     "json_schema": 'Answers are JSON of this schema: {"type": "object"}; true: any JSON.',
