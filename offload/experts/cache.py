@@ -162,8 +162,8 @@ def slots_within(nbytes: int, expert_nbytes: int) -> int:
 class ExpertCache:
     """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
-    ``tables`` are what the layers' kernels compute with; ``alloc`` gives the memory of a slot, and
-    ``free`` takes it back.
+    ``tables`` are what the layers' kernels compute with. ``alloc`` gives the memory of up to
+    ``together`` slots of ``slot_nbytes`` each, and ``free`` takes it back as a whole.
     ``hits`` and ``demands`` count the experts that layers found and asked for.
     """
 
@@ -176,7 +176,9 @@ class ExpertCache:
         *,
         policy: Learned | None = None,
         tables: Sequence[ExpertTable] = (),
-        alloc: Callable[[], Any] = lambda: None,
+        slot_nbytes: int = 0,
+        together: int = 1,
+        alloc: Callable[[int], Any] = bytes,
         free: Callable[[Any], object] = lambda memory: None,
     ) -> None:
         self.layers, self.count, self.used = layers, count, used
@@ -184,7 +186,10 @@ class ExpertCache:
         self.tables = tables
         self.capacity = capacity
         self.hits = self.demands = 0
+        self.slot_nbytes, self.together = slot_nbytes, together
         self._alloc, self._free = alloc, free
+        self._slabs: list[tuple[Any, list[Slot]]] = []  # each one's memory and the slots in it
+        self._allocated = 0  # these slots
         self._slots: dict[Key, Slot] = {}
         self._spare: list[Slot] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
@@ -303,7 +308,9 @@ class ExpertCache:
             raise ValueError(f"expert {expert} of layer {layer} is held already")
         if len(self._slots) >= self.capacity and not self._evict_least():
             raise ValueError(f"all {self.capacity} slots are in use")
-        slot = self._slots[key] = self._spare.pop() if self._spare else Slot(self._alloc())
+        if not self._spare:
+            self._allocate()
+        slot = self._slots[key] = self._spare.pop()
         self._resident[key] = True
         self._blocked[key] -= 1
         if not self._blocked[key]:
@@ -374,35 +381,60 @@ class ExpertCache:
         self._blocked[key] += 1
         self._worth[key] = np.inf
 
-    def resize(self, capacity: int) -> None:
-        """Change the number of slots; experts worth least are evicted and their memory is freed.
+    def reserve(self) -> None:
+        """Allocate the memory of all slots now, not as experts are admitted."""
+        while self._allocated < self.capacity:
+            self._allocate()
 
-        Experts in use stay: if more are in use than ``capacity``, the cache exceeds it until they
-        are released and ``resize`` is called again.
+    def resize(self, capacity: int, least: int = 0) -> None:
+        """Change the number of slots. What was allocated together is freed together: first what
+        holds the experts worth least in all, as long as ``least`` slots stay.
+
+        Memory with experts in use stays: then, and where slots are freed together, the capacity
+        differs from ``capacity``.
         """
-        self.capacity = capacity
         self._victims = self._flat
-        while len(self._slots) > capacity and self._evict_least():
-            pass
-        self._free_spare()
-
-    def withdraw(self, memory: Sequence[Any]) -> None:
-        """Remove the slots in these pieces of ``memory``; nothing may be in use."""
-        gone = {id(each) for each in memory}
-        for key in [key for key, slot in self._slots.items() if id(slot.memory) in gone]:
-            self.drop(*key)
-        self._spare = [slot for slot in self._spare if id(slot.memory) not in gone]
-        self.capacity -= len(memory)
+        self._worths()
+        self.capacity = capacity
+        if self._allocated <= capacity:
+            return
+        keys = {id(slot): key for key, slot in self._slots.items()}
+        found = [[keys[id(s)] for s in slots if id(s) in keys] for _, slots in self._slabs]
+        worth = [sum(self._worth[key] for key in each) if each else -np.inf for each in found]
+        gone, left = set[int](), self._allocated
+        for number in np.argsort(worth, kind="stable").tolist():
+            count = len(self._slabs[number][1])
+            if left > capacity and worth[number] < np.inf and left - count >= least:
+                gone.add(number)
+                left -= count
+                for key in found[number]:
+                    self.drop(*key)
+        self._free_slabs(gone)
+        self.capacity = left
 
     def close(self) -> None:
         """Free everything."""
         for layer, expert in list(self._slots):
             self.drop(layer, expert)
-        self._free_spare()
+        self._free_slabs(set(range(len(self._slabs))))
 
-    def _free_spare(self) -> None:
-        while self._spare:
-            self._free(self._spare.pop().memory)
+    def _allocate(self) -> None:
+        """Have more slots, up to ``capacity``."""
+        count = min(self.together, self.capacity - self._allocated)
+        memory, size = self._alloc(count * self.slot_nbytes), self.slot_nbytes
+        slots = [Slot(memory[number * size : (number + 1) * size]) for number in range(count)]
+        self._slabs.append((memory, slots))
+        self._allocated += count
+        self._spare += reversed(slots)
+
+    def _free_slabs(self, numbers: set[int]) -> None:
+        """Free memory whose slots are all spare."""
+        gone = {id(slot) for number in numbers for slot in self._slabs[number][1]}
+        self._spare = [slot for slot in self._spare if id(slot) not in gone]
+        for number in numbers:
+            self._allocated -= len(self._slabs[number][1])
+            self._free(self._slabs[number][0])
+        self._slabs = [slab for at, slab in enumerate(self._slabs) if at not in numbers]
 
     def _worths(self) -> Values:
         """What may be evicted is worth, by layers and experts."""

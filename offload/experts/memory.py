@@ -10,7 +10,6 @@ order, so the sum does not depend on which were resident.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
@@ -18,9 +17,9 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.moe import Routed, RoutingWatch, load_expert
 from localrt.models.layers.parts import Check, PassState
 from localrt.models.weights import WeightLoader
-from localrt.offload.device.gpu import Clock, Gpu
+from localrt.offload.device.gpu import SLABS, Clock, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from localrt.offload.experts.pool import ExpertPool, GpuSlots, SlotMemory
+from localrt.offload.experts.pool import ExpertPool, GpuSlots
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.reader import DemandReader, Source
@@ -93,21 +92,36 @@ class Mixture:
     def cache(
         self,
         slots: int,
+        slot_nbytes: int,
         tables: Sequence[ExpertTable],
-        alloc: Callable[[], Any],
-        free: Callable[[Any], object] = lambda memory: None,
+        alloc: Callable[[int], Any],
+        free: Callable[[Any], object],
+        *,
+        at_once: int,
     ) -> ExpertCache:
-        """Make a cache of so many slots."""
-        sizes = (len(self.layers), self.count, self.used)
-        return ExpertCache(*sizes, slots, tables=tables, alloc=alloc, free=free)
+        """Make a cache of so many slots, in about ``SLABS`` allocations or more, of which those of
+        several slots have at most ``at_once`` bytes.
+        """
+        return ExpertCache(
+            *(len(self.layers), self.count, self.used, slots),
+            slot_nbytes=slot_nbytes,
+            together=max(1, min(-(-slots // SLABS), at_once // slot_nbytes)),
+            tables=tables,
+            alloc=alloc,
+            free=free,
+        )
 
 
 class ExpertMemory:
-    """Slots in RAM for all sparse layers, in ``pools`` by the layers' numbers."""
+    """Slots in RAM for all sparse layers, in ``pools`` by the layers' numbers.
+
+    ``resize`` adds at least ``step_nbytes``.
+    """
 
     def __init__(self, pools: Mapping[int, ExpertPool], reader: DemandReader) -> None:
         self.pools = list(dict.fromkeys(pools.values()))
         self.slot_nbytes = max(pool.slot_nbytes for pool in self.pools)
+        self.step_nbytes = max(p.cache.together * p.slot_nbytes for p in self.pools)
         self._at = pools
         self._reader = reader
         self._whole = [pool.nbytes for pool in self.pools]
@@ -164,9 +178,11 @@ def open_experts(
     ring: int,
     alloc: Callable[[int], Any],
     free: Callable[[Any], object] = lambda memory: None,
+    at_once: int = 0,
     room: int = 0,
 ) -> ExpertMemory:
-    """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more.
+    """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more, of which up to
+    ``at_once`` bytes are one allocation.
 
     Experts placed in VRAM get the rest of ``room``, the RAM for slots: if evicted from the GPU,
     they are then copied again, not read.
@@ -187,7 +203,7 @@ def open_experts(
             slots = mixture.slots(ours, nbytes, ring if len(ours) == len(units) else 0)
             pool = ExpertPool(
                 ours,
-                mixture.cache(slots, tables, partial(alloc, size), free),
+                mixture.cache(slots, size, tables, alloc, free, at_once=at_once),
                 reader,
                 build=lambda key, data: mixture.build(lane, key, data),
                 verify=verify,
@@ -257,9 +273,14 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
             lane.remember_vectors(unit, in_ram)
         return mixture.build(lane, key, data)
 
-    memory = SlotMemory(gpu, size, slots)
-    cache = mixture.cache(slots, mixture.tables(lane.ops), memory.take)
-    return GpuSlots(gpu, units, cache, memory, build=build)
+    tables = mixture.tables(lane.ops)
+    cache = mixture.cache(slots, size, tables, gpu.alloc, gpu.free, at_once=slots * size)
+    try:
+        cache.reserve()
+    except BaseException:
+        cache.close()
+        raise
+    return GpuSlots(gpu, units, cache, build=build)
 
 
 class CpuExperts:

@@ -17,7 +17,7 @@ import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
-from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
+from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, Slot
 from localrt.offload.reading.reader import DemandLoad, DemandReader
 from localrt.quant.formats.packed import Bytes
@@ -52,12 +52,13 @@ class ExpertPool:
         verify: Callable[[StoredUnit, Bytes], None],
     ) -> None:
         self.cache = cache
-        self.slot_nbytes = max(unit.nbytes for unit in units.values())
+        self.slot_nbytes = cache.slot_nbytes
         self._units = units
         self._keys = {unit.name: key for key, unit in units.items()}
         self._reader = reader
         self._build = build
         self._verify = verify
+        self._most = cache.capacity
         self._ended: deque[DemandLoad] = deque()
         self._queued: list[int] = []  # the present layer's experts that have no slot yet
         self._demanded: set[Key] = set()  # the present layer's experts that were absent
@@ -155,19 +156,27 @@ class ExpertPool:
     def resize(self, nbytes: int) -> int:
         """Limit slots to ``nbytes``, but keep at least one row's; returns the bytes freed.
 
-        Called between passes; reads ahead that have not begun are cancelled.
+        Called between passes; reads ahead that have not begun are cancelled. Slots come and go as
+        they are allocated, together.
         """
         before, self._whole = self.nbytes, False
         loads = [self._load(*key) for key in self.cache.loading()]
         for load in self._reader.cancel(loads):
             self._forget(*self._keys[load.unit.name])
-        self.cache.resize(max(self._least, nbytes // self.slot_nbytes))
+        least, slots = self._least, min(nbytes // self.slot_nbytes, self._most)
+        if slots < self._most:
+            slots -= max(0, slots - self.cache.capacity) % self.cache.together
+        self.cache.resize(max(least, slots), least)
         return max(0, before - self.nbytes)
 
     @property
     def _least(self) -> int:
-        """The fewest slots: enough for one row's experts, and for those being loaded."""
-        return min(max(self.cache.used, len(self.cache.loading())), self.cache.capacity)
+        """The fewest slots: enough for one row's experts, and for those being loaded, which may be
+        in as many allocations.
+        """
+        cache = self.cache
+        allocations = max(-(-cache.used // cache.together), len(cache.loading()))
+        return min(allocations * cache.together, cache.capacity)
 
     def _make_room(self, check: Check | None) -> None:
         """Without evictable slots, wait for a read ahead, or else let any layer make room."""
@@ -242,7 +251,7 @@ class Arrival:
 
 
 class GpuSlots:
-    """Slots on a GPU, with memory from ``memory``; ``cache`` says which of ``units`` they hold.
+    """Slots on a GPU, whose memory ``cache`` has; it says which of ``units`` they hold.
 
     ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM.
     """
@@ -252,13 +261,11 @@ class GpuSlots:
         gpu: Gpu,
         units: Mapping[Key, StoredUnit],
         cache: ExpertCache,
-        memory: SlotMemory,
         *,
         build: Callable[[Key, StoredUnit, Any, Any], ExpertWeights],
     ) -> None:
         self.gpu, self.cache = gpu, cache
         self._units = units
-        self._memory = memory
         self._build = build
         self._last: dict[int, Event | None] = {}  # use by eager kernels, by layer
         self._replayed: set[int] = set()  # layers used since by recorded ones
@@ -325,68 +332,19 @@ class GpuSlots:
 
     @property
     def reclaimable(self) -> int:
-        """Bytes that ``evict`` could free."""
-        return self._memory.reclaimable
+        """Bytes that ``evict`` could free: all allocations but one."""
+        cache = self.cache
+        return max(0, cache.capacity - cache.together) * cache.slot_nbytes
 
     def evict(self, nbytes: int) -> int:
         """Free ``nbytes`` of the GPU, except its last allocation; returns the bytes freed.
 
         Called between passes, when nothing is on its way to a slot.
         """
-        freed = 0
-        while freed < nbytes and (gone := self._memory.last()):
-            self.cache.withdraw(gone)
-            freed += self._memory.free_last()
-        return freed
+        cache, before = self.cache, self.cache.capacity
+        cache.resize(before - -(-nbytes // cache.slot_nbytes), least=1)
+        return (before - cache.capacity) * cache.slot_nbytes
 
     def close(self) -> None:
         """Free the memory."""
         self.cache.close()
-        self._memory.close()
-
-
-class SlotMemory:
-    """Memory of ``gpu`` for ``count`` slots of ``nbytes``, in about ``SLABS`` allocations.
-
-    Raises:
-        MemoryBudgetError: the GPU has no room for it.
-    """
-
-    def __init__(self, gpu: Gpu, nbytes: int, count: int) -> None:
-        self._slabs: list[tuple[Slab, list[Any]]] = []
-        together = -(-count // SLABS)
-        try:
-            for first in range(0, count, together):
-                slots = min(together, count - first)
-                slab = Slab(gpu, slots * nbytes, slots)
-                self._slabs.append((slab, [slab.take(nbytes) for _ in range(slots)]))
-        except BaseException:
-            self.close()
-            raise
-        self._unused = [slot for _, slots in self._slabs for slot in slots]
-
-    def take(self) -> Any:
-        """Memory for another slot."""
-        return self._unused.pop(0)
-
-    @property
-    def reclaimable(self) -> int:
-        """Bytes of all allocations but one."""
-        return sum(slab.nbytes for slab, _ in self._slabs[1:])
-
-    def last(self) -> list[Any]:
-        """The slots of the last allocation; none where only one is left."""
-        return self._slabs[-1][1] if len(self._slabs) > 1 else []
-
-    def free_last(self) -> int:
-        """Free the last allocation, which is no longer used; returns its bytes."""
-        slab, slots = self._slabs.pop()
-        gone = {id(slot) for slot in slots}
-        self._unused = [slot for slot in self._unused if id(slot) not in gone]
-        return slab.free()
-
-    def close(self) -> None:
-        """Free everything."""
-        for slab, _ in self._slabs:
-            slab.free()
-        self._slabs.clear()

@@ -240,6 +240,8 @@ class Balance(WeightMemory):
 
         Slots of experts go first: they cost the least and are easiest to restore.
         """
+        if self._gpu_experts is not None:
+            self._gpu_experts.settle()  # copies hold what they read
         freed = 0 if self._experts is None else self._experts.resize(self._experts.nbytes - nbytes)
         if freed >= nbytes:
             return freed
@@ -377,7 +379,7 @@ class Balance(WeightMemory):
         if experts is None or experts.nbytes >= self._most_experts:
             return
         room = self._room(caches)
-        if room >= experts.slot_nbytes:
+        if room >= experts.step_nbytes:
             experts.resize(min(self._most_experts, experts.nbytes + room))
 
     def _choose_returning(self) -> None:

@@ -56,6 +56,7 @@ from localrt.quant.ops.arrays import aligned_buffer
 # Two copies at once keep the link busy while the next one is requested.
 _COPIERS = 2
 _COPY_BLOCK = 8 << 20
+_PINNED_AT_ONCE = 256 << 20  # of experts in RAM: each call of the driver takes time
 
 
 def open_pipeline(setup: Setup) -> StreamedWeights:
@@ -248,6 +249,7 @@ class _Opening:
             # Sources of copies over the link must not be paged out.
             alloc=aligned_buffer if gpu is None else gpu.host_buffer,
             free=(lambda memory: None) if gpu is None else gpu.free_host,
+            at_once=0 if gpu is None else _PINNED_AT_ONCE,
         )
         self.held.callback(experts.close)
         return experts

@@ -105,6 +105,54 @@ def test_memory_pressure(trace: Trace, policy: type[LRU] | None, smaller: int) -
     assert not resize(cache, len(before))
 
 
+@settings(max_examples=60)
+@given(
+    trace=traces,
+    together=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    least=st.integers(0, 4),
+)
+def test_slots_allocated_together(
+    trace: Trace, together: int, sizes: list[int], least: int
+) -> None:
+    """Memory comes and goes as a whole, is enough for all slots, and no less than has to stay."""
+    memory, freed = list[bytearray](), list[bytearray]()
+
+    def alloc(nbytes: int) -> memoryview:
+        memory.append(bytearray(nbytes))
+        return memoryview(memory[-1])
+
+    def free(whole: memoryview) -> None:
+        assert isinstance(whole.obj, bytearray)
+        freed.append(whole.obj)
+
+    def held() -> int:
+        return (sum(map(len, memory)) - sum(map(len, freed))) // 2
+
+    cache = ExpertCache(
+        *(trace.layers, trace.count, trace.used, 12),
+        slot_nbytes=2, together=together, alloc=alloc, free=free,
+    )  # fmt: skip
+    replay(trace, cache)
+    for size in sizes:
+        before, experts = held(), len(cache)
+        cache.resize(size, least)
+        assert cache.capacity == (size if before <= size else held())
+        assert held() >= min(before, least)
+        if before > size:
+            assert held() <= max(size, least + together - 1)
+            assert before - held() < before - size + together
+        assert len(cache) >= experts - (before - held())
+        keys = cache.keys()
+        slots = [cache.slot(*key) for key in keys]
+        assert not any(slot.memory.obj is gone for slot in slots if slot for gone in freed)
+        replay(trace, cache)
+        assert len(cache) <= held() <= max(cache.capacity, before)
+    cache.close()
+    assert {id(each) for each in freed} == {id(each) for each in memory}
+    assert len(freed) == len(memory)
+
+
 def test_experts_in_use() -> None:
     cache = ExpertCache(2, 4, 2, 4)
     cache.touch(0, *route(0, 1, 2, 3))

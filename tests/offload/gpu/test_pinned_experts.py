@@ -1,0 +1,94 @@
+"""Experts in RAM beside a GPU: many are pinned at once, and given back as they were pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from localrt.offload.device.gpu import SLABS, Clock
+from localrt.offload.experts.memory import ExpertMemory
+from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.protocol import Ops
+from tests.offload.gpu.fakes import LateGpu
+from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.gpu.test_hybrid_experts import COSTS, places
+from tests.offload.placed import PLENTY, Model, assert_same, conversation, needs_kernels, pack_tiny
+
+pytestmark = needs_kernels
+
+
+class PinningGpu(LateGpu):
+    """Notes the RAM that is pinned: each buffer is registered once."""
+
+    def __init__(self, clock: Clock, ops: Ops, capacity: int = PLENTY) -> None:
+        super().__init__(clock, ops, capacity=capacity)
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self.registered = self.unregistered = 0
+
+    def host_buffer(self, nbytes: int) -> Bytes:
+        data = super().host_buffer(nbytes)
+        self.pinned[data.ctypes.data] = nbytes
+        self.registered += 1
+        return data
+
+    def free_host(self, memory: Bytes) -> int:
+        freed = super().free_host(memory)
+        assert self.pinned.pop(memory.ctypes.data) == freed
+        self.unregistered += 1
+        return freed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A mixture of 160 experts or more."""
+    from transformers import Qwen3MoeConfig
+
+    from tests.models import tiny
+
+    def many() -> Qwen3MoeConfig:
+        sizes = {"num_experts": 80, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.MIXTURES, "many", many)
+        opened = Model(pack_tiny("many", tmp_path_factory.mktemp("moe")))
+    yield opened
+    opened.close()
+
+
+def test_few_registrations(model: Model) -> None:
+    """What is given back is no longer pinned, it returns, and closing frees each buffer once."""
+    want, gpus = conversation(model.resident), list[PinningGpu]()
+
+    def make(clock: Clock) -> PinningGpu:
+        gpus.append(PinningGpu(clock, model.ops))
+        return gpus[0]
+
+    with on_gpu(model, places(model, 0.2), expert_costs=COSTS, make=make) as placed:
+        (gpu,), balance = gpus, placed.weights.memory
+        hybrid: Any = placed.weights.sparse["gpu"]
+        memory: ExpertMemory = hybrid.memory
+        whole, others = memory.nbytes, sum(gpu.pinned.values()) - memory.nbytes
+        assert len(memory.pools) == 1
+        assert whole >= 160 * memory.slot_nbytes
+        assert gpu.registered <= SLABS + 10  # and a few dense units and rings
+        assert_same(conversation(placed), want)
+
+        reclaimable = balance.reclaimable
+        for nbytes in (memory.slot_nbytes, whole // 3):
+            before = memory.nbytes
+            freed = balance.evict(nbytes)
+            assert nbytes <= freed < nbytes + memory.step_nbytes
+            assert memory.nbytes == before - freed
+            assert sum(gpu.pinned.values()) == memory.nbytes + others
+        assert balance.reclaimable < reclaimable
+        assert_same(conversation(placed), want)  # with room for all of them again
+        assert memory.nbytes == whole
+        balance.evict(PLENTY)
+        assert 0 < memory.nbytes < whole // 10
+        assert_same(conversation(placed), want)
+        assert not gpu.faults
+    assert not gpu.pinned
+    assert gpu.unregistered == gpu.registered
