@@ -22,16 +22,19 @@ from typing import Any
 import torch
 
 from benchmarks.common.command import cited_command, make_parser
-from benchmarks.common.random_store import RandomStore
 from benchmarks.common.record import Record, save, setting
+from benchmarks.common.stubbed_layers import (
+    PLENTY,
+    added_calls,
+    added_us,
+    middle,
+    placed,
+    small_store,
+)
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock, Event
-from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.files import ReadMode
-from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import Grid, emulate
@@ -41,7 +44,6 @@ from localrt.quant.cuda.stream import Cut
 from localrt.quant.ops.protocol import Batch
 
 DEPTHS = (4, 28)
-_PLENTY = 1 << 40
 _WARM, _PASSES = 40, 60
 
 
@@ -50,7 +52,7 @@ class StubbedGpu(CudaGpu):
 
     def __init__(self, clock: Clock) -> None:
         copies = CudaCopies(device="cpu")
-        super().__init__(clock, CudaOps(device="cpu"), copies, capacity=_PLENTY)
+        super().__init__(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
         self.calls: dict[str, int] = {}
         self._records = False
 
@@ -88,13 +90,7 @@ def dense_layers(
     layers: int, folder: Path, *, resident: bool
 ) -> Iterator[tuple[Decoder, StubbedGpu]]:
     """A dense model of so many layers, all in RAM and copied in each pass, or all on the GPU."""
-    config = {
-        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers},
-        **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
-        **{"tie_word_embeddings": False},
-    }
-    store: Any = RandomStore("Qwen3ForCausalLM", config, "int4-g32", folder)
+    store = small_store("Qwen3ForCausalLM", layers, folder)
     units = store.manifest.units
     where = {unit.name: Where.VRAM for unit in units} | dict.fromkeys(
         ("norm", "embedding"), Where.RAM
@@ -106,28 +102,11 @@ def dense_layers(
     gpu = StubbedGpu(clock)
     before, record = emulate(gpu), graph.record
     graph.record = gpu.capture
-    decoder = Decoder(
-        open_pipeline(
-            Setup(
-                store=store,
-                config=store.decoder,
-                placement=Placement(
-                    where=where, kv=("vram",) * layers, ram_ring=ring, vram_ring=ring
-                ),
-                ops=NativeOps(threads=1),
-                clock=clock,
-                gpu=gpu,
-                mode=ReadMode(direct=False, threads=1, block=1 << 20),
-                files=store,
-                verify=False,
-                budget=_PLENTY,
-            )
-        )
-    )
+    placement = Placement(where=where, kv=("vram",) * layers, ram_ring=ring, vram_ring=ring)
     try:
-        yield decoder, gpu
+        with placed(store, placement, gpu, clock=clock) as decoder:
+            yield decoder, gpu
     finally:
-        decoder.close()
         emulate(before)
         graph.record = record
 
@@ -150,17 +129,10 @@ def measure(layers: int, folder: Path, *, resident: bool) -> Record:
 def of_a_layer(*, resident: bool) -> Record:
     """What a layer adds to a pass."""
     with tempfile.TemporaryDirectory() as folder:
-        shallow, deep = (
-            measure(depth, Path(folder) / str(depth), resident=resident) for depth in DEPTHS
-        )
-    more = DEPTHS[1] - DEPTHS[0]
-    calls = {
-        name: round((count - shallow["calls"].get(name, 0.0)) / more, 2)
-        for name, count in deep["calls"].items()
-    }
+        found = [measure(depth, Path(folder) / str(depth), resident=resident) for depth in DEPTHS]
     return {
-        "host_us": round(1e6 * (deep["host_s"] - shallow["host_s"]) / more, 1),
-        "calls": {name: count for name, count in calls.items() if count},
+        "host_us": added_us(found, DEPTHS, "host_s"),
+        "calls": added_calls(found, DEPTHS),
     }
 
 
@@ -172,15 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     runs = [of_a_layer(resident=args.resident) for _ in range(args.runs)]
-    runs.sort(key=lambda run: float(run["host_us"]))
-    middle = runs[len(runs) // 2]
+    median = middle(runs)
     record: Record = {
         **setting(cited_command("gpu.streamed_layer", arguments), "torch", "numpy"),
         "runs": runs,
-        **middle,
+        **median,
     }
     save(args.json, record)
-    print(f"{middle['host_us']} us a layer; calls: {middle['calls']}")
+    print(f"{median['host_us']} us a layer; calls: {median['calls']}")
     return 0
 
 

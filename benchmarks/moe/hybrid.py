@@ -26,16 +26,20 @@ import numpy as np
 import torch
 
 from benchmarks.common.command import cited_command, make_parser
-from benchmarks.common.random_store import RandomStore
 from benchmarks.common.record import Record, save, setting
+from benchmarks.common.stubbed_layers import (
+    PLENTY,
+    added_calls,
+    added_us,
+    middle,
+    placed,
+    small_store,
+)
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock, Event
 from localrt.offload.experts.scheduler import ExpertCosts
-from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.files import ReadMode
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.cuda_memory import CudaCopies
@@ -51,7 +55,6 @@ from localrt.quant.ops.protocol import Batch
 
 COUNT, USED = 128, 8
 DEPTHS = (4, 20)
-_PLENTY = 1 << 40
 # Seconds of an expert of Qwen3-30B-A3B in Q4_K_M: DDR5-5600, an RTX 4060, PCIe 4.0 x8.
 _CPU_S, _GPU_S, _FETCH_S, _LINK_LOAD = 5.5e-5, 2e-5, 2.12e-4, 0.17
 _START_S = 1e-4  # of the host, for a copy and what computes with it
@@ -128,7 +131,7 @@ class _CountedGpu(CudaGpu):
 
     def __init__(self, clock: Clock, stub: StubbedGpu) -> None:
         copies = CudaCopies(device="cpu")
-        super().__init__(clock, CudaOps(device="cpu"), copies, capacity=_PLENTY)
+        super().__init__(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
         self._stub = stub
 
     def wait(self, event: Event | None) -> None:
@@ -198,46 +201,26 @@ def _counted(stub: StubbedGpu, called: Callable[..., Any], name: str) -> Callabl
 @contextmanager
 def shared_layers(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Iterator[Decoder]:
     """A mixture of so many layers, a ``share`` of whose experts is on the GPU, others in RAM."""
-    config = {
-        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32},
-        **{"moe_intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
-        **{"num_hidden_layers": layers, "num_experts": COUNT, "num_experts_per_tok": USED},
-        **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
-        **{"norm_topk_prob": True, "tie_word_embeddings": False},
-    }
-    store: Any = RandomStore("Qwen3MoeForCausalLM", config, "int4-g32", folder)
+    store = small_store(
+        "Qwen3MoeForCausalLM", layers, folder,
+        moe_intermediate_size=64, num_experts=COUNT, num_experts_per_tok=USED, norm_topk_prob=True,
+    )  # fmt: skip
     names = [unit.name for unit in store.manifest.units]
     experts = [name for name in names if ".expert." in name]
     where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
     where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
     clock = Clock()
-    decoder = Decoder(
-        open_pipeline(
-            Setup(
-                store=store,
-                config=store.decoder,
-                placement=Placement(where=where, kv=("vram",) * layers),
-                ops=NativeOps(threads=1),
-                clock=clock,
-                gpu=_CountedGpu(clock, stub),
-                expert_costs=ExpertCosts(
-                    cpu=lambda rows: rows * _CPU_S,
-                    gpu=lambda rows: rows * _GPU_S,
-                    fetch=_FETCH_S,
-                    link_load=_LINK_LOAD,
-                    start=_START_S,
-                ),
-                mode=ReadMode(direct=False, threads=1, block=1 << 20),
-                files=store,
-                verify=False,
-                budget=_PLENTY,
-            )
-        )
+    costs = ExpertCosts(
+        cpu=lambda rows: rows * _CPU_S,
+        gpu=lambda rows: rows * _GPU_S,
+        fetch=_FETCH_S,
+        link_load=_LINK_LOAD,
+        start=_START_S,
     )
-    try:
+    placement = Placement(where=where, kv=("vram",) * layers)
+    gpu = _CountedGpu(clock, stub)
+    with placed(store, placement, gpu, clock=clock, expert_costs=costs) as decoder:
         yield decoder
-    finally:
-        decoder.close()
 
 
 def warm(decoder: Decoder) -> KVCache:
@@ -295,17 +278,11 @@ def of_a_layer(share: float) -> Record:
     """What a layer adds to a pass."""
     with tempfile.TemporaryDirectory() as folder, stubbed() as stub:
         found = [measure(stub, depth, share, Path(folder) / str(depth)) for depth in DEPTHS]
-    shallow, deep = found
-    more = DEPTHS[1] - DEPTHS[0]
-    calls = {
-        name: round((count - shallow["calls"].get(name, 0.0)) / more, 2)
-        for name, count in deep["calls"].items()
-    }
     return {
-        "host_us": round(1e6 * (deep["host_s"] - shallow["host_s"]) / more, 1),
-        "cpu_us": round(1e6 * (deep["cpu_s"] - shallow["cpu_s"]) / more, 1),
-        "hits": round(deep["hits"], 3),
-        "calls": {name: count for name, count in calls.items() if count},
+        "host_us": added_us(found, DEPTHS, "host_s"),
+        "cpu_us": added_us(found, DEPTHS, "cpu_s"),
+        "hits": round(found[1]["hits"], 3),
+        "calls": added_calls(found, DEPTHS),
     }
 
 
@@ -316,21 +293,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    runs = [of_a_layer(args.share) for _ in range(args.runs)]
-    runs.sort(key=lambda run: float(run["host_us"]))
-    middle = runs[len(runs) // 2]
+    median = middle([of_a_layer(args.share) for _ in range(args.runs)])
     record: Record = {
         **setting(cited_command("moe.hybrid", arguments), "torch", "numpy"),
         "experts": COUNT,
         "used": USED,
         "share": args.share,
-        **middle,
+        **median,
     }
     save(args.json, record)
     print(
-        f"{middle['host_us']:.0f} us of the host a layer, and {middle['cpu_us']:.0f} us of small "
-        f"experts on the CPU; {sum(middle['calls'].values()):.1f} calls of the driver: "
-        + ", ".join(f"{count:g} {name}" for name, count in middle["calls"].items())
+        f"{median['host_us']:.0f} us of the host a layer, and {median['cpu_us']:.0f} us of small "
+        f"experts on the CPU; {sum(median['calls'].values()):.1f} calls of the driver: "
+        + ", ".join(f"{count:g} {name}" for name, count in median["calls"].items())
     )
     return 0
 
