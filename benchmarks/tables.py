@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.common.command import ISAS, RESULTS, ROOT, make_parser
 from benchmarks.common.record import machine_of, markdown_table, versions_of
 from benchmarks.cpu.tables import cpu_table, times
+from benchmarks.drafts.__main__ import drafts_table
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table
@@ -134,6 +135,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "experts": experts_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,
+    "drafts": drafts_table,
     "offload": offload_table,
     "passes": passes_table,
     "published": published_table,

@@ -1,0 +1,1 @@
+"""Answers with and without drafts."""
