@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from localrt.quant.cuda.programs import Program
-from tests.ops.cuda.emulator import built, compiled, runtime
+from tests.ops.cuda.emulator import built, compiled, joined, runtime
 
-_SOURCE = Path(__file__).with_name("libcuda.cpp")
+_SOURCES = Path(__file__).with_name("libcuda")
 _FLAGS = ("-O1", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1")
 
 
@@ -69,7 +69,7 @@ class Driver:
 def loaded() -> Driver:
     """The driver, begun."""
     runtime()
-    text = _SOURCE.read_text(encoding="utf-8")
+    text = joined('#include "libcuda.cpp"', lambda name: (_SOURCES / name).read_text("utf-8"))
     library = ctypes.CDLL(str(built("libcuda", text, *_FLAGS)))
     from cuda.bindings import driver
 

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def _kernel(program: Program) -> tuple[ctypes.c_void_p, int]:
 def compiled(program: Program) -> Path:
     """The kernel as a library: ``run``, ``run_size`` of its argument, and ``run_name``."""
     header = (_HERE / "emulated.h").read_text(encoding="utf-8")
-    text = f"{header}{_joined(program)}\n"
+    kernel = joined(program.text, lambda name: sources()[name].decode())
+    text = f"{header}{kernel}\n"
     # A kernel's one argument is a struct by its value.
     text += (
         "template <class A> void call(void (*kernel)(A), const void* args) "
@@ -70,8 +72,8 @@ def compiled(program: Program) -> Path:
     return built(program.name, text, "-O1")
 
 
-def _joined(program: Program) -> str:
-    """The program with what it includes in its place, once each."""
+def joined(text: str, read: Callable[[str], str]) -> str:
+    """C++ with what it includes in its place, once each; ``read`` gives a file by its name."""
     seen: set[str] = set()
 
     def inlined(text: str) -> str:
@@ -83,10 +85,10 @@ def _joined(program: Program) -> str:
             name = line.split('"')[1]
             if name not in seen:
                 seen.add(name)
-                lines.append(inlined(sources()[name].decode()))
+                lines.append(inlined(read(name)))
         return "\n".join(line for line in lines if line != "#pragma once")
 
-    return inlined(program.text)
+    return inlined(text)
 
 
 def built(name: str, text: str, *flags: str) -> Path:
