@@ -11,8 +11,9 @@ import localrt
 from localrt.loading.draft_model import vocabulary_problem
 from localrt.quant.cpu.abi import find_library
 from tests.conftest import write_tiny_model
-from tests.models.test_heads import TinyBlock, TinyEagle3
+from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny
+from tests.models.tiny_heads import TinyBlock, TinyEagle3
 from tests.real_models import real_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
@@ -155,11 +156,15 @@ def test_draft_model() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp-gguf", "eagle3"])
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
     target, draft = tmp_path / "target", "mtp"
-    if kind == "mtp":
+    if kind.startswith("mtp"):
         TinyBlock("qwen3.5", target)
+        if kind == "mtp-gguf":
+            own = tmp_path / "mtp-Q8_0.gguf"
+            how: dict[str, Any] = {"kind": "q8_0", "predicting": 1, "only_block": True}
+            draft = str(write_tiny_gguf(target, own, "qwen3.5", **how))
     else:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
         TinyEagle3(tmp_path, config.hidden_size, config.vocab_size)

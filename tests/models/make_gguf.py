@@ -57,7 +57,8 @@ _NAMES = {
     "gpt-oss": "gpt-oss",
     "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe",
-    "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 glm4-moe-lite",
+    "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
+    "glm4-moe-lite",
 }
 FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
@@ -98,6 +99,17 @@ _STEMS = {
     "ple.conv1d.weight": "ple_conv1d.weight",
 }
 """Behind ``blk.N.``, by how a tensor's name ends."""
+_NEXTN = {
+    "fc": "eh_proj",
+    "eh_proj": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "enorm": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "hnorm": "hnorm",
+    "norm": "shared_head_norm",
+    "shared_head.norm": "shared_head_norm",
+}
+"""What lies beside the layer of a prediction block, and is called there behind ``nextn.``."""
 
 
 def write_tiny_gguf(
@@ -111,6 +123,8 @@ def write_tiny_gguf(
     absorbed: bool = True,
     groups: bool = True,
     predicting: int = 0,
+    only_block: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Path:
     """The model in ``folder``, of the tiny config ``name``, as the file ``path``.
 
@@ -118,7 +132,8 @@ def write_tiny_gguf(
     matrix, as the first files of Qwen3-Next do; without ``stacked`` every expert is a tensor, as in
     Mixtral's first files. ``absorbed`` writes DeepSeek's ``attn_k_b`` and ``attn_v_b``; without
     ``groups`` the file is silent on those of experts. ``predicting`` blocks of multi-token
-    prediction follow the layers.
+    prediction follow the layers: the folder's, if it has one. ``only_block`` leaves the layers out,
+    ``without`` tensors that end so.
     """
     architecture = FILES[name]
     config = json.loads((folder / "config.json").read_text())
@@ -127,17 +142,20 @@ def write_tiny_gguf(
     config = SimpleNamespace(**config)
     state = {key: value for file in folder.glob("*.safetensors") for key, value in _loaded(file)}
     model = _Model(architecture, config, together=together, stacked=stacked, absorbed=absorbed)
+    block = {own: state.pop(key) for key in list(state) if (own := _of_block(key, config))}
     tensors = model.tensors(state)
     metadata = gguf_keys(architecture, config, absorbed=absorbed)
     if not groups:
         metadata = {key: value for key, value in metadata.items() if "expert_group" not in key}
     if predicting:
-        _add_prediction(tensors, metadata, config, predicting)
+        _add_prediction(tensors, metadata, config, predicting, model.tensors(block))
     whole = {f"{architecture}.{key}": value for key, value in metadata.items()}
     always_f32 = ("_norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")
+    layers = tuple(f"blk.{layer}." for layer in range(config.num_hidden_layers))
     typed = {
         name: (array, "f32" if array.ndim == 1 or name.endswith(always_f32) else kind)
         for name, array in tensors.items()
+        if not (only_block and name.startswith(layers)) and not name.endswith(without or "\0")
     }
     whole["tokenizer.ggml.model"] = "no_vocab"
     return write_gguf(path, architecture, whole, typed)[0]
@@ -162,7 +180,7 @@ class _Model:
         self.architecture, self.config = architecture, config
         self.together, self.stacked, self.absorbed = together, stacked, absorbed
         self.maps = [
-            gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+            gguf.get_tensor_name_map(arch, config.num_hidden_layers + 1)
             for arch, name in gguf.MODEL_ARCH_NAMES.items()
             if name in _NEWER.get(architecture, (architecture,))
         ]
@@ -247,6 +265,10 @@ class _Model:
     def _name(self, key: str) -> str:
         layer = _layer(key)
         if layer is not None:
+            if (
+                own := _NEXTN.get(key.removesuffix(".weight").rpartition(f".{layer}.")[2])
+            ) is not None:
+                return f"blk.{layer}.nextn.{own}.weight"
             for end, own in _STEMS.items():
                 if key.endswith(f".{end}"):
                     return f"blk.{layer}.{own}"
@@ -354,21 +376,34 @@ def _layer(key: str) -> str | None:
     return match and match[1]
 
 
+def _of_block(key: str, config: Any) -> str | None:
+    """A published tensor of the first prediction block as one of the layer after the last."""
+    layers = config.num_hidden_layers
+    if key.startswith("mtp."):
+        return f"model.layers.{layers}.{key.removeprefix('mtp.').removeprefix('layers.0.')}"
+    return key if _layer(key) == str(layers) else None
+
+
 def _add_prediction(
-    tensors: dict[str, Array], metadata: dict[str, Any], config: Any, count: int
+    tensors: dict[str, Array],
+    metadata: dict[str, Any],
+    config: Any,
+    count: int,
+    block: Mapping[str, Array],
 ) -> None:
-    """Blocks like the last layer, each with what joins a token and a hidden state."""
+    """Add ``block``, or blocks like the last layer, and with what joins tokens and states."""
     layers, hidden = metadata["block_count"], config.hidden_size
     metadata["block_count"] = layers + count
     metadata["nextn_predict_layers"] = count
     for key, value in metadata.items():
         if isinstance(value, list) and len(value) == layers:
             metadata[key] = [*value, *[max(value)] * count]
-    for block in range(layers, layers + count):
+    tensors.update(block)
+    for number in range(layers, layers + count if not block else layers):
         last = f"blk.{layers - 1}."
         own = {name: values for name, values in tensors.items() if name.startswith(last)}
         for name, values in own.items():
-            tensors[f"blk.{block}.{name.removeprefix(last)}"] = values
-        tensors[f"blk.{block}.nextn.eh_proj.weight"] = np.ones((hidden, 2 * hidden), np.float32)
+            tensors[f"blk.{number}.{name.removeprefix(last)}"] = values
+        tensors[f"blk.{number}.nextn.eh_proj.weight"] = np.ones((hidden, 2 * hidden), np.float32)
         for norm in ("enorm", "hnorm", "shared_head_norm"):
-            tensors[f"blk.{block}.nextn.{norm}.weight"] = np.ones(hidden, np.float32)
+            tensors[f"blk.{number}.nextn.{norm}.weight"] = np.ones(hidden, np.float32)

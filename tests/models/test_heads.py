@@ -10,90 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5TextConfig
 
 from localrt.common.errors import LocalrtError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
-from localrt.models.heads import HeadConfig, Shared, load_head, open_head, read_head_config
+from localrt.models.heads import HeadConfig, Shared, is_head, load_head, open_head, read_head_config
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.tiny import edited, load_ours, relative_error, save_tiny, tokens
+from tests.checkpoints.make_gguf import packed_rows, write_gguf
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny import CONFIGS, edited, load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 BLOCKS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3-plain")
 IDS = tokens(14)
-
-
-def rms(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight
-
-
-class TinyBlock:
-    """A model with an MTP block in its folder, and what transformers makes of the block."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.folder = folder
-        self.target = save_tiny(name, folder)
-        config = self.target.config.get_text_config()
-        self.config, hidden = config, config.hidden_size
-        numbered = not name.startswith("qwen")
-        block = type(self.target)(self._one_layer(config))
-        state = load_file(folder / "model.safetensors")
-        torch.manual_seed(7)
-        for parameter in block.parameters():
-            parameter.data = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15)
-            parameter.data += 0.5 if parameter.ndim == 1 else 0.0
-        block.lm_head.weight = self.target.lm_head.weight
-        self.block = block.float().eval()
-        self.fc = torch.randn(hidden, 2 * hidden) * 0.15
-        self.norms = [torch.rand(hidden) + 0.5 for _ in range(2)]
-        self.offset = 1.0 if name.startswith("qwen") else 0.0
-        own = {
-            key: value.contiguous()
-            for key, value in block.state_dict().items()
-            if ".layers." in key or key == "model.norm.weight"
-        }
-        prefix = f"model.layers.{config.num_hidden_layers}." if numbered else "mtp.layers.0."
-        found = {key.replace("model.layers.0.", prefix): value for key, value in own.items()}
-        beside = (
-            ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-            if numbered
-            else ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        )
-        stem = prefix if numbered else "mtp."
-        values = (*self.norms, self.fc, found.pop("model.norm.weight"))
-        for part, value in zip(beside, values, strict=True):
-            found[f"{stem}{part}.weight"] = value
-        save_file(state | found, folder / "model.safetensors", metadata={"format": "pt"})
-        if numbered:
-            path = folder / "config.json"
-            path.write_text(
-                json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 1})
-            )
-
-    def _one_layer(self, config: Any) -> Any:
-        values = config.to_dict()
-        values["num_hidden_layers"] = 1
-        for key in ("layer_types", "mlp_layer_types"):
-            if values.get(key):
-                values[key] = ["full_attention" if key == "layer_types" else "sparse"]
-        if "first_k_dense_replace" in values:
-            values["first_k_dense_replace"] = 0
-        own = type(config)(**values)
-        own._attn_implementation = "eager"
-        return own
-
-    def expected(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The target's features, and the block's logits of all rows but the first."""
-        with torch.no_grad():
-            body = self.target.get_decoder()
-            hidden = body(torch.tensor([ids])).last_hidden_state[0]
-            embedded = self.target.get_input_embeddings()(torch.tensor(ids))
-            eps = self.config.rms_norm_eps
-            weights = [norm + self.offset for norm in self.norms]
-            both = [rms(embedded[1:], weights[0], eps), rms(hidden[:-1], weights[1], eps)]
-            x = torch.cat(both, -1) @ self.fc.T
-            logits = self.block(inputs_embeds=x[None]).logits[0]
-        return hidden.numpy(), logits.float().numpy()
 
 
 def load_block(folder: Path, target: Decoder) -> tuple[HeadConfig, Decoder]:
@@ -103,13 +37,10 @@ def load_block(folder: Path, target: Decoder) -> tuple[HeadConfig, Decoder]:
         return config, load_head(checkpoint, config, target.ops, shared)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_mtp_block_of_a_folder(name: str, tmp_path: Path) -> None:
-    tiny = TinyBlock(name, tmp_path)
-    hidden, theirs = tiny.expected(IDS)
-    target = load_ours(tmp_path)
-    config, head = load_block(tmp_path, target)
-    features = Features(config.layers, np.empty((len(IDS), target.config.hidden_size), np.float32))
+def block_logits(path: Path, target: Decoder, hidden: np.ndarray) -> np.ndarray:
+    """What the block at ``path`` makes of the target's features, which should be ``hidden``."""
+    config, head = load_block(path, target)
+    features = Features(config.layers, np.empty(hidden.shape, np.float32))
     target.forward(Batch.extend([(target.cache(32), IDS)]), rows=[], features=features)
     given = FinalNorm(target)(features.rows)
     assert relative_error(given, hidden) < 1e-4
@@ -118,94 +49,98 @@ def test_mtp_block_of_a_folder(name: str, tmp_path: Path) -> None:
     for start, stop in ((1, 6), (6, len(IDS))):  # chunks
         batch = Batch.extend([(cache, IDS[start:stop])])
         found.append(head.forward(batch, given=given[start - 1 : stop - 1]))
-    assert relative_error(np.concatenate(found), theirs) < 1e-4
+    return np.concatenate(found)
 
 
-class TinyEagle3:
-    """An EAGLE-3 head of a tiny Llama, as a folder, and its layer in plain torch."""
+@pytest.fixture(scope="module", params=BLOCKS)
+def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return TinyBlock(request.param, tmp_path_factory.mktemp(request.param))
 
-    LAYERS = (0, 1, 2)  # by their outputs
 
-    def __init__(self, folder: Path, hidden: int, vocab: int, **flags: bool) -> None:
-        torch.manual_seed(3)
-        self.flags, self.hidden, self.heads, self.size = flags, hidden, 4, 16
-        self.tokens = np.sort(np.random.default_rng(1).choice(vocab, 90, replace=False))
-        q, kv, inner = self.heads * self.size, 2 * self.size, 96
-        shapes = {
-            "fc": (hidden, 3 * hidden),
-            "midlayer.self_attn.q_proj": (q, 2 * hidden),
-            "midlayer.self_attn.k_proj": (kv, 2 * hidden),
-            "midlayer.self_attn.v_proj": (kv, 2 * hidden),
-            "midlayer.self_attn.o_proj": (hidden, q),
-            "midlayer.mlp.gate_proj": (inner, hidden),
-            "midlayer.mlp.up_proj": (inner, hidden),
-            "midlayer.mlp.down_proj": (hidden, inner),
-            "lm_head": (len(self.tokens), hidden),
-        }
-        norms = {"midlayer.input_layernorm", "midlayer.hidden_norm", "norm"}
-        norms |= {"midlayer.post_attention_layernorm"}
-        w = {f"{name}.weight": torch.randn(shape) * 0.15 for name, shape in shapes.items()}
-        w |= {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
-        if flags.get("norm_before_fc"):
-            w["fc_norm.weight"] = torch.rand(3 * hidden) + 0.5
-        self.weights = w
-        offsets = torch.tensor(self.tokens - np.arange(len(self.tokens)))
-        chosen = torch.isin(torch.arange(vocab), torch.tensor(self.tokens))
-        save_file(w | {"d2t": offsets, "t2d": chosen}, folder / "model.safetensors")
-        config = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": 1,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": 2,
-            "head_dim": self.size,
-            "vocab_size": vocab,
-            "draft_vocab_size": len(self.tokens),
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.LAYERS)},
-            **flags,
-        }
-        (folder / "config.json").write_text(json.dumps(config))
+def test_mtp_block_of_a_folder(block: TinyBlock) -> None:
+    hidden, theirs = block.expected(IDS)
+    found = block_logits(block.folder, load_ours(block.folder), hidden)
+    assert relative_error(found, theirs) < 1e-4
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms(x, self.weights[f"{name}.weight"], 1e-5)
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weights[f"{name}.weight"].T
-
-    def expected(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Logits of rows (n, D) at positions 1 to n, given features (n, 3D)."""
-        if self.flags.get("norm_before_fc"):
-            features = self.norm(features, "fc_norm")
-        g, n = self.linear(features, "fc"), len(embedded)
-        normed = self.norm(g, "midlayer.hidden_norm")
-        both = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), normed], -1)
-        shape = (n, -1, self.size)
-        q, k, v = (
-            self.linear(both, f"midlayer.self_attn.{part}_proj").view(shape).transpose(0, 1)
-            for part in "qkv"
+def test_mtp_block_of_a_file_of_the_folder(tmp_path: Path) -> None:
+    """Qwen3.5 and DeepSeek are also published with ``mtp.safetensors`` in the index."""
+    block = TinyBlock("qwen3.5", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = {"model-00001.safetensors": {}, "mtp.safetensors": {}}
+    for name, tensor in state.items():
+        files["mtp.safetensors" if name.startswith("mtp.") else "model-00001.safetensors"][name] = (
+            tensor
         )
-        angle = torch.arange(1, n + 1)[:, None] * 10000.0 ** (-torch.arange(0, 1, 2 / self.size))
-        cos, sin = angle.cos(), angle.sin()
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file)
+    index = {name: file for file, tensors in files.items() for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    hidden, theirs = block.expected(IDS)
+    found = block_logits(tmp_path, load_ours(tmp_path), hidden)
+    assert relative_error(found, theirs) < 1e-4
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            a, b = x.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-        k, v = (each.repeat_interleave(2, 0) for each in (turned(k), v))
-        mixed = torch.nn.functional.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
-        x = normed if self.flags.get("norm_before_residual") else g
-        joined = mixed.transpose(0, 1).reshape(n, -1)
-        x = x + self.linear(joined, "midlayer.self_attn.o_proj")
-        y = self.norm(x, "midlayer.post_attention_layernorm")
-        gate = torch.nn.functional.silu(self.linear(y, "midlayer.mlp.gate_proj"))
-        x = x + self.linear(gate * self.linear(y, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
-        return self.linear(self.norm(x, "norm"), "lm_head")
+def write_block(block: TinyBlock, path: Path, **how: Any) -> Path:
+    return write_tiny_gguf(block.folder, path, block.name, predicting=1, **how)
+
+
+def test_mtp_block_of_a_gguf_file(block: TinyBlock, tmp_path: Path) -> None:
+    """Within the model's file, and in one of its own."""
+    path = write_block(block, tmp_path / "m.gguf")
+    own = write_block(block, tmp_path / "mtp-m.gguf", only_block=True)
+    hidden, theirs = block.expected(IDS)
+    target = load_ours(path)
+    for file in (path, own):
+        assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
+    assert not is_head(path)
+    assert is_head(own)
+    with pytest.raises(UnsupportedModelError, match=r"mtp-m\.gguf holds only the MTP block of a"):
+        open_checkpoint(own)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_packed_mtp_block(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with packed matrices computes what one with their values does."""
+    sizes = {**CONFIGS["qwen3.5"]().to_dict(), "hidden_size": 256, "intermediate_size": 256}
+    monkeypatch.setitem(CONFIGS, "qwen3.5", lambda: Qwen3_5TextConfig(**sizes))
+    block = TinyBlock("qwen3.5", tmp_path)
+    path = write_block(block, tmp_path / "m.gguf")
+    reader = GGUFReader(path)
+    keys = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
+    architecture = keys.pop("general.architecture")
+    plain: dict[str, Any] = {each.name: (np.array(each.data), "f32") for each in reader.tensors}
+    packed = dict(plain)
+    for name, (array, _) in plain.items():
+        if name.startswith("blk.3.") and array.ndim > 1 and array.shape[1] % 256 == 0:
+            own = quantize(array, GGMLQuantizationType.Q8_0)
+            if kind == "q4_k":
+                own = packed_rows(kind, *array.shape)
+                own.reshape(-1, 144)[:, :4] = np.array([2e-4, 1e-3], "<f2").view(np.uint8)
+            packed[name] = own, kind
+            plain[name] = dequantize(own, GGMLQuantizationType[kind.upper()]), "f32"
+    assert len([name for name in packed if packed[name][1] == kind]) == 7
+    files = [tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
+    for file, tensors in zip(files, (packed, plain), strict=True):
+        write_gguf(file, architecture, keys, tensors)
+    hidden, _ = block.expected(IDS)
+    found, expected = (block_logits(file, load_ours(path), hidden) for file in files)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+def test_mtp_block_without_a_norm_of_its_own(name: str, tmp_path: Path) -> None:
+    """It has the model's, which a file that holds only the block has for this."""
+    block = TinyBlock(name, tmp_path)
+    block.block.model.norm.weight = block.target.model.norm.weight
+    without = ("shared_head_norm.weight",)
+    path = write_block(block, tmp_path / "m.gguf", without=without)
+    own = write_block(block, tmp_path / "mtp-m.gguf", without=without, only_block=True)
+    hidden, theirs = block.expected(IDS)
+    target = load_ours(path)
+    for file in (path, own):
+        assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
 
 
 @pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])

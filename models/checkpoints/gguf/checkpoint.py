@@ -30,6 +30,8 @@ from localrt.quant.formats import F32
 
 _ONE_ROW = ".shared_expert_gate.weight"
 """A matrix of one row that llama.cpp's converter stores as a vector."""
+_NORM = "model.norm.weight"
+"""The model's, which is also a prediction block's that has none of its own."""
 _IN_LAYER = re.compile(r"model\.layers\.")
 _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
 """Whose experts have factors of their own under the name of NVFP4's."""
@@ -68,7 +70,8 @@ class GgufCheckpoint(SourcedCheckpoint):
             if predicts:
                 if not predicting:
                     raise CheckpointError(f"{path} has no MTP block")
-                stored = self._rename(predicting, of_block=min(predicting))
+                norm = {name: own for name, own in stored.items() if name == _NORM}
+                stored = norm | self._rename(predicting, of_block=min(predicting))
                 self.config = prediction_config(self.config)
             elif self.only_predicts:
                 raise UnsupportedModelError(
