@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +36,34 @@ class Children:
     logprobs: npt.NDArray[np.float64]
 
 
-# Takes nodes to expand, as (node, its token, its parent), and for each the log-probability below
-# which its children are not needed; -1 is the last known token. Returns ``Children`` for each.
+Asked = tuple[Sequence[tuple[int, int, int]], Sequence[float]]
+"""Nodes to expand, as (node, its token, its parent), and for each the log-probability below which
+its children are not needed; -1 is the last known token.
+"""
+Rounds = Generator[Asked, Sequence[Children], TokenTree]
+"""A tree that is grown: each round asks for the ``Children`` of nodes."""
+# Returns the ``Children`` of what is asked for.
 Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
+
+_Asks = TypeVar("_Asks")
+_Gets = TypeVar("_Gets")
+_Gives = TypeVar("_Gives")
+
+
+def drive(steps: Generator[_Asks, _Gets, _Gives], answer: Callable[[_Asks], _Gets]) -> _Gives:
+    """Run ``steps`` to the end, each question with its ``answer``; where that raises, they end."""
+    try:
+        asked = next(steps)
+        while True:
+            try:
+                given = answer(asked)
+            except BaseException as error:
+                steps.throw(error)
+                raise
+            asked = steps.send(given)
+    except StopIteration as done:
+        made: _Gives = done.value
+        return made
 
 
 class Growth:
@@ -62,6 +88,11 @@ class Growth:
 
         The first call of ``expand`` has the root alone.
         """
+        rounds = self.rounds(budget=budget, depth=depth, round_nodes=round_nodes)
+        return drive(rounds, lambda asked: expand(*asked))
+
+    def rounds(self, *, budget: int, depth: int, round_nodes: int = _ROUND) -> Rounds:
+        """``grow`` in rounds, whose children the caller finds."""
         while True:
             floor = self._admit(budget, depth)
             batch = self._take(round_nodes, depth, floor)
@@ -69,7 +100,7 @@ class Growth:
                 return TokenTree.of(self._tokens, self._parents, self._scores, self._source).trim(
                     budget, depth
                 )
-            self._expand(expand, batch, floor)
+            yield from self._expand(batch, floor)
 
     def reach(self, expand: Expand, *, nodes: int, depth: int) -> int:
         """Run one more round, without a budget: expand the best ``nodes`` above level ``depth``.
@@ -78,7 +109,7 @@ class Growth:
         """
         batch = self._take(nodes, depth, -math.inf, admit=True)
         if batch:
-            self._expand(expand, batch, -math.inf)
+            drive(self._expand(batch, -math.inf), lambda asked: expand(*asked))
         return len(batch)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
@@ -210,13 +241,15 @@ class Growth:
             heapq.heappush(self._open, entry)
         return batch
 
-    def _expand(self, expand: Expand, batch: Sequence[int], floor: float) -> None:
+    def _expand(
+        self, batch: Sequence[int], floor: float
+    ) -> Generator[Asked, Sequence[Children], None]:
         asked = [
             (n, ROOT, ROOT) if n == ROOT else (n, self._tokens[n], self._parents[n]) for n in batch
         ]
         least = [min(floor - self._score(node) - DECAY, _KEPT) for node in batch]
         try:
-            found = expand(asked, least)
+            found = yield asked, least
         except BaseException:
             for node in batch:
                 heapq.heappush(self._open, (-self._score(node), node))

@@ -9,13 +9,14 @@ Neither knows the target or text.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import CancelledError, LocalrtError
 from localrt.quant.ops.kv import KVCache
 from localrt.speculative.tree import TokenTree
 
@@ -55,6 +56,11 @@ class DraftSource(ABC):
         Raises:
             DraftFailedError: the source has failed and must not be called again.
         """
+
+    def proposal(self, history: Sequence[int], budget: int, depth: int) -> Proposal:
+        """``propose`` in steps, whose rows the caller computes with their drafter."""
+        yield from ()  # lookups have none
+        return self.propose(history, budget, depth)
 
     def ahead(  # noqa: B027
         self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome
@@ -107,6 +113,19 @@ class Rows:
     above: Sequence[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows that a source wants to have computed."""
+
+    drafter: Drafter
+    cache: KVCache
+    rows: Rows
+
+
+Proposal: TypeAlias = "Generator[Step, Floats, TokenTree]"
+"""The steps of a source's proposal, each answered by logits (wanted, V)."""
+
+
 class Drafter(ABC):
     """Computes drafts for one sequence. Used by one thread at a time."""
 
@@ -139,3 +158,57 @@ class Drafter(ABC):
     @abstractmethod
     def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
         """Compute ``rows``; return logits (wanted, V) for the token after each."""
+
+    @property
+    def weights(self) -> object:
+        """What drafters share that can compute several sequences' rows in one pass."""
+        return self
+
+    def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:
+        """Compute the rows of drafters with the same ``weights``."""
+        return [step.drafter.compute(step.cache, step.rows, check=check) for step in steps]
+
+
+def propose_together(
+    proposals: Sequence[Proposal], *, check: Check | None
+) -> list[TokenTree | LocalrtError]:
+    """Run the proposals of several sequences; rows that can be computed together are.
+
+    Returns each one's tree, or why its source has failed.
+    """
+    found: list[TokenTree | LocalrtError] = [TokenTree.empty()] * len(proposals)
+    waiting: dict[int, Step] = {}
+
+    def resume(number: int, logits: Floats | None) -> None:
+        waiting.pop(number, None)
+        steps = proposals[number]
+        try:
+            waiting[number] = next(steps) if logits is None else steps.send(logits)
+        except StopIteration as done:
+            found[number] = done.value
+        except CancelledError:
+            raise
+        except LocalrtError as error:
+            found[number] = error
+
+    try:
+        for number in range(len(proposals)):
+            resume(number, None)
+        while waiting:
+            first = next(iter(waiting.values())).drafter
+            alike = {n: s for n, s in waiting.items() if s.drafter.weights is first.weights}
+            try:
+                logits = first.compute_together(list(alike.values()), check=check)
+            except CancelledError:
+                raise
+            except LocalrtError as error:
+                for number in alike:
+                    del waiting[number]
+                    found[number] = error
+                continue
+            for number, own in zip(alike, logits, strict=True):
+                resume(number, own)
+    finally:
+        for steps in proposals:
+            steps.close()
+    return found

@@ -8,14 +8,15 @@ for. If a drafter's draft rows do not last, each tree starts anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CancelledError
-from localrt.speculative.best_first import Children, Expand, Growth, likeliest
+from localrt.speculative.best_first import Children, Growth, Rounds, drive, likeliest
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (
     MOST_NODES,
@@ -23,8 +24,11 @@ from localrt.speculative.source import (
     Drafter,
     DraftFailedError,
     DraftSource,
+    Floats,
     Outcome,
+    Proposal,
     Rows,
+    Step,
 )
 from localrt.speculative.tree import ROOT, TokenTree
 
@@ -71,16 +75,18 @@ class TreeSource(DraftSource):
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
+        return drive(self.proposal(history, budget, depth), partial(self._answer, check))
+
+    def proposal(self, history: Sequence[int], budget: int, depth: int) -> Proposal:
         depth = min(depth, self._cache.capacity - len(history))
         budget = min(budget, self._most_nodes)
         if budget <= 0 or depth <= 0:
             return TokenTree.empty()
         try:
-            if not self._follow(history, check):
+            if not (yield from self._follow(history)):
                 return TokenTree.empty()
-            expand = self._expander(check)
-            rounds = self._round_nodes
-            return self._growth.grow(expand, budget=budget, depth=depth, round_nodes=rounds)
+            rounds = self._growth.rounds(budget=budget, depth=depth, round_nodes=self._round_nodes)
+            return (yield from self._grow(rounds))
         finally:
             if not self._drafter.lasting:
                 self._forget()
@@ -93,7 +99,7 @@ class TreeSource(DraftSource):
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
         if len(history) < self._cache.capacity:
-            self._follow(history, check)
+            drive(self._follow(history), partial(self._answer, check))
 
     def ready(self, history: Sequence[int]) -> int:
         nodes = self._nodes_of(history)
@@ -103,7 +109,10 @@ class TreeSource(DraftSource):
 
     def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
         depth = self._cache.capacity - len(history)
-        if depth <= 0 or not self._follow(history, check, rows=_AHEAD_ROWS, outcome=outcome):
+        if depth <= 0:
+            return
+        following = self._follow(history, rows=_AHEAD_ROWS, outcome=outcome)
+        if not drive(following, partial(self._answer, check)):
             return
 
         def expand(batch: _Nodes, least: Sequence[float]) -> Sequence[Children]:
@@ -113,7 +122,7 @@ class TreeSource(DraftSource):
                 if true is not None and not self._below(true, batch):
                     raise CancelledError("the pass came to something else")
 
-            return self._expander(between)(batch, least)
+            return drive(self._expand(batch, least), partial(self._answer, between))
 
         while nodes > 0 and outcome() is None:
             done = self._growth.reach(expand, nodes=min(nodes, _AHEAD_NODES), depth=depth)
@@ -123,19 +132,36 @@ class TreeSource(DraftSource):
 
     # -- the tree --------------------------------------------------------------------------------
 
-    def _expander(self, check: Check | None) -> Expand:
-        def expand(nodes: _Nodes, least: Sequence[float]) -> Sequence[Children]:
-            first, self._first = self._first, None
-            if first is not None:  # a new tree, expanding its root alone
-                return [self._children(first, least[0])]
-            run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
-            if not run:
-                return [_NO_CHILDREN] * len(nodes)
-            logits = self._compute(run, check)
-            found = [self._children(row, low) for row, low in zip(logits, least, strict=False)]
-            return [*found, *[_NO_CHILDREN] * (len(nodes) - len(run))]
+    def _answer(self, check: Check | None, step: Step) -> Floats:
+        return self._drafter.compute(step.cache, step.rows, check=check)
 
-        return expand
+    def _grow(self, rounds: Rounds) -> Proposal:
+        """Find the children for which ``rounds`` ask."""
+        try:
+            asked = next(rounds)
+            while True:
+                try:
+                    found = yield from self._expand(*asked)
+                except BaseException as error:
+                    rounds.throw(error)
+                    raise
+                asked = rounds.send(found)
+        except StopIteration as done:
+            tree: TokenTree = done.value
+            return tree
+
+    def _expand(
+        self, nodes: _Nodes, least: Sequence[float]
+    ) -> Generator[Step, Floats, Sequence[Children]]:
+        first, self._first = self._first, None
+        if first is not None:  # a new tree, expanding its root alone
+            return [self._children(first, least[0])]
+        run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
+        if not run:
+            return [_NO_CHILDREN] * len(nodes)
+        logits = yield from self._compute(run)
+        found = [self._children(row, low) for row, low in zip(logits, least, strict=False)]
+        return [*found, *[_NO_CHILDREN] * (len(nodes) - len(run))]
 
     def _children(self, logits: npt.NDArray[np.float32], least: float) -> Children:
         try:
@@ -171,11 +197,10 @@ class TreeSource(DraftSource):
     def _follow(
         self,
         history: Sequence[int],
-        check: Check | None,
         *,
         rows: int = _PREFILL_ROWS,
         outcome: Outcome = lambda: None,
-    ) -> bool:
+    ) -> Generator[Step, Floats, bool]:
         """Update cache and tree to ``history``, and keep what they share with it.
 
         Missing tokens are computed ``rows`` at a time. Returns False if an ``outcome`` came before
@@ -213,13 +238,13 @@ class TreeSource(DraftSource):
             tokens = history[start : start + rows]
             positions = np.arange(start, start + len(tokens))
             last = start + len(tokens) == len(history)
-            logits = self._drafter.compute(cache, Rows(tokens, positions, int(last)), check=check)
+            logits = yield Step(self._drafter, cache, Rows(tokens, positions, int(last)))
             self.passes += 1
             self._known += tokens
         self._first = logits[0]
         return True
 
-    def _compute(self, nodes: _Nodes, check: Check | None) -> npt.NDArray[np.float32]:
+    def _compute(self, nodes: _Nodes) -> Generator[Step, Floats, Floats]:
         """Compute new nodes, which get rows; return their logits (nodes, V)."""
         cache, rows, held_rows = self._cache, self._rows, self._drafter.held_rows
         held = len(rows) if held_rows else 0
@@ -239,7 +264,7 @@ class TreeSource(DraftSource):
             above=[rows[path[-2]] if len(path) > 1 else ROOT for path in paths],
         )
         try:
-            logits = self._drafter.compute(cache, new, check=check)
+            logits = yield Step(self._drafter, cache, new)
         except BaseException:
             if held_rows:
                 for node, _, _ in nodes:

@@ -6,7 +6,9 @@ the model's own ``Ops``, between its passes. It shares the embedding and the out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +41,7 @@ from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows
+from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows, Step
 from localrt.speculative.tree_source import TreeSource
 
 Floats = npt.NDArray[np.float32]
@@ -69,27 +71,60 @@ class HeadDrafter(Drafter):
         first = self._features.first + 1
         return first if first < length <= self._features.length + 1 else None
 
+    @property
+    def weights(self) -> HeadDraft:
+        return self._head
+
     def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
-        head, count = self._head, len(rows.tokens)
-        if rows.above is None:
-            start = int(rows.positions[0]) - 1
-            given = head.of_target(self._features.get(start, start + count))
-        else:
-            given = np.stack([self._given[1 + row] for row in rows.above])
-        span = Span(cache, count, rows.mask)
-        batch = Batch(np.array(rows.tokens, np.int64), rows.positions, (span,))
-        own = Features((AFTER_LAST,), np.empty((count, head.engine.hidden_size), np.float32))
-        wanted = range(count - rows.wanted, count)
+        (logits,) = self.compute_together([Step(self, cache, rows)], check=check)
+        return logits
+
+    def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:
+        head = self._head
+        given = np.concatenate([_head_drafter(step)._given_to(step.rows) for step in steps])
+        counts = [len(step.rows.tokens) for step in steps]
+        batch = Batch(
+            np.concatenate([np.asarray(step.rows.tokens, np.int64) for step in steps]),
+            np.concatenate([step.rows.positions for step in steps]),
+            tuple(
+                Span(step.cache, count, step.rows.mask)
+                for step, count in zip(steps, counts, strict=True)
+            ),
+        )
+        ends = list(accumulate(counts))
+        wanted = [
+            row
+            for step, end in zip(steps, ends, strict=True)
+            for row in range(end - step.rows.wanted, end)
+        ]
+        own = Features((AFTER_LAST,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
             logits = head.decoder.forward(
                 batch, rows=wanted, check=check, features=own, given=given
             )
-        made = head.of_itself(own.rows)
+        made = np.split(head.of_itself(own.rows), ends[:-1])
+        for step, rows in zip(steps, made, strict=True):
+            _head_drafter(step)._keep(step.rows, rows)
+        return np.split(logits, list(accumulate(step.rows.wanted for step in steps))[:-1])
+
+    def _given_to(self, rows: Rows) -> Floats:
+        """What ``rows`` take in: the target's features of the tokens before, or the head's own."""
+        if rows.above is not None:
+            return np.stack([self._given[1 + row] for row in rows.above])
+        start = int(rows.positions[0]) - 1
+        return self._head.of_target(self._features.get(start, start + len(rows.tokens)))
+
+    def _keep(self, rows: Rows, made: Floats) -> None:
+        """Keep what was ``made`` of ``rows``, for the rows behind them."""
         if rows.above is None:
             self._given = [made[-1]]
         else:
             self._given += list(made)
-        return logits
+
+
+def _head_drafter(step: Step) -> HeadDrafter:
+    assert isinstance(step.drafter, HeadDrafter), "they have the same weights"
+    return step.drafter
 
 
 class HeadDraft:
