@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
-from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome
+from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Plan, Run, TreeSize, Tuner
 
@@ -163,7 +163,8 @@ class Speculation:
 
     ``makers`` create a sequence's draft sources, by name; they stay with its session. With a
     ``fixed`` size all sources draft for every tree; otherwise the ``tuner`` decides. ``archive``
-    remembers answers. ``note`` says why a requested way of drafting is not used.
+    remembers answers. ``note`` says why a requested way of drafting is not used. ``shared`` are the
+    sources that draft for sequences which share passes.
     """
 
     def __init__(
@@ -174,8 +175,10 @@ class Speculation:
         fixed: TreeSize | None = None,
         archive: Archive | None = None,
         note: str = "",
+        shared: Collection[str] = (),
     ) -> None:
         self._makers = makers
+        self._shared = [name for name in makers if name in shared or tuner.sources[name].cheap]
         self._fixed = fixed
         self.tuner = tuner
         self.archive = archive
@@ -196,10 +199,9 @@ class Speculation:
         """Return what drafts for a generation whose passes are shared; None if nothing does."""
         if self._fixed is not None or not session.takes_trees:
             return None
-        cheap = [name for name in self._makers if self.tuner.sources[name].cheap]
-        if not cheap:
+        if not self._shared:
             return None
-        return Proposer(self, session, prompt, self._begin(session, prompt, cheap))
+        return Proposer(self, session, prompt, self._begin(session, prompt, self._shared))
 
     def _begin(
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
@@ -397,8 +399,9 @@ class Stepper(Drafting):
 class Proposer(Drafting):
     """A generation that shares its passes with others.
 
-    It has cheap sources only: a draft model would run its own passes for each sequence in turn. It
-    proposes and learns; which draft tokens are verified is decided for all sequences together.
+    It has lookups, and heads, whose steps for all sequences are computed together; a draft model
+    would run its own passes for each sequence in turn. It proposes and learns; which draft tokens
+    are verified is decided for all sequences together.
     """
 
     def __init__(
@@ -418,24 +421,45 @@ class Proposer(Drafting):
         self._history.append(token)
         self._mixed.clear()
 
-    def propose(self, most: int, depth: int, check: Check) -> TokenTree:
-        """Return at most ``most`` draft tokens, scored by log of calibrated probability."""
-        most = min(most, self.session.capacity - len(self.session.tokens) - 1)
-        depth = min(depth, DEPTH)
-        if most < 1 or depth < 1:
-            return TokenTree.empty()
+    def look_up(self, most: int, depth: int, check: Check) -> None:
+        """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
+        most, depth = self._room(most), min(depth, DEPTH)
         for name, source in list(self._sources.items()):
+            if not self.tuner.sources[name].cheap or most < 1 or depth < 1:
+                continue
             try:
-                tree = source.propose(self._history, most, depth, check=check)
+                self.proposed(name, source.propose(self._history, most, depth, check=check))
             except CancelledError:
                 raise
-            except LocalrtError:  # the answer is the same without this source
-                del self._sources[name]
-                continue
-            if len(tree):
-                self._mixed.add(name, tree, self.tuner.sources[name].calibration)
+            except LocalrtError as error:
+                self.proposed(name, error)
+
+    @property
+    def computes(self) -> list[str]:
+        """The sources whose trees take passes of their own."""
+        return [name for name in self._sources if not self.tuner.sources[name].cheap]
+
+    def proposal(self, name: str, budget: int, depth: int) -> Proposal | None:
+        """Return the steps of a proposal of the source ``name``; None if it has failed."""
+        source, budget = self._sources.get(name), self._room(budget)
+        if source is None or budget < 1 or depth < 1:
+            return None
+        return source.proposal(self._history, budget, depth)
+
+    def proposed(self, name: str, found: TokenTree | LocalrtError) -> None:
+        """Take what a source proposes; the answer is the same without one that has failed."""
+        if isinstance(found, LocalrtError):
+            del self._sources[name]
+        elif len(found):
+            self._mixed.add(name, found, self.tuner.sources[name].calibration)
+
+    def tree(self, most: int) -> TokenTree:
+        """Return at most ``most`` draft tokens, scored by log of calibrated probability."""
         with self.tuner.lock:
             return self._mixed.tree(most)
+
+    def _room(self, most: int) -> int:
+        return min(most, self.session.capacity - len(self.session.tokens) - 1)
 
     def verified(self, computed: TreePass) -> None:
         """Learn from a pass that has ended."""

@@ -459,7 +459,7 @@ class Drafts:
             assert options.tree_budget is not None
             size = TreeSize(options.tree_budget, options.tree_depth or DEPTH)
         archive = self.archive if lookup else None
-        return Speculation(makers, tuner, fixed=size, archive=archive, note=note)
+        return Speculation(makers, tuner, fixed=size, archive=archive, note=note, shared=("head",))
 
     def _draft(self, name: str, options: Options) -> _Loaded:
         known = self._drafts.get(name)

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.engine.batch.speculation import BatchTuner
+from localrt.loading.draft_head import HeadDrafter
 from localrt.quant.cpu.abi import find_library
+from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
@@ -98,3 +101,30 @@ def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
             answers = [live.submit(client=number // 3, **one) for number, one in enumerate(options)]
             shared = [[token for chunk in one for token in chunk.token_ids] for one in answers]
     assert shared == [list(ids) for ids in alone]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3-plain"])
+def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass of the head computes the drafts of all chats."""
+    TinyBlock(name, tmp_path)
+    together: list[int] = []
+    compute = HeadDrafter.compute_together
+
+    def counted(self: HeadDrafter, steps: Any, **options: Any) -> Any:
+        together.append(len(steps))
+        return compute(self, steps, **options)
+
+    monkeypatch.setattr(HeadDrafter, "compute_together", counted)
+    monkeypatch.setattr(BatchTuner, "size", lambda self, name: (6, 3))
+    sampling = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 1}]
+    options = [
+        {"token_ids": tokens(20, seed=n), "max_tokens": 25, "ignore_eos": True, **each}
+        for n, each in enumerate(sampling)
+    ]
+    with localrt.load(tmp_path, ctx=128, draft="mtp") as model:
+        alone = [model.generate(draft="off", **one).token_ids for one in options]
+        with model.live(most=4) as live:
+            answers = [live.submit(**one) for one in options]
+            shared = [[token for chunk in one for token in chunk.token_ids] for one in answers]
+    assert shared == [list(ids) for ids in alone]
+    assert max(together) == 3

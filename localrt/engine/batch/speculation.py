@@ -8,6 +8,7 @@ is bounded as for a lone sequence. It does not change the tokens of any sequence
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Generic, TypeAlias
@@ -18,9 +19,10 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.engine.speculation import Proposer, TreePass
+from localrt.speculative.source import propose_together
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
-from localrt.speculative.worth import Rest, Retry, nodes_worth
+from localrt.speculative.worth import MARGIN, Rest, Retry, nodes_worth
 
 _ASSUMED = 96  # passes assumed to follow, which bounds the loss at the start
 _CREDIT = 8  # passes: old gains do not justify losses now
@@ -29,6 +31,9 @@ _FEWEST = 4  # for each sequence
 # The share of a pass that drafting may take when no draft pays, and the most passes without
 # drafting.
 _LOOKING, _LONGEST_REST = 0.01, 64
+# Budget and depth of the trees that a source computes; the first is an attempt.
+_SIZES = ((1, 1), (2, 2), (4, 2), (4, 4), (8, 4))
+_BLEND = 0.2  # weight of a new measurement in a running mean
 
 
 class BatchTuner:
@@ -43,6 +48,9 @@ class BatchTuner:
         self._retry = Retry()
         self._rest = Rest(_LOOKING, _LONGEST_REST)
         self._looked = False
+        self._computing = Retry()  # of sources that compute their trees
+        self._computed = False
+        self._level: dict[int, float] = {}  # their seconds a level, by sequences
 
     def looks(self, sequences: int) -> bool:
         """Whether to draft for the next pass, which this many sequences share."""
@@ -51,6 +59,52 @@ class BatchTuner:
             known = self.tuner.cost.covers(sequences)
         self._looked = known and self._since_plain < REFRESH and self._rest.over()
         return self._looked
+
+    def size(self, name: str) -> tuple[int, int] | None:
+        """Budget and depth of the trees that the source ``name`` is to compute for each sequence
+        before the next pass; None: it would cost more time than it saves.
+        """
+        count, self._computed = self._sequences, False
+        with self.tuner.lock:
+            source, cost = self.tuner.sources[name], self.tuner.cost
+            plain, level = cost.seconds(count), self._level_of(name)
+            limit = TOLERANCE * max(self._spent, _ASSUMED * plain) - self._lost
+            best, best_rate = None, MARGIN / plain
+            for budget, depth in _SIZES:
+                rows = count * (1 + budget)
+                draft = level * (depth + 1)
+                if draft + cost.seconds(rows) - plain > limit:
+                    continue
+                seconds = draft + cost.seconds(rows, hopeful=True)
+                rate = (1 + source.gain(budget, depth)) / seconds
+                if rate > best_rate:
+                    best, best_rate = (budget, depth), rate
+            self._computing.wait -= 1
+            if best is None and self._computing.wait < 0 and 2 * level <= limit:
+                best = _SIZES[0]
+            self._computed = best is not None
+            return best
+
+    def _level_of(self, name: str) -> float:
+        """Seconds of a level for all sequences: measured, or as for a sequence alone."""
+        known = self._level.get(self._sequences)
+        if known is not None:
+            return known
+        source, cost = self.tuner.sources[name], self.tuner.cost
+        alone = source.cost.seconds(1, 0) or source.level * (cost.plain or cost.seconds(1))
+        return alone * math.sqrt(self._sequences)
+
+    def drafted(
+        self, name: str, trees: Sequence[TokenTree], size: tuple[int, int], s: float
+    ) -> None:
+        """Computing these ``trees`` has taken ``s`` seconds."""
+        levels = 1 + max((tree.height for tree in trees), default=0)
+        with self.tuner.lock:
+            old = self._level.get(self._sequences, s / levels)
+            self._level[self._sequences] = old + _BLEND * (s / levels - old)
+            for tree in trees:
+                if len(tree):
+                    self.tuner.sources[name].note_tree(tree, *size)
 
     def choose(self, trees: Sequence[TokenTree], room: int, beside: int = 0) -> list[TokenTree]:
         """Return the part of each sequence's tree to verify in the next pass.
@@ -82,6 +136,8 @@ class BatchTuner:
             if drafted:
                 beyond += seconds - emitted * plain / self._sequences
                 self._retry.tried(paid=beyond < 0)
+            if self._computed:
+                self._computing.tried(paid=beyond < 0)
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
         if self._looked:
             self._rest.looked(looking, plain, found=drafted > 0)
@@ -196,18 +252,40 @@ class BatchSpeculation(Generic[Owner]):
     ) -> list[TokenTree]:
         each = max(_FEWEST, _NODES // len(running))
         looks = tuner.looks(len(running))
-        trees = []
+        drafting = []
         for (seq, _), proposer in zip(running, proposers, strict=True):
-            tree = TokenTree.empty()
             if proposer is not None:
                 proposer.chosen(seq.pending[0])
                 if looks:
-                    tree = proposer.propose(each, seq.ahead - 1, self._check)
-            trees.append(tree)
+                    proposer.look_up(each, seq.ahead - 1, self._check)
+                    drafting.append((proposer, seq.ahead - 1))
+        for name in {name for proposer, _ in drafting for name in proposer.computes}:
+            self._compute(name, tuner, drafting)
+        drafts = dict(drafting)
+        trees = [
+            TokenTree.empty() if proposer not in drafts else proposer.tree(each)
+            for proposer in proposers
+        ]
         room = self._engine.pass_rows - beside
         rows = running[0][1].tree_rows  # from the memory budget, the same for all
         room = room if rows is None else min(room, rows)
         return tuner.choose(trees, max(0, room - len(running)), beside)
+
+    def _compute(
+        self, name: str, tuner: BatchTuner, drafting: Sequence[tuple[Proposer, int]]
+    ) -> None:
+        """Let the source ``name`` of all sequences compute their trees together, if it pays."""
+        size = tuner.size(name)
+        if size is None:
+            return
+        started = time.perf_counter()
+        asked = [(own, own.proposal(name, size[0], min(size[1], left))) for own, left in drafting]
+        steps = [(own, steps) for own, steps in asked if steps is not None]
+        found = propose_together([each for _, each in steps], check=self._check)
+        for (own, _), tree in zip(steps, found, strict=True):
+            own.proposed(name, tree)
+        trees = [tree for tree in found if isinstance(tree, TokenTree)]
+        tuner.drafted(name, trees, size, time.perf_counter() - started)
 
 
 def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
