@@ -142,16 +142,17 @@ def write_tiny_gguf(
     config = SimpleNamespace(**config)
     state = {key: value for file in folder.glob("*.safetensors") for key, value in _loaded(file)}
     model = _Model(architecture, config, together=together, stacked=stacked, absorbed=absorbed)
-    block = {own: state.pop(key) for key in list(state) if (own := _of_block(key, config))}
-    tensors = model.tensors(state)
     metadata = gguf_keys(architecture, config, absorbed=absorbed)
+    count = metadata["block_count"]
+    block = {own: state.pop(key) for key in list(state) if (own := _of_block(key, count))}
+    tensors = model.tensors(state)
     if not groups:
         metadata = {key: value for key, value in metadata.items() if "expert_group" not in key}
     if predicting:
         _add_prediction(tensors, metadata, config, predicting, model.tensors(block))
     whole = {f"{architecture}.{key}": value for key, value in metadata.items()}
     always_f32 = ("_norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")
-    layers = tuple(f"blk.{layer}." for layer in range(config.num_hidden_layers))
+    layers = tuple(f"blk.{layer}." for layer in range(count))
     typed = {
         name: (array, "f32" if array.ndim == 1 or name.endswith(always_f32) else kind)
         for name, array in tensors.items()
@@ -265,10 +266,8 @@ class _Model:
     def _name(self, key: str) -> str:
         layer = _layer(key)
         if layer is not None:
-            if (
-                own := _NEXTN.get(key.removesuffix(".weight").rpartition(f".{layer}.")[2])
-            ) is not None:
-                return f"blk.{layer}.nextn.{own}.weight"
+            if ".nextn." in key:
+                return f"blk.{layer}.{key.partition(f'.{layer}.')[2]}"
             for end, own in _STEMS.items():
                 if key.endswith(f".{end}"):
                     return f"blk.{layer}.{own}"
@@ -376,12 +375,16 @@ def _layer(key: str) -> str | None:
     return match and match[1]
 
 
-def _of_block(key: str, config: Any) -> str | None:
+def _of_block(key: str, layers: int) -> str | None:
     """A published tensor of the first prediction block as one of the layer after the last."""
-    layers = config.num_hidden_layers
     if key.startswith("mtp."):
-        return f"model.layers.{layers}.{key.removeprefix('mtp.').removeprefix('layers.0.')}"
-    return key if _layer(key) == str(layers) else None
+        rest = key.removeprefix("mtp.").removeprefix("layers.0.")
+    elif _layer(key) == str(layers):
+        rest = key.partition(f".{layers}.")[2]
+    else:
+        return None
+    stem, _, kind = rest.rpartition(".")
+    return f"model.layers.{layers}.{f'nextn.{_NEXTN[stem]}' if stem in _NEXTN else stem}.{kind}"
 
 
 def _add_prediction(
