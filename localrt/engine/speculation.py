@@ -178,7 +178,7 @@ class Speculation:
         shared: Collection[str] = (),
     ) -> None:
         self._makers = makers
-        self._shared = [name for name in makers if name in shared or tuner.sources[name].cheap]
+        self._shared = shared
         self._fixed = fixed
         self.tuner = tuner
         self.archive = archive
@@ -199,9 +199,11 @@ class Speculation:
         """Return what drafts for a generation whose passes are shared; None if nothing does."""
         if self._fixed is not None or not session.takes_trees:
             return None
-        if not self._shared:
+        known = self.tuner.sources
+        names = [name for name in self._makers if name in self._shared or known[name].cheap]
+        if not names:
             return None
-        return Proposer(self, session, prompt, self._begin(session, prompt, self._shared))
+        return Proposer(self, session, prompt, self._begin(session, prompt, names))
 
     def _begin(
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
