@@ -1,8 +1,8 @@
 """Draft heads: small decoders that draft for one model and read its features.
 
 Two kinds: a block of multi-token prediction (MTP), which is published inside the model's own files
-or in a file of its own, and an EAGLE-3 head, a folder. ``models/layers/heads.py`` computes them. A
-head shares its target's embedding and output matrix where it has none of its own.
+or in a file of its own, and an EAGLE-3 head, a folder or a GGUF file. ``models/layers/heads.py``
+computes them. A head shares its target's embedding and output matrix where it has none of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from localrt.models.architectures import llama
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
-from localrt.models.checkpoints.safetensors.header import read_json
+from localrt.models.checkpoints.text_model import EAGLE3
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.block import ResidualBlock
@@ -41,23 +41,24 @@ from localrt.quant.ops.protocol import Ops
 
 Ints = npt.NDArray[np.int64]
 
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-"""The architectures of EAGLE-3 heads in ``config.json``."""
-
-_TOKENS = "d2t"  # how far each draft token's id is from the target's
+_TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
 _UNUSED = "t2d"
+_INTEGERS = {"i32": "<i4", "i64": "<i8"}
+_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
     """A head. It reads the residual stream before ``layers`` of its target, the last one's output
-    included, or, if ``normed``, what its target's final norm makes of it, and its own makes of its
-    own output. ``tokens`` (V,) are the target's ids of its vocabulary; None is all of them.
+    included, or, if ``normed``, what its target's final norm makes of it; and of its own output
+    what, if ``own_normed``, its own final norm does. ``tokens`` (V,) are the target's ids of its
+    vocabulary; None is all of them.
     """
 
     decoder: DecoderConfig
     layers: tuple[int, ...]
     normed: bool
+    own_normed: bool
     tokens: Ints | None = None
 
 
@@ -72,18 +73,14 @@ class Shared:
 
 
 class HeadFolder(SafetensorsCheckpoint):
-    """A folder with an EAGLE-3 head, its layer as ``model.layers.0``. ``offsets`` (V,) are added to
-    the ids of its tokens; None where they are the target's.
-    """
+    """A folder with a head, its layer as ``model.layers.0``. ``tokens`` is as in ``HeadConfig``."""
 
-    offsets: Ints | None = None
+    tokens: Ints | None = None
 
     def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
         found = super()._located(multimodal=multimodal)
-        if (offsets := found.pop(_TOKENS, None)) is not None:
-            if offsets.info.format.name != "i64":
-                raise CheckpointError(f"{self.path}: {_TOKENS} holds no 64-bit integers")
-            self.offsets = np.array(offsets.read().data.view("<i8").reshape(-1), np.int64)
+        if (offsets := _integers(found)) is not None:
+            self.tokens = np.arange(len(offsets)) + offsets
         renamed = {_plain(name): each for name, each in found.items()}
         return {
             name: replace(each, info=replace(each.info, name=name))
@@ -94,25 +91,44 @@ class HeadFolder(SafetensorsCheckpoint):
         return name != _UNUSED and super()._wanted(name)
 
 
+class HeadFile(GgufCheckpoint):
+    """A GGUF file with a head. ``tokens`` is as in ``HeadConfig``."""
+
+    tokens: Ints | None = None
+
+    def _rename(
+        self, predicting: frozenset[int], *, of_block: int | None = None
+    ) -> dict[str, StoredTensor]:
+        found = super()._rename(predicting, of_block=of_block)
+        self.tokens = _integers(found)
+        return found
+
+
+def _integers(found: dict[str, StoredTensor]) -> Ints | None:
+    """The integers under ``_TOKENS``, taken out of ``found``."""
+    if (tensor := found.pop(_TOKENS, None)) is None:
+        return None
+    if (kind := _INTEGERS.get(tensor.info.format.name)) is None:
+        raise CheckpointError(f"{tensor.file.path}: {_TOKENS} holds no integers")
+    return tensor.read().data.view(kind).reshape(-1).astype(np.int64)
+
+
 def _plain(name: str) -> str:
+    if name.startswith("input_norm."):
+        return f"model.fc_norm.{name.removeprefix('input_norm.')}"
     if name.startswith(("midlayer.", "layers.0.")):
         return f"model.layers.0.{name.split('.', 2 if name[0] == 'l' else 1)[-1]}"
     return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
 
 
-def open_head(path: Path) -> Checkpoint:
-    """Open the head at ``path``: a folder with an EAGLE-3 head, or the MTP block in a model's
-    files, or in a file of its own.
+def open_head(path: Path) -> HeadFolder | HeadFile:
+    """Open the head at ``path``: an EAGLE-3 head, or the MTP block in a model's files, or in a file
+    of its own.
 
     Raises:
         CheckpointError: there is none.
     """
-    if not path.is_dir():
-        return GgufCheckpoint(path, predicts=True)
-    names = read_json(path / "config.json").get("architectures")
-    if isinstance(names, list) and names and names[0] in EAGLE3:
-        return HeadFolder(path)
-    return SafetensorsCheckpoint(path, predicts=True)
+    return (HeadFolder if path.is_dir() else HeadFile)(path, predicts=True)
 
 
 def has_prediction_block(path: Path) -> bool:
@@ -131,17 +147,16 @@ def is_head(path: Path) -> bool:
     except (LocalrtError, OSError):
         return False
     checkpoint.close()
-    alone = isinstance(checkpoint, GgufCheckpoint) and checkpoint.only_predicts
-    return alone or isinstance(checkpoint, HeadFolder)
+    return checkpoint.only_predicts
 
 
-def read_head_config(checkpoint: Checkpoint, target: DecoderConfig) -> HeadConfig:
+def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
     """Read the config of a head, which must fit ``target``.
 
     Raises:
         UnsupportedModelError: it is another model's, or of an unknown kind.
     """
-    read = _read_eagle3 if isinstance(checkpoint, HeadFolder) else _read_prediction
+    read = _read_eagle3 if checkpoint.architecture in EAGLE3 else _read_prediction
     head = read(checkpoint, target)
     own = head.decoder
     if own.hidden_size != target.hidden_size:
@@ -157,34 +172,41 @@ def read_head_config(checkpoint: Checkpoint, target: DecoderConfig) -> HeadConfi
     return head
 
 
-def _read_prediction(checkpoint: Checkpoint, target: DecoderConfig) -> HeadConfig:
+def _read_prediction(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
     decoder = read_config(checkpoint)
     if type(decoder.block) is not ResidualBlock:
         raise UnsupportedModelError(f"the MTP block of {decoder.architecture} is not supported")
     decoder = replace(decoder, block=PredictionBlock(scale=decoder.block.scale))
-    return HeadConfig(decoder=decoder, layers=(AFTER_LAST,), normed=True)
+    return HeadConfig(decoder=decoder, layers=(AFTER_LAST,), normed=True, own_normed=True)
 
 
-def _read_eagle3(checkpoint: Checkpoint, target: DecoderConfig) -> HeadConfig:
-    assert isinstance(checkpoint, HeadFolder), "it was opened as one"
-    config = checkpoint.config
+def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+    config, tokens = checkpoint.config, checkpoint.tokens
     raw = RawConfig(checkpoint)
     own = llama.read_config(raw)
     if own.layers != 1:
         raise UnsupportedModelError(f"{checkpoint.path.name}: an EAGLE-3 head has one layer")
+    if raw.flag("fc_norm"):
+        raise UnsupportedModelError("an EAGLE-3 head with a norm for each layer is not supported")
     layers = _feature_layers(config, target.layers)
     features = raw.integer("target_hidden_size", target.hidden_size) * len(layers)
     block = FeatureBlock(
         features=features,
-        features_normed=raw.flag("norm_before_fc"),
-        residual_normed=raw.flag("norm_before_residual"),
+        features_normed=raw.flag("norm_before_fc") or raw.has_tensor("model.fc_norm.weight"),
+        residual_normed=raw.flag(
+            "norm_before_residual", default=checkpoint.architecture in _SPECULATORS
+        ),
     )
-    offsets = checkpoint.offsets
-    tokens = None if offsets is None else np.arange(len(offsets)) + offsets
     size = target.vocab_size if tokens is None else len(tokens)
     names = replace(own.names, attention_norm="")
     decoder = replace(own, block=block, vocab_size=size, names=names, tied_head=False)
-    return HeadConfig(decoder=decoder, layers=layers, normed=False, tokens=tokens)
+    return HeadConfig(
+        decoder=decoder,
+        layers=layers,
+        normed=False,
+        own_normed=raw.flag("norm_output"),
+        tokens=tokens,
+    )
 
 
 def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -256,7 +278,9 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
             load_attention(decoder, 0, weights),
             load_resident_mlp(decoder, 0, weights, ops, experts),
         ]
-        head = weights.matrix(shape, HEAD) if HEAD in checkpoint.tensors else shared.head
+        head = shared.head if config.tokens is None else None
+        if HEAD in checkpoint.tensors:
+            head = weights.matrix(shape, HEAD)
         if head is None:
             raise CheckpointError(f"{checkpoint.path.name} has no output matrix of its own")
         end = Head(decoder, load_norm(decoder, weights), head)

@@ -164,9 +164,8 @@ class HeadDraft:
             except BaseException:
                 engine.take_ram(-self._reserved)
                 raise
-        self._normed = self.config.normed
-        if self._normed:
-            self._target_norm, self._own_norm = FinalNorm(engine.decoder), FinalNorm(self.decoder)
+        self._target_norm = FinalNorm(engine.decoder) if self.config.normed else None
+        self._own_norm = FinalNorm(self.decoder) if self.config.own_normed else None
         self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
 
     def _reserve(self, nbytes: int) -> None:
@@ -195,11 +194,11 @@ class HeadDraft:
 
     def of_target(self, rows: Floats) -> Floats:
         """The target's features as the head reads them."""
-        return self._target_norm(rows) if self._normed else rows
+        return self._target_norm(rows) if self._target_norm else rows
 
     def of_itself(self, rows: Floats) -> Floats:
         """The head's output as it reads it for the next draft token."""
-        return self._own_norm(rows) if self._normed else rows
+        return self._own_norm(rows) if self._own_norm else rows
 
     def close(self) -> None:
         """Free the head."""

@@ -1,4 +1,5 @@
-"""Which tensors of a published model belong to its decoder, and their names without prefixes.
+"""Which tensors of a published model belong to its decoder, and their names without prefixes;
+which files hold only a draft head.
 
 Multimodal models keep the decoder below a prefix, next to vision and audio towers. Blocks of
 multi-token prediction (MTP) have a prefix, or are numbered as layers after the last one: they are
@@ -10,7 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from localrt.common.errors import UnsupportedModelError
+from localrt.common.option_names import option
 
 _PREFIXES = (
     # prefixes of a multimodal model's decoder, and their replacements; the first match counts
@@ -21,6 +26,15 @@ _PREFIXES = (
     ("language_model.", "model."),
 )
 _BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+EAGLE3 = (
+    "eagle3",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+"""What EAGLE-3 heads call their architecture in GGUF files and in ``config.json``."""
 
 TEXT_KEYS = ("llm_config", "text_config")
 """Where a multimodal config has its text model's; the latter counts."""
@@ -44,6 +58,15 @@ _BESIDE_LAYER = {
     "embed_tokens": "model.embed_tokens",
 }
 _GGUF_TOWERS = ("v.", "a.", "mm.")
+
+
+def draft_head_error(path: Path, architecture: str) -> UnsupportedModelError:
+    """The error for opening what drafts for a model as a model."""
+    what = "an EAGLE-3 head" if architecture in EAGLE3 else "only the MTP block"
+    return UnsupportedModelError(
+        f"{path} holds {what} of a model, which drafts for it: run that model, with "
+        f"{option('draft', path.name)}"
+    )
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

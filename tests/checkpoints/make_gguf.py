@@ -34,9 +34,9 @@ def write_gguf(
 ) -> list[Path]:
     """Write a GGUF file, or its parts, and return their paths.
 
-    A tensor is ``(array, type name)``: float values to be converted, or ``uint8`` bytes that are
-    packed already. Metadata values are plain: int, float, bool, str, bytes or lists of them, or
-    arrays of integers.
+    A tensor is ``(array, type name)``: float values to be converted, integers, or ``uint8`` bytes
+    that are packed already. Metadata values are plain: int, float, bool, str, bytes or lists of
+    them, or arrays of integers.
     """
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     for key, value in metadata.items():
@@ -54,7 +54,7 @@ def write_gguf(
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, (array, type_name) in tensors.items():
         kind = gguf.GGMLQuantizationType[type_name.upper()]
-        if array.dtype != np.uint8:
+        if array.dtype.kind == "f":
             array = quantize(np.ascontiguousarray(array, np.float32), kind)
         writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()

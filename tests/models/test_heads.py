@@ -19,6 +19,7 @@ from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.heads import HeadConfig, Shared, is_head, load_head, open_head, read_head_config
+from localrt.models.layers.heads import FeatureBlock
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
@@ -143,13 +144,21 @@ def test_mtp_block_without_a_norm_of_its_own(name: str, tmp_path: Path) -> None:
         assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
 
 
+@pytest.mark.parametrize("form", ["folder", "speculators", "gguf", "gguf-i32"])
 @pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])
-def test_eagle3_head(flag: str, tmp_path: Path) -> None:
+def test_eagle3_head(flag: str, form: str, tmp_path: Path) -> None:
     model, own = save_tiny("llama", tmp_path / "target"), tmp_path / "head"
     own.mkdir()
     target = load_ours(tmp_path / "target")
     width = target.config.hidden_size
     tiny = TinyEagle3(own, width, target.config.vocab_size, **({flag: True} if flag else {}))
+    if form == "speculators":
+        tiny.save_speculators(own)
+    elif form != "folder":
+        own = tiny.save_gguf(tmp_path / "eagle3.gguf", kind=form[5:] or "i64")
+    assert is_head(own)
+    with pytest.raises(UnsupportedModelError, match="holds an EAGLE-3 head of a model, which"):
+        open_checkpoint(own)
     config, head = load_block(own, target)
     assert config.layers == (1, 2, AFTER_LAST)
     assert np.array_equal(config.tokens, tiny.tokens)
@@ -161,6 +170,27 @@ def test_eagle3_head(flag: str, tmp_path: Path) -> None:
     cache, ids = head.cache(32), np.array(IDS[1:])
     batch = Batch(ids, np.arange(1, len(IDS)), (Span(cache, len(ids)),))
     assert relative_error(head.forward(batch, given=features.rows[:-1]), theirs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "residual", "own"),
+    [
+        ({}, False, False),
+        ({"norm_before_residual": None}, True, False),  # as vLLM reads it
+        ({"norm_output": True}, False, True),
+    ],
+)
+def test_norms_of_speculators(
+    changes: dict[str, Any], residual: bool, own: bool, tmp_path: Path
+) -> None:
+    target = load_ours(save_to(tmp_path / "target"))
+    tiny = TinyEagle3(tmp_path, target.config.hidden_size, target.config.vocab_size)
+    folder = edited(tiny.save_speculators(tmp_path), **changes)
+    with closing(open_head(folder)) as checkpoint:
+        config = read_head_config(checkpoint, target.config)
+    assert config.own_normed is own
+    assert isinstance(config.decoder.block, FeatureBlock)
+    assert config.decoder.block.residual_normed is residual
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.tiny import save_tiny
 
 
@@ -86,6 +87,25 @@ class TinyBlock:
         return hidden.numpy(), logits.float().numpy()
 
 
+_TENSORS = {
+    "midlayer.self_attn.q_proj": "blk.0.attn_q",
+    "midlayer.self_attn.k_proj": "blk.0.attn_k",
+    "midlayer.self_attn.v_proj": "blk.0.attn_v",
+    "midlayer.self_attn.o_proj": "blk.0.attn_output",
+    "midlayer.mlp.gate_proj": "blk.0.ffn_gate",
+    "midlayer.mlp.up_proj": "blk.0.ffn_up",
+    "midlayer.mlp.down_proj": "blk.0.ffn_down",
+    "midlayer.input_layernorm": "blk.0.attn_norm",
+    "midlayer.hidden_norm": "blk.0.attn_norm_2",
+    "midlayer.post_attention_layernorm": "blk.0.ffn_norm",
+    "fc": "fc",
+    "fc_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "lm_head": "output",
+}
+"""What a GGUF file calls a head's tensors."""
+
+
 class TinyEagle3:
     """An EAGLE-3 head of a tiny Llama, as a folder, and its layer in plain torch."""
 
@@ -135,7 +155,66 @@ class TinyEagle3:
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.LAYERS)},
             **flags,
         }
+        self.config = config
         (folder / "config.json").write_text(json.dumps(config))
+
+    def save_speculators(self, folder: Path) -> Path:
+        """The head as vLLM's library writes it: the layer's config apart, other names."""
+        beside = ("draft_vocab_size", "architectures", "eagle_config", *self.flags)
+        layer = {key: value for key, value in self.config.items() if key not in beside}
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": len(self.tokens),
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.LAYERS],
+            "norm_before_residual": False,
+            "speculators_model_type": "eagle3",
+            "target_hidden_size": None,
+            "transformer_layer_config": layer,
+            **self.flags,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        names = {"midlayer": "layers.0", "fc_norm": "input_norm"}
+        path = folder / "model.safetensors"
+        renamed = {}
+        for name, tensor in load_file(path).items():
+            stem, dot, rest = name.partition(".")
+            renamed[f"{names.get(stem, stem)}{dot}{rest}"] = tensor
+        save_file(renamed, path)
+        return folder
+
+    def save_gguf(
+        self, path: Path, layers: tuple[int, ...] = (1, 2, 3), kind: str = "i64", **keys: Any
+    ) -> Path:
+        """The head as llama.cpp's converter writes it, which reads what goes into ``layers``."""
+        config = self.config
+        metadata = {
+            "block_count": 1,
+            "context_length": config["max_position_embeddings"],
+            "embedding_length": self.hidden,
+            "feed_forward_length": config["intermediate_size"],
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": config["num_key_value_heads"],
+            "attention.key_length": self.size,
+            "attention.value_length": self.size,
+            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "rope.dimension_count": self.size,
+            "rope.freq_base": config["rope_theta"],
+            "vocab_size": config["vocab_size"],
+            "target_layers": list(layers),
+            "target_hidden_size": self.hidden,
+            "norm_before_residual": self.flags.get("norm_before_residual", False),
+            "norm_before_fc": self.flags.get("norm_before_fc", False),
+            **keys,
+        }
+        tensors: dict[str, Any] = {"d2t": (self.tokens.astype(f"int{kind[1:]}"), kind)}
+        for name, tensor in self.weights.items():
+            stem = name.removesuffix(".weight")
+            rows = tensor.numpy()
+            if stem.endswith(("q_proj", "k_proj")):
+                rows = in_pairs(rows, self.heads if "q_proj" in stem else 2)
+            tensors[f"{_TENSORS[stem]}.weight"] = rows, "f32"
+        whole = {f"eagle3.{key}": value for key, value in metadata.items()}
+        return write_gguf(path, "eagle3", {**whole, "tokenizer.ggml.model": "no_vocab"}, tensors)[0]
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms(x, self.weights[f"{name}.weight"], 1e-5)

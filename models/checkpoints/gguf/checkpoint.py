@@ -9,8 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.common.option_names import option
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
@@ -19,7 +18,9 @@ from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
 from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
+    EAGLE3,
     as_first_block,
+    draft_head_error,
     gguf_block,
     gguf_prediction_tensor,
     is_beside_decoder,
@@ -40,7 +41,8 @@ _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
 class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
-    With ``predicts`` it is the first MTP block in the file, as a model of one layer.
+    With ``predicts`` it is the draft head in the file: the first MTP block, as a model of one
+    layer, or an EAGLE-3 head, which is all of the file.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
@@ -66,18 +68,18 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.config: Mapping[str, Any] = model_config(
                 self.architecture, self.metadata, stored, predicting
             )
-            self.only_predicts = bool(predicting) and not any(map(_IN_LAYER.match, stored))
-            if predicts:
+            head = self.architecture in EAGLE3
+            self.only_predicts = head or (
+                bool(predicting) and not any(map(_IN_LAYER.match, stored))
+            )
+            if predicts and not head:
                 if not predicting:
                     raise CheckpointError(f"{path} has no MTP block")
                 norm = {name: own for name, own in stored.items() if name == _NORM}
                 stored = norm | self._rename(predicting, of_block=min(predicting))
                 self.config = prediction_config(self.config)
-            elif self.only_predicts:
-                raise UnsupportedModelError(
-                    f"{path} holds only the MTP block of a model, which drafts for it: run that "
-                    f"model, with {option('draft', path.name)}"
-                )
+            elif self.only_predicts and not predicts:
+                raise draft_head_error(path, self.architecture)
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             sources = family_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:

@@ -90,6 +90,10 @@ def model_config(
         _add_temperature(config)
     if architecture == "granite_swa":
         _add_bases(config, metadata)
+    if architecture == "eagle3":
+        for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
+            config[name] = metadata.get(f"eagle3.{name}")
+        config["eagle_aux_hidden_state_layer_ids"] = _listed(metadata, "eagle3.target_layers")
     if architecture == "qwen4exp":
         _add_connections(config, metadata, tensors)
     return config

@@ -13,6 +13,7 @@ from localrt.models.checkpoints.rows import Stack
 
 INTERLEAVED_ROTARY = frozenset(
     {
+        "eagle3",
         "ernie4_5",
         "ernie4_5-moe",
         "granite",
@@ -41,12 +42,13 @@ _TENSORS: Mapping[str, str] = {
 }
 
 _TENSORS_OF: Mapping[str, Mapping[str, str]] = {
+    "eagle3": {"fc": "model.fc", "enc.output_norm": "model.fc_norm"},
     "qwen4exp": {
         "per_layer_token_embd": "model.ngram_embedding",
         "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
         "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
         "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up",
-    }
+    },
 }
 
 _TENSOR_STACKS: Mapping[str, str] = {
@@ -229,6 +231,7 @@ _EXPERTS_BESIDE: Mapping[str, str] = {
 
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _LATENT_ATTENTION,
+    "eagle3": {"attn_norm_2": "hidden_norm"},
     "exaone4": _SANDWICH_NORMS,
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
@@ -354,7 +357,7 @@ SAMPLING_KEYS: Mapping[str, str] = {
 }
 
 _NAME = re.compile(
-    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.|indexer\.)?[a-z0-9_]+)"
+    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.|indexer\.|enc\.)?[a-z0-9_]+)"
     r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias|scale))?"
 )
 

@@ -34,8 +34,10 @@ from localrt.models.checkpoints.schemes import (
     unconverted,
 )
 from localrt.models.checkpoints.text_model import (
+    EAGLE3,
     TEXT_KEYS,
     decoder_tensor,
+    draft_head_error,
     is_multimodal,
     prediction_config,
     prediction_tensor,
@@ -43,16 +45,17 @@ from localrt.models.checkpoints.text_model import (
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _KIMIS_LENGTH = "model_max_length"
+_HEADS_LAYER = "transformer_layer_config"
 
 
 def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the config of the text model in the flat, older form.
+    """Return the config of the text model, or of a draft head's layer, in the flat, older form.
 
     Raises:
         CheckpointError: a part is of a wrong type.
     """
     flat = dict(config)
-    for key in TEXT_KEYS:
+    for key in (*TEXT_KEYS, _HEADS_LAYER):
         text = flat.pop(key, None) or {}
         if not isinstance(text, dict):
             raise CheckpointError(f"{path}: {key} is not an object")
@@ -91,7 +94,8 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SafetensorsCheckpoint(SourcedCheckpoint):
     """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
 
-    With ``predicts`` it is the first MTP block in the folder, as a model of one layer.
+    With ``predicts`` it is the draft head in the folder: the first MTP block, as a model of one
+    layer, or an EAGLE-3 head, which is all of the folder.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed; there is no MTP block.
@@ -102,15 +106,18 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
 
     def __init__(self, path: Path, *, predicts: bool = False) -> None:
         self.path = path
-        self._predicts = predicts
         self.metadata: Mapping[str, Any] = {}
         self._files: dict[str, RangedFile] = {}
         config = read_json(path / "config.json")
         self._published = flatten_config(config, path / "config.json")
         self.config: Mapping[str, Any] = self._published
-        if predicts:
-            self.config = prediction_config(self._published)
         self.architecture = _architecture(self.config, path / "config.json")
+        self.only_predicts = self.architecture in EAGLE3
+        if self.only_predicts and not predicts:
+            raise draft_head_error(path, self.architecture)
+        self._predicts = predicts and not self.only_predicts
+        if self._predicts:
+            self.config = prediction_config(self._published)
         self._method, self._scheme = read_scheme(self.config, path)
         self.notes: tuple[str, ...] = ()
         self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
