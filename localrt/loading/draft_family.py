@@ -1,12 +1,13 @@
-"""Finds a draft model of the target's family on this machine, from file headers alone.
+"""Finds what drafts for a target on this machine, from names and file headers alone.
 
-Two models are of one family if their files list the same tokens, byte by byte. Nothing is
-downloaded or loaded.
+A head carries its target's name in its own. Two models are of one family if their files list the
+same tokens, byte by byte. Nothing is downloaded or loaded.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
-from localrt.hub.files import gguf_variants
+from localrt.hub.files import gguf_variants, quantization_label
 from localrt.hub.listing import list_models
 from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
+from localrt.models.heads import is_head
 from localrt.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""
+_LEAST_NAME = 4  # characters of a model's name that a head's must have
 _MOST_PAIRS = 1 << 12
 _MOST_TOKENS = 1 << 24
 _LONGEST_TEXT = 1 << 16
@@ -99,14 +102,42 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
     return None
 
 
+def find_head(target: Path, settings: Settings) -> str | None:
+    """Find a draft head whose name has the target's: beside the target, or in any folder of models.
+
+    Returns its name for ``resolve``. Whether it fits the target shows when it is loaded.
+    """
+    listed = _listed(settings)
+    named = next((m.name for m in listed if m.path == target), target.name)
+    own = _letters(named)
+    beside = target.parent.iterdir() if target.parent.is_dir() else ()
+    heads = [FamilyDraft(str(path), path, 0) for path in sorted(beside)] + listed
+    for head in heads:
+        name = _letters(Path(head.name).name)
+        if len(own) >= _LEAST_NAME and own in name and own != name and is_head(head.path):
+            return head.name
+    return None
+
+
+def _letters(name: str) -> str:
+    """A model's name without its quantization, in lower case, letters and digits alone."""
+    stem = name.rpartition("/")[2].removesuffix(".gguf")
+    label = quantization_label(stem)
+    stem = stem if label is None else re.sub(re.escape(label), "", stem, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]|gguf", "", stem.lower())
+
+
+def _listed(settings: Settings) -> list[FamilyDraft]:
+    try:
+        return [FamilyDraft(m.name, m.path, m.bytes) for m in list_models(settings)]
+    except OSError:  # an unreadable folder, or a file deleted in the meantime
+        return []
+
+
 def _small_models(target: Path, settings: Settings, most: float) -> Iterator[FamilyDraft]:
     """Yield other models on this machine of at most ``most`` bytes, each once."""
     seen = {target.resolve()}
-    try:
-        listed = [FamilyDraft(m.name, m.path, m.bytes) for m in list_models(settings)]
-    except OSError:  # an unreadable folder, or a file deleted in the meantime
-        listed = []
-    for draft in [*listed, *_beside(target)]:
+    for draft in [*_listed(settings), *_beside(target)]:
         if draft.nbytes <= most and draft.path.resolve() not in seen:
             seen.add(draft.path.resolve())
             yield draft

@@ -23,10 +23,11 @@ import numpy.typing as npt
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
+from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
-from localrt.loading.draft_family import family_draft
+from localrt.loading.draft_family import family_draft, find_head
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
 from localrt.models.heads import has_prediction_block
@@ -429,13 +430,13 @@ class Drafts:
 
     @cached_property
     def _own(self) -> str | None:
-        """What ``auto`` drafts with besides lookups, if anything: the model's MTP block, or a model
-        of its family.
+        """What ``auto`` drafts with besides lookups, if anything: the model's MTP block, a head for
+        it, or a model of its family.
         """
-        streamed = self._target.engine.info.streamed
-        if not streamed and has_prediction_block(self._target.path):
+        target = self._target
+        if not target.engine.info.streamed and has_prediction_block(target.path):
             return MTP
-        return family_draft(self._target)
+        return find_head(target.path, Settings.from_environment()) or family_draft(target)
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
         drafter = name.removesuffix(PLUS_NGRAM)

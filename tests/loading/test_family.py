@@ -12,11 +12,13 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.loading.draft_family import family_draft, find_family_draft
+from localrt.loading.draft_family import family_draft, find_family_draft, find_head
 from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
+from tests.models.test_heads import TinyEagle3
+from tests.models.tiny import edited
 from tests.real_models import real_model
 
 WORDS = ("<s>", "a", "b", "ab", "ü")
@@ -171,3 +173,37 @@ def test_real_models() -> None:
         assert found.nbytes <= draft.stat().st_size
     assert min(taken) < 0.2
     assert find_family_draft(real_model("smollm2"), settings) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "found"),
+    [
+        ("Tiny-1B-Q4_K_M.gguf", "tiny-1b-eagle3", True),
+        ("Tiny-1B", "EAGLE3-Tiny_1B", True),
+        ("Tiny-1B", "Tiny-10B-eagle3", False),
+        ("Tiny-1B", "Other-1B-eagle3", False),
+        ("a", "a-eagle3", False),
+    ],
+)
+def test_heads_by_name(target: str, head: str, found: bool, tmp_path: Path) -> None:
+    (tmp_path / head).mkdir()
+    TinyEagle3(tmp_path / head, 64, 211)
+    (tmp_path / target).touch()
+    name = find_head(tmp_path / target, Settings.from_environment())
+    assert name == (str(tmp_path / head) if found else None)
+
+
+@needs_kernels
+def test_auto_with_a_head(tmp_path: Path) -> None:
+    model, head = tmp_path / "tiny", tmp_path / "tiny-eagle3"
+    model.mkdir()
+    head.mkdir()
+    write_tiny_model(model)
+    TinyEagle3(head, 64, 259)
+    edited(head, eagle_config=None, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with localrt.load(model) as loaded:
+        plain = loaded.generate("ab ab", draft="off", max_tokens=30, temperature=0.0)
+        ours = loaded.generate("ab ab", max_tokens=30, temperature=0.0)
+        drafts: Any = core_of(loaded).drafts
+        assert drafts._drafts[str(head)][0].kind == "head"
+    assert ours.token_ids == plain.token_ids
