@@ -5,8 +5,9 @@
 A GPU that computes nothing takes launches and makes choices up; recordings are replayed as a graph
 is, with one call. So what is left is the host's: Python, and the CPU's experts, which are small and
 reported apart. A layer is the difference between a deep and a shallow model, in time of the thread,
-by the median. Calls of a real driver come on top, a few microseconds each: they are counted, as
-launches, replays, copies, and events recorded and waited for.
+by the median. In a part of it a GPU would have nothing to do: from the choice's arrival to the next
+graph. Calls of a real driver come on top, a few microseconds each: they are counted, as launches,
+replays, copies, and events recorded and waited for.
 """
 
 from __future__ import annotations
@@ -63,11 +64,13 @@ _PASSES = 40
 
 class StubbedGpu:
     """See ``Launcher``: computes nothing, and makes choices up. ``calls`` counts what a driver
-    would be asked for, by name.
+    would be asked for, by name; ``idle_s`` is the host's time from a ``wait`` to a replay.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
+        self.idle_s = 0.0
+        self._waited: float | None = None
         self._recorded: list[Between] | None = None
         random = np.random.default_rng(0)
         self._chosen = [random.permutation(COUNT).astype(np.int32) for _ in range(1000)]
@@ -109,8 +112,15 @@ class StubbedGpu:
 
         return replay
 
+    def waited(self) -> None:
+        """The host has waited for the GPU, which has nothing to do from now on."""
+        self._waited = time.thread_time()
+
     def _replay(self, check: object) -> None:
         self.call("replay")
+        if self._waited is not None:
+            self.idle_s += time.thread_time() - self._waited
+            self._waited = None
 
     def _send(self, blocks: int, args: Any, check: object = None) -> None:
         ctypes.memmove(args.host_results, args.results, 4 * args.result_count)
@@ -173,9 +183,11 @@ def stubbed() -> Iterator[StubbedGpu]:
     with ExitStack() as held:
         held.callback(emulate, before)
         held.enter_context(replaced(graph, "record", stub.record))
-        for method, call in (("begin", "event"), ("receive", "wait")):
-            called = getattr(CudaShare, method)
-            held.enter_context(replaced(CudaShare, method, _counted(stub, called, call)))
+        begin, receive = CudaShare.begin, CudaShare.receive
+        held.enter_context(replaced(CudaShare, "begin", _counted(stub, begin, "event")))
+        held.enter_context(
+            replaced(CudaShare, "receive", _counted(stub, receive, "wait", then=stub.waited))
+        )
         yield stub
 
 
@@ -190,10 +202,17 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _counted(stub: StubbedGpu, called: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _counted(
+    stub: StubbedGpu,
+    called: Callable[..., Any],
+    name: str,
+    then: Callable[[], None] = lambda: None,
+) -> Callable[..., Any]:
     def counted(*args: Any) -> Any:
         stub.call(name)
-        return called(*args)
+        result = called(*args)
+        then()
+        return result
 
     return counted
 
@@ -241,7 +260,9 @@ def decode(decoder: Decoder, cache: KVCache) -> None:
 
 
 def measure(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Record:
-    """Seconds and calls of a pass, medians; ``cpu_s`` are the CPU's experts."""
+    """Seconds and calls of a pass, medians; ``cpu_s`` are the CPU's experts, ``idle_s`` the host's
+    seconds in which the GPU has nothing to do.
+    """
     spent = 0.0
     run_experts = NativeOps.run_experts
 
@@ -251,7 +272,7 @@ def measure(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Record
         run_experts(*args, **options)
         spent += time.thread_time() - started
 
-    samples, calls, hits = list[tuple[float, float]](), dict[str, int](), 0.0
+    samples, calls, hits = list[tuple[float, float, float]](), dict[str, int](), 0.0
     with (
         replaced(NativeOps, "run_experts", timed),
         shared_layers(stub, layers, share, folder) as decoder,
@@ -260,15 +281,17 @@ def measure(stub: StubbedGpu, layers: int, share: float, folder: Path) -> Record
         before = decoder.weights.counts()
         stub.calls.clear()
         for _ in range(_PASSES):
-            spent, started = 0.0, time.thread_time()
+            spent, stub.idle_s, started = 0.0, 0.0, time.thread_time()
             decode(decoder, cache)
-            samples.append((time.thread_time() - started - spent, spent))
+            took = time.thread_time() - started - spent
+            samples.append((took, spent, stub.idle_s - spent))
         after, calls = decoder.weights.counts(), dict(stub.calls)
     hits = (after.expert_hits - before.expert_hits) / (after.expert_uses - before.expert_uses)
-    host, cpu = (statistics.median(sample) for sample in zip(*samples, strict=True))
+    host, cpu, idle = (statistics.median(sample) for sample in zip(*samples, strict=True))
     return {
         "host_s": host,
         "cpu_s": cpu,
+        "idle_s": idle,
         "calls": {name: count / _PASSES for name, count in sorted(calls.items())},
         "hits": hits,
     }
@@ -281,6 +304,7 @@ def of_a_layer(share: float) -> Record:
     return {
         "host_us": added_us(found, DEPTHS, "host_s"),
         "cpu_us": added_us(found, DEPTHS, "cpu_s"),
+        "idle_us": added_us(found, DEPTHS, "idle_s"),
         "hits": round(found[1]["hits"], 3),
         "calls": added_calls(found, DEPTHS),
     }
@@ -303,8 +327,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     save(args.json, record)
     print(
-        f"{median['host_us']:.0f} us of the host a layer, and {median['cpu_us']:.0f} us of small "
-        f"experts on the CPU; {sum(median['calls'].values()):.1f} calls of the driver: "
+        f"{median['host_us']:.0f} us of the host a layer, in {median['idle_us']:.0f} of which the "
+        f"GPU has nothing to do, and {median['cpu_us']:.0f} us of small experts on the CPU; "
+        f"{sum(median['calls'].values()):.1f} calls of the driver: "
         + ", ".join(f"{count:g} {name}" for name, count in median["calls"].items())
     )
     return 0
