@@ -1,9 +1,9 @@
 """Computes the seconds that a unit takes on one resource; only here do rates become seconds.
 
 Disk and link take bytes over bandwidth. The CPU takes the time of its measured kernels, and so does
-a measured GPU; another GPU takes a roofline estimate. No unit is faster than its bytes over the
-memory's bandwidth, even if its kernel was measured faster. This module does not know how tasks
-overlap.
+a measured GPU; another GPU takes a roofline estimate, with the instructions that products of packed
+weights issue. No unit is faster than its bytes over the memory's bandwidth, even if its kernel was
+measured faster. This module does not know how tasks overlap.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TypeAlias
 from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, UnitKind
-from localrt.offload.planner.machine import MachineProfile
+from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.offload.shapes import ModelShape
+from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
@@ -120,10 +121,13 @@ class Costs:
         assert gpu is not None, "there is no GPU"
         if unit.macs == 0:
             return 0.0
-        seconds_of = partial(kernel_seconds, bytes_s=gpu.bytes_s, flops=gpu.flops)
         rate = gpu.kernel(unit.format)
-        if rate is None:
-            seconds = seconds_of(unit.nbytes, unit.macs, rows, unpacks=unit.kind != "expert")
+        if rate is None and gpu.instructions_s is not None and unit.format in TYPES:
+            products = unit.macs * rows / PRODUCT_MACS
+            seconds = products * product_instructions(unit.format) / gpu.instructions_s
+        elif rate is None:
+            unpacks = rows > PACKED_ROWS and unit.kind != "expert" and unit.format in TYPES
+            seconds = _bf16_seconds(unit, rows, gpu, unpacks=unpacks)
         elif unit.kind == "expert" and rows > PACKED_ROWS:  # its kernel unpacks on the fly
             seconds = unit.macs * rate.at(PACKED_ROWS) * rows / PACKED_ROWS
         else:
@@ -131,7 +135,7 @@ class Costs:
         seconds = max(seconds, unit.nbytes / gpu.bytes_s)
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
-            seconds += seconds_of(nbytes, macs, 1)
+            seconds += max(nbytes / gpu.bytes_s, 2 * macs / (gpu.attention_flops or gpu.flops))
         return gpu.call_s + seconds
 
     def _attention_macs(self, layer: int, rows: int) -> float:
@@ -177,19 +181,12 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
     return (none + costs.sharing()) / count, all_of_them / count
 
 
-def kernel_seconds(
-    nbytes: float, macs: float, rows: int, *, bytes_s: float, flops: float, unpacks: bool = True
-) -> float:
-    """Return the seconds of a unit's GPU kernels, without their launches, for ``rows`` rows and
-    ``macs`` packed weights in ``nbytes``.
-
-    This is the larger of bytes over bandwidth and operations over arithmetic; ``bytes_s`` and
-    ``flops`` are the rates that kernels reach. Kernels on packed weights take up to ``PACKED_ROWS``
-    rows at once. For more rows a matrix that ``unpacks`` is first unpacked to bf16, another pass
-    over it, and multiplied by the vendor's library. Expert kernels unpack on the fly instead.
+def _bf16_seconds(unit: PlacedUnit, rows: int, gpu: GpuProfile, *, unpacks: bool) -> float:
+    """Return the seconds of a product by 16-bit arithmetic. A matrix that ``unpacks`` is first
+    unpacked, another pass over it.
     """
-    computing = 2 * macs * rows / flops
-    if rows <= PACKED_ROWS or not unpacks:
-        return max(nbytes / bytes_s, computing)
-    dense = 2 * macs
-    return (nbytes + dense) / bytes_s + max(dense / bytes_s, computing)
+    computing = 2 * unit.macs * rows / gpu.flops
+    if not unpacks:
+        return max(unit.nbytes / gpu.bytes_s, computing)
+    dense = 2 * unit.macs
+    return (unit.nbytes + dense) / gpu.bytes_s + max(dense / gpu.bytes_s, computing)

@@ -64,7 +64,9 @@ class GpuProfile:
     """A GPU: its memory, and the bytes and operations per second that its kernels reach.
 
     ``call_s`` is the overhead of a unit's kernels. ``kernels`` are measured rates by format;
-    without any, products follow from ``bytes_s`` and ``flops``. While copies and the CPU both read
+    without any, products follow from ``bytes_s`` and ``flops``, those of packed weights from the
+    ``instructions_s`` that warps issue for 8-bit tensor cores; None means that there are none.
+    ``attention_flops`` are attention's; None means ``flops``. While copies and the CPU both read
     RAM, copies reach ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own; None means
     unknown.
     """
@@ -73,6 +75,8 @@ class GpuProfile:
     vram_bytes: int
     bytes_s: float
     flops: float
+    instructions_s: float | None = None
+    attention_flops: float | None = None
     call_s: float = 1e-5
     kernels: Mapping[str, KernelRate] = field(default_factory=dict)
     busy_link: float | None = None

@@ -76,6 +76,15 @@ HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
 """Formats whose products need so many registers that no two blocks fit a processor at once."""
 
 
+PRODUCT_MACS = 16 * 32 * 8
+"""Of 16 weight rows, 32 columns and 8 rows: what a warp multiplies at once."""
+_INSTRUCTIONS = {
+    **{"q4_k": 30, "q5_k": 32, "q6_k": 46, "q3_k": 47, "q2_k": 56, "nvfp4": 39},
+    **{"iq4_xs": 30, "iq3_xxs": 32, "iq3_s": 33, "iq2_xxs": 34, "iq1_s": 35},
+    **{"iq2_xs": 54, "iq2_s": 55, "iq1_m": 57},
+}
+_USUAL_INSTRUCTIONS = 27
+
 _HALVES = ("NibbleHalves", "SixBitHalves", "ByteScales", "HalfNibbles", "PairScales", "E4m3Scale")
 
 
@@ -96,6 +105,13 @@ def _entries(name: str) -> str:
 def halves_steps(name: str) -> bool:
     """Whether each half of a step, 16 columns, has a scale of its own."""
     return any(kind in TYPES[name] for kind in _HALVES)
+
+
+def product_instructions(name: str) -> int:
+    """Instructions of a warp of ``linear_many.cu`` for a product, unpacking included, on compute
+    capability 8.9: tests count them.
+    """
+    return _INSTRUCTIONS.get(name, _USUAL_INSTRUCTIONS)
 
 
 def steps_at_once(name: str) -> int:

@@ -17,6 +17,7 @@ from localrt.offload.planner.gpus import (
     parse_gpu,
 )
 from localrt.offload.planner.machine import KernelRate, typical_machine
+from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 
 
@@ -110,3 +111,43 @@ def test_measured_gpu() -> None:
     assert hybrid.fetch == pytest.approx(ruled.fetch / 0.8)
     assert hybrid.link_load == pytest.approx(0.3)
     assert ruled.link_load == pytest.approx(12 / 30)
+
+
+def prompt_costs(gpu: str, held: int = 0) -> Costs:
+    """Of 512 rows, with this GPU of the table."""
+    profile = replace(machine(gpu=True), gpu=GPUS[gpu].profile)
+    return Costs(shape=shape(layers=1), machine=profile, rows=512, held=held)
+
+
+def product_flops(gpu: str, format: str) -> float:
+    """Operations per second of a large product of a prompt."""
+    unit = PlacedUnit(name="a", kind="mlp", nbytes=1 << 30, macs=1 << 31, format=format)
+    return 2 * 512 * unit.macs / prompt_costs(gpu).gpu(unit)
+
+
+def test_prompts_take_the_instructions_of_a_format() -> None:
+    """An RTX 4060 does 120e12 operations with 8 bits: 16 clocks of 30 instructions, half of them
+    used. Its 16-bit products, which a GPU without 8-bit tensor cores has, reach 0.85 of 30e12.
+    """
+    mid = product_flops("RTX 4060 8GB", "q4_k")
+    assert mid == pytest.approx(120e12 * 16 / 30 / 2, rel=0.01)
+    for name in ("mxfp4", "q6_k", "iq2_xs"):
+        times = product_instructions("q4_k") / product_instructions(name)
+        assert product_flops("RTX 4060 8GB", name) == pytest.approx(times * mid, rel=0.01)
+    assert product_flops("RTX 4060 8GB", "bf16") == pytest.approx(0.85 * 30e12, rel=0.01)
+    # 16-bit operations of a T4 are as fast for its 8 bits as a GeForce's that does half as many.
+    assert product_flops("T4 16GB", "q4_k") == pytest.approx(65 / 60 * mid, rel=0.01)
+    assert product_flops("GTX 1660 Ti 6GB", "q4_k") < 0.85 * 5.4e12
+
+
+def test_attention_of_prompts() -> None:
+    costs, long = prompt_costs("RTX 4060 8GB"), prompt_costs("RTX 4060 8GB", held=8192)
+    unit = PlacedUnit(name="a", kind="attention", nbytes=4096, macs=4096, format="q4_k", layer=0)
+    macs = 512 * costs.shape.kv[0].held_macs(8192)
+    added = long.gpu(unit) - costs.gpu(unit)
+    assert added == pytest.approx(2 * macs / 15e12)
+    # Products that are measured with 8 bits say nothing of 16-bit attention.
+    rates = replace(RATE, products={"int4-g32": (2e-12, 3e-12, 9e-12, 5e-12, 2e-11, 7e-11)})
+    assert rates.flops > 50e12
+    assert measured_profile("RTX 4060", 8 << 30, rates).attention_flops == pytest.approx(15e12)
+    assert measured_profile("H200", 1 << 30, rates).attention_flops == rates.flops / 2

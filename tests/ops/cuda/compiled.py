@@ -27,6 +27,8 @@ TARGETS = (75, 80, 86, 89, 90, 120)
 _SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 SHARED_BYTES = {target: size << 10 for target, size in _SHARED_KB.items()}
 _GATE = "silu"
+Line = tuple[str, str]
+"""A label or nothing, and an instruction."""
 _MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 
 
@@ -61,8 +63,8 @@ def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
 @dataclass(frozen=True, slots=True)
 class ManyBuild:
     """One variant for many rows. ``per_product``: instructions of a warp in the innermost loop for
-    16 weight rows, 32 columns and 8 rows of records; ``around``: those of two steps besides, with
-    all steps' ways to their scales.
+    16 weight rows, 32 columns and 8 rows of records; ``unpacking``: those besides, on the longest
+    way through the outer loop but for the ends of chains, of which there are few.
     """
 
     format: str
@@ -71,7 +73,7 @@ class ManyBuild:
     spilled_bytes: int
     shared_bytes: int
     per_product: float
-    around: int
+    unpacking: float
 
 
 def build_many(format_: str, target: int) -> ManyBuild:
@@ -79,14 +81,15 @@ def build_many(format_: str, target: int) -> ManyBuild:
     compiled = compile_program(many_program(format_, None, torch.float32), target)
     loops = [body for body in _loops(_instructions(compiled.code)) if _products(body)]
     inner, outer = min(loops, key=len), max(loops, key=len)
+    products = 6 if halves_steps(format_) else 8
     return ManyBuild(
         format_,
         target,
         _number(r"Used (\d+) registers", compiled.log),
         _number(r"(\d+) bytes spill stores", compiled.log),
         _number(r"(\d+) bytes smem", compiled.log),
-        round(len(inner) / (6 if halves_steps(format_) else 8), 1),
-        len(outer) - len(inner),
+        round(len(inner) / products, 1),
+        round((_longest(outer) - len(inner)) / (2 * products), 1),
     )
 
 
@@ -129,7 +132,7 @@ def _number(pattern: str, log: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _instructions(code: bytes) -> list[tuple[str, str]]:
+def _instructions(code: bytes) -> list[Line]:
     """The label before each instruction, or nothing, and the instruction."""
     disassembler = files("triton").joinpath("backends/nvidia/bin/nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -147,22 +150,50 @@ def _instructions(code: bytes) -> list[tuple[str, str]]:
     return found
 
 
-def _main_loop(code: list[tuple[str, str]]) -> list[str]:
+def _main_loop(code: list[Line]) -> list[Line]:
     """The loop with the most integer products."""
     return max(_loops(code), key=_products)
 
 
-def _products(body: list[str]) -> int:
-    return sum("IMMA" in text for text in body)
+def _products(body: list[Line]) -> int:
+    return sum("IMMA" in text for _, text in body)
 
 
-def _loops(code: list[tuple[str, str]]) -> list[list[str]]:
-    places = {label: at for at, (label, _) in enumerate(code) if label}
+def _loops(code: list[Line]) -> list[list[Line]]:
+    places = _places(code)
     loops = []
     for at, (_, instruction) in enumerate(code):
-        jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
-        if jump and places.get(jump[1], at + 1) <= at:
-            body = [text for _, text in code[places[jump[1]] : at + 1]]
-            loops.append([text for text in body if not text.startswith("NOP")])
+        target = _jump(instruction)
+        if places.get(target, at + 1) <= at:
+            body = code[places[target] : at + 1]
+            loops.append([line for line in body if not line[1].startswith("NOP")])
     assert loops, "a product has a loop"
     return loops
+
+
+def _longest(loop: list[Line]) -> int:
+    """Instructions on the longest way through a loop, an inner loop once. Blocks that add up sums,
+    which are a quarter of additions, are left out.
+    """
+    places, ways = _places(loop), {0: 0}
+    for at, (_, text) in enumerate(loop):
+        if at not in ways:
+            continue
+        nexts, target = [at + 1], places.get(_jump(text), 0)
+        if target > at:
+            skipped = loop[at + 1 : target]
+            sums = 4 * sum("FADD" in line for _, line in skipped) >= len(skipped) + 1
+            nexts = [target] if sums or not text.startswith("@") else [at + 1, target]
+        for each in nexts:
+            ways[each] = max(ways.get(each, 0), ways[at] + 1)
+    return ways[len(loop)]
+
+
+def _places(code: list[Line]) -> dict[str, int]:
+    return {label: at for at, (label, _) in enumerate(code) if label}
+
+
+def _jump(instruction: str) -> str:
+    """The label that it jumps to, or nothing."""
+    jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
+    return jump[1] if jump else ""

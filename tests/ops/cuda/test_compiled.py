@@ -11,7 +11,7 @@ import torch
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.attention import attention_program, join_program, rope_program
 from localrt.quant.cuda.cuts import Cut
-from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros
+from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
 from localrt.quant.cuda.latent import append_program, latent_programs
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
@@ -124,6 +124,8 @@ def test_many_rows_on_ada(name: str) -> None:
     assert made.registers <= 128, made
     assert made.shared_bytes <= 48 << 10, made
     assert made.per_product <= MANY_BOUNDS.get(name, 29.0), made
+    planned = product_instructions(name)
+    assert made.per_product + made.unpacking == pytest.approx(planned, rel=0.1), made
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != 89])
