@@ -108,7 +108,7 @@ class Costs:
         seconds = max(
             unit.macs * machine.kernel(unit.format).at(rows), unit.nbytes / machine.ram_bytes_s
         )
-        seconds += machine.call_s
+        seconds += machine.call_s / self._calling(unit)
         if unit.kind == "attention" and unit.layer is not None:
             macs = self._attention_macs(unit.layer, rows)
             rate = machine.attention.at(min(rows, machine.attention.rows[-1]))
@@ -136,7 +136,13 @@ class Costs:
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
             seconds += max(nbytes / gpu.bytes_s, 2 * macs / (gpu.attention_flops or gpu.flops))
-        return gpu.call_s + seconds
+        return gpu.call_s / self._calling(unit) + seconds
+
+    def _calling(self, unit: PlacedUnit) -> float:
+        """Count the units that share a call: the experts that a pass uses of a layer are one."""
+        if unit.kind != "expert" or self.shape.experts is None:
+            return 1.0
+        return max(1.0, self.shape.experts.count * self.touched(unit.use)[0])
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Count the macs: each row attends to its sequence's cache and the rows before it."""

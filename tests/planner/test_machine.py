@@ -103,7 +103,7 @@ def test_measured_gpu() -> None:
     # A unit is five launches.
     assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)
     assert costs.gpu(unit, 1) == pytest.approx(5 * 2e-6 + 2e6 * 2e-12)
-    assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 + 2e6 * 4 * 9e-12)
+    assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 / 8 + 2e6 * 4 * 9e-12)
     assert costs.gpu(replace(unit, format="q4_k"), 512) == costs.gpu(unit, 512)  # the nearest
     hybrid, ruled = expert_costs(costs), expert_costs(Costs(shape=model, machine=machine(gpu=True)))
     assert hybrid is not None
@@ -151,3 +151,15 @@ def test_attention_of_prompts() -> None:
     assert rates.flops > 50e12
     assert measured_profile("RTX 4060", 8 << 30, rates).attention_flops == pytest.approx(15e12)
     assert measured_profile("H200", 1 << 30, rates).attention_flops == rates.flops / 2
+
+
+def test_experts_of_a_layer_share_a_call() -> None:
+    model = shape(layers=1, experts=8, used=2)
+    expert = next(unit for unit in model.units if unit.kind == "expert")
+    here = replace(machine(gpu=True), gpu=GPUS["RTX 4060 8GB"].profile)
+    slow = Costs(shape=model, machine=replace(here, call_s=1.0))
+    assert slow.cpu(expert) == pytest.approx(1 / 2, rel=0.01)
+    prompt = Costs(shape=model, machine=slow.machine, rows=512)
+    assert prompt.cpu(expert, 128) == pytest.approx(1 / 8, rel=0.05)
+    dense = replace(expert, kind="mlp")
+    assert slow.cpu(dense) == pytest.approx(1, rel=0.01)
