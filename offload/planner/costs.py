@@ -20,6 +20,8 @@ from localrt.offload.shapes import ModelShape
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
+# To copy an expert and start its kernels takes the host as long as to share so many layers.
+_COPY_LAYERS = 2
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -53,8 +55,8 @@ class Costs:
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
 
     def sharing(self) -> float:
-        """Return the host's seconds to share a layer's experts out among CPU and GPU; none on an
-        ideal GPU.
+        """Return the host's seconds for a layer whose experts CPU and GPU share, or for a dense
+        layer that is streamed; none on an ideal GPU.
         """
         gpu = self.machine.gpu
         return self.machine.shared_s if gpu is not None and gpu.call_s else 0.0
@@ -167,7 +169,7 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
         gpu=partial(costs.gpu, largest),
         fetch=costs.copy(largest.nbytes) / (gpu.busy_link or 1.0),
         link_load=min(0.5, load),
-        start=costs.sharing(),
+        start=_COPY_LAYERS * costs.sharing(),
     )
 
 
@@ -180,11 +182,12 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
     share, rows = costs.touched(use)
     count = max(1, round(costs.shape.experts.count * share))
     way = costs.crossing()
-    ready = Ready(cpu=way, cpu_back=way)
+    known = way + costs.sharing()
+    ready = Ready(cpu=known, link=known, cpu_back=way)
     none, all_of_them = (
         schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
     )
-    return (none + costs.sharing()) / count, all_of_them / count
+    return none / count, all_of_them / count
 
 
 def _bf16_seconds(unit: PlacedUnit, rows: int, gpu: GpuProfile, *, unpacks: bool) -> float:

@@ -98,8 +98,9 @@ class MachineProfile:
 
     ``kernels`` has the rate of each measured format; other formats are scaled by their bits from
     the nearest one. ``ssd_cpu_s``: one thread's CPU time per byte read. ``call_s``: a unit's
-    overhead. ``shared_s``: that of a mixture's layer whose experts CPU and GPU share. ``token_s``:
-    a pass's overhead besides its units, per entry of the vocabulary.
+    overhead. ``shared_s``: the host's time for a mixture's layer whose experts CPU and GPU share,
+    or a dense layer that is streamed to the GPU. ``token_s``: a pass's overhead besides its units,
+    per entry of the vocabulary.
     ``sources`` says of each figure whether it was measured, given, or typical (as a GPU's published
     figures are).
     """
@@ -113,7 +114,7 @@ class MachineProfile:
     ssd_cpu_s: float = 0.0
     ssd_latency_s: float = 1.5e-4
     call_s: float = 1.5e-5
-    shared_s: float = 1e-4
+    shared_s: float = 6e-5
     token_s: float = 2e-9
     link_bytes_s: float | None = None
     link_latency_s: float = 1e-5

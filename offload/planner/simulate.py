@@ -291,7 +291,10 @@ class _Replay:
         held = sum(draw() < kept for _ in chosen)
         missing = len(chosen) - held
         way = self.costs.crossing()
-        ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
+        # Without any expert to share out, the host still waits for the router's choice.
+        sharing = 0.0 if self.crossing or kept == 1 else self.costs.sharing()
+        known = way + sharing
+        ready = Ready(cpu=known, link=max(known, self.link_free - self.clock), cpu_back=way)
         nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
         # For each missing expert, whether it is on the SSD; the last ones are those to be copied.
         off = [draw() < self.on_ssd for _ in range(missing)]
@@ -304,7 +307,7 @@ class _Replay:
             fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
             held = len(plan.gpu) - len(plan.fetch)
             plan = self._assign(held, len(chosen) - absent - held, rows, ready, fetched)
-            end = plan.cpu_end + way if plan.cpu else 2 * way
+            end = (plan.cpu_end if plan.cpu else known) + way
             start = max(self.disk_free, begin)
             cpu = begin + end - way
             for _ in range(absent):
@@ -318,13 +321,10 @@ class _Replay:
             sums.chain += end + computing
             self.clock = max(begin + plan.gpu_end, cpu + way)
         else:
-            sums.chain += plan.end
-            self.clock = begin + plan.end
-        if missing and not self.crossing:
-            sharing = self.costs.sharing()
-            self.clock += sharing
-            sums.chain += sharing
-            sums.busy["cpu"] += sharing
+            end = plan.end if missing or not sharing else max(plan.end, known)
+            sums.chain += end
+            self.clock = begin + end
+        sums.busy["cpu"] += sharing
         by_cpu = len(plan.cpu) + absent
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += by_cpu * cpu_each
@@ -380,6 +380,8 @@ class _Replay:
         compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows) if unit.macs else 0.0
         if where.read and not where.on_gpu:
             compute += self.costs.reading_load(unit.nbytes)
+        if where.copied and where.on_gpu and unit.kind != "expert":  # a layer has two units
+            compute += self.costs.sharing() / 2
         self.clock = start + compute
         resource: Resource = "gpu" if where.on_gpu else "cpu"
         sums.busy[resource] += compute

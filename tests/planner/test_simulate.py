@@ -194,6 +194,23 @@ def test_activations_cross() -> None:
     assert found.waits["crossing"] == pytest.approx(4 * crossing)
 
 
+def test_streaming_takes_the_host_time() -> None:
+    """For each layer that comes over the link; an ideal GPU costs nothing."""
+    model = shape(layers=3)
+
+    def seconds(shared_s: float, call_s: float, place: Where) -> float:
+        here = machine(gpu=True)
+        assert here.gpu is not None
+        here = replace(here, shared_s=shared_s, gpu=replace(here.gpu, call_s=call_s))
+        where = {u.name: place if u.layer is not None else Where.VRAM for u in model.units}
+        placement = Placement(where=where, kv=("vram",) * 3, vram_ring=4096 * 6000)
+        return simulate(Costs(shape=model, machine=here), placement).seconds
+
+    assert seconds(2.0, 1e-5, Where.LINK) - seconds(1.0, 1e-5, Where.LINK) == pytest.approx(3)
+    assert seconds(1.0, 0.0, Where.LINK) == seconds(0.0, 0.0, Where.LINK)
+    assert seconds(1.0, 1e-5, Where.VRAM) == seconds(0.0, 1e-5, Where.VRAM)
+
+
 def test_kv_on_ssd() -> None:
     model = shape(layers=2)
     where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)

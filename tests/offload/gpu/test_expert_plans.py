@@ -61,7 +61,8 @@ def test_what_is_in_no_memory_is_read_and_never_copied(model: Model) -> None:
 
 
 def test_sharing_takes_the_host_time(model: Model) -> None:
-    """For each layer with an expert that is not on the GPU; an ideal GPU costs nothing.
+    """For each layer where not all experts are on the GPU, which computes its own meanwhile; an
+    ideal GPU costs nothing.
 
     It is so much here that no expert is copied, which would take the host as long again.
     """
@@ -71,11 +72,16 @@ def test_sharing_takes_the_host_time(model: Model) -> None:
     slow = machine(largest.macs)
     assert slow.gpu is not None
 
-    def seconds(share: float, shared_s: float, call_s: float = CALL) -> float:
-        gpu = replace(slow.gpu, call_s=call_s)
+    def seconds(
+        share: float, shared_s: float, call_s: float = CALL, memory: float = MEMORY
+    ) -> float:
+        gpu = replace(slow.gpu, call_s=call_s, bytes_s=memory)
         costs = Costs(shape=shape, machine=replace(slow, shared_s=shared_s, gpu=gpu))
         return simulate(costs, place_on_gpu(model.store, places(model, share)), passes=10).seconds
 
     assert seconds(0.0, 2.0) - seconds(0.0, 1.0) == pytest.approx(layers)
     assert seconds(1.0, 1.0) == seconds(1.0, 0.0)
+    assert seconds(0.5, 1.0) == pytest.approx(seconds(0.5, 0.0) + layers, rel=0.01)
+    slowest = seconds(0.9, 0.0, memory=1e3)
+    assert seconds(0.9, 0.01, memory=1e3) == pytest.approx(slowest, rel=1e-3)
     assert seconds(0.0, 1.0, call_s=0.0) == seconds(0.0, 0.0, call_s=0.0)
