@@ -1,8 +1,9 @@
 """Draft heads: small decoders that draft for one model and read its features.
 
-Two kinds: a block of multi-token prediction (MTP), which is published inside the model's own files
-or in a file of its own, and an EAGLE-3 head, a folder or a GGUF file. ``models/layers/heads.py``
-computes them. A head shares its target's embedding and output matrix where it has none of its own.
+A block of multi-token prediction (MTP) is published inside the model's own files or in a file of
+its own, an EAGLE-3 head as a folder or a GGUF file, an assistant of Gemma 4 as a folder.
+``models/layers/heads.py`` computes them. A head shares its target's embedding and output matrix
+where it has none of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
-from localrt.models.architectures import llama
+from localrt.models.architectures import gemma4, llama
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
-from localrt.models.checkpoints.text_model import EAGLE3
+from localrt.models.checkpoints.text_model import ASSISTANTS, EAGLE3
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.block import ResidualBlock
-from localrt.models.layers.heads import FeatureBlock, PredictionBlock
+from localrt.models.layers.heads import (
+    AssistantBlock,
+    AssistantHead,
+    Clusters,
+    FeatureBlock,
+    PredictionBlock,
+)
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, Head
 from localrt.models.raw_config import RawConfig
@@ -36,12 +43,14 @@ from localrt.quant.formats import BF16, F16, F32, Format, pack, unpack
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.methods.quantize import quantized_format
 from localrt.quant.ops.arrays import Weight
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.features import AFTER_LAST
 from localrt.quant.ops.protocol import Ops
 
 Ints = npt.NDArray[np.int64]
 
 _TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
+_ORDER = "masked_embedding.token_ordering"  # an assistant's tokens, cluster by cluster
 _UNUSED = "t2d"
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
@@ -52,7 +61,11 @@ class HeadConfig:
     """A head. It reads the residual stream before ``layers`` of its target, the last one's output
     included, or, if ``normed``, what its target's final norm makes of it; and of its own output
     what, if ``own_normed``, its own final norm does. ``tokens`` (V,) are the target's ids of its
-    vocabulary; None is all of them.
+    vocabulary; None is all of them. ``output`` is its own output matrix, where it has one.
+
+    An assistant's layers read the keys and values at ``places`` of its target's cache: its rows
+    stand at the last known token and see all before it. It looks for its tokens in the best
+    ``used`` of ``clusters`` (C, n).
     """
 
     decoder: DecoderConfig
@@ -60,6 +73,10 @@ class HeadConfig:
     normed: bool
     own_normed: bool
     tokens: Ints | None = None
+    output: str = HEAD
+    places: tuple[int, ...] = ()
+    clusters: Ints | None = None
+    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +90,18 @@ class Shared:
 
 
 class HeadFolder(SafetensorsCheckpoint):
-    """A folder with a head, its layer as ``model.layers.0``. ``tokens`` is as in ``HeadConfig``."""
+    """A folder with a head, its layers as ``model.layers.N``. ``tokens`` is as in ``HeadConfig``;
+    ``order`` lists them cluster by cluster.
+    """
 
     tokens: Ints | None = None
+    order: Ints | None = None
 
     def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
-        found = super()._located(multimodal=multimodal)
-        if (offsets := _integers(found)) is not None:
+        found = super()._located(multimodal=multimodal and not self.only_predicts)
+        if (offsets := _integers(found, _TOKENS)) is not None:
             self.tokens = np.arange(len(offsets)) + offsets
+        self.order = _integers(found, _ORDER)
         renamed = {_plain(name): each for name, each in found.items()}
         return {
             name: replace(each, info=replace(each.info, name=name))
@@ -92,24 +113,25 @@ class HeadFolder(SafetensorsCheckpoint):
 
 
 class HeadFile(GgufCheckpoint):
-    """A GGUF file with a head. ``tokens`` is as in ``HeadConfig``."""
+    """A GGUF file with a head. ``tokens`` and ``order`` are as in ``HeadFolder``."""
 
     tokens: Ints | None = None
+    order: Ints | None = None
 
     def _rename(
         self, predicting: frozenset[int], *, of_block: int | None = None
     ) -> dict[str, StoredTensor]:
         found = super()._rename(predicting, of_block=of_block)
-        self.tokens = _integers(found)
+        self.tokens = _integers(found, _TOKENS)
         return found
 
 
-def _integers(found: dict[str, StoredTensor]) -> Ints | None:
-    """The integers under ``_TOKENS``, taken out of ``found``."""
-    if (tensor := found.pop(_TOKENS, None)) is None:
+def _integers(found: dict[str, StoredTensor], name: str) -> Ints | None:
+    """The integers under ``name``, taken out of ``found``."""
+    if (tensor := found.pop(name, None)) is None:
         return None
     if (kind := _INTEGERS.get(tensor.info.format.name)) is None:
-        raise CheckpointError(f"{tensor.file.path}: {_TOKENS} holds no integers")
+        raise CheckpointError(f"{tensor.file.path}: {name} holds no integers")
     return tensor.read().data.view(kind).reshape(-1).astype(np.int64)
 
 
@@ -122,8 +144,8 @@ def _plain(name: str) -> str:
 
 
 def open_head(path: Path) -> HeadFolder | HeadFile:
-    """Open the head at ``path``: an EAGLE-3 head, or the MTP block in a model's files, or in a file
-    of its own.
+    """Open the head at ``path``: an EAGLE-3 head or an assistant, or the MTP block in a model's
+    files, or in a file of its own.
 
     Raises:
         CheckpointError: there is none.
@@ -157,11 +179,14 @@ def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
         UnsupportedModelError: it is another model's, or of an unknown kind.
     """
     read = _read_eagle3 if checkpoint.architecture in EAGLE3 else _read_prediction
+    if checkpoint.architecture in ASSISTANTS:
+        read = _read_assistant
     head = read(checkpoint, target)
     own = head.decoder
-    if own.hidden_size != target.hidden_size:
+    width = own.block.width if isinstance(own.block, AssistantBlock) else own.hidden_size
+    if width != target.hidden_size:
         raise UnsupportedModelError(
-            f"it has {own.hidden_size} hidden numbers and the model {target.hidden_size}"
+            f"it has {width} hidden numbers and the model {target.hidden_size}"
         )
     if head.tokens is None and own.vocab_size != target.vocab_size:
         raise UnsupportedModelError(
@@ -207,6 +232,53 @@ def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
         own_normed=raw.flag("norm_output"),
         tokens=tokens,
     )
+
+
+def _read_assistant(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+    # Its layers share what the target has, and not each other's
+    checkpoint.config = {**checkpoint.config, "num_kv_shared_layers": 0}
+    raw = RawConfig(checkpoint)
+    own = gemma4.read_config(raw)
+    attention, places = [], []
+    for spec in own.attending:
+        alike = [
+            (layer, other)
+            for layer, other in enumerate(target.attention)
+            if isinstance(other, AttentionSpec) and (other.window is None) == (spec.window is None)
+        ]
+        layer, read = alike[-1] if alike else (0, None)
+        if read is None or (read.kv_heads, read.head_dim) != (spec.kv_heads, spec.head_dim):
+            raise UnsupportedModelError("its layers do not fit the model's keys and values")
+        # A window reaches this far back from the row, and the row stands after all that it sees
+        window = None if spec.window is None else spec.window + 1
+        attention.append(replace(spec, reads=layer, window=window))
+        places.append(target.cache_places[layer][0])
+    clusters, used = _read_clusters(checkpoint, raw, own.vocab_size)
+    block = AssistantBlock(inputs=None, width=raw.integer("backbone_hidden_size", 1536))
+    return HeadConfig(
+        decoder=replace(own, block=block, attention=tuple(attention), final_softcap=None),
+        layers=(AFTER_LAST,),
+        normed=True,
+        own_normed=False,
+        output=EMBEDDING if own.tied_head else HEAD,
+        places=tuple(places),
+        clusters=clusters,
+        used=used,
+    )
+
+
+def _read_clusters(
+    checkpoint: HeadFolder | HeadFile, raw: RawConfig, vocab: int
+) -> tuple[Ints | None, int]:
+    """The tokens of each cluster, and how many clusters are looked at."""
+    order = checkpoint.order
+    if order is None:
+        return None, 0
+    count = raw.integer("num_centroids", 2048)
+    if len(order) != vocab or vocab % count or not _within(order, vocab):
+        raise UnsupportedModelError(f"its {len(order)} tokens do not fill {count} clusters")
+    used = min(raw.integer("centroid_intermediate_top_k", 32), count)
+    return order.reshape(count, -1), used
 
 
 def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -269,20 +341,35 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
     shape = (decoder.vocab_size, decoder.hidden_size)
     with ops.scope():
         embedding = shared.embedding
-        if EMBEDDING in checkpoint.tensors:
+        if EMBEDDING in checkpoint.tensors and not config.places:
             rows = checkpoint.tensors[EMBEDDING].shape[0]
             embedding = Embedding(weights.matrix((rows, shape[1]), EMBEDDING), 1.0)
         experts = ResidentExperts()
-        body = [
-            embedding,
-            load_attention(decoder, 0, weights),
-            load_resident_mlp(decoder, 0, weights, ops, experts),
-        ]
+        body = [embedding]
+        for layer in range(decoder.layers):
+            at = config.places[layer : layer + 1] or None
+            body.append(load_attention(decoder, layer, weights, at))
+            body.append(load_resident_mlp(decoder, layer, weights, ops, experts))
         head = shared.head if config.tokens is None else None
-        if HEAD in checkpoint.tensors:
-            head = weights.matrix(shape, HEAD)
+        if config.output in checkpoint.tensors:
+            head = weights.matrix(shape, config.output)
         if head is None:
             raise CheckpointError(f"{checkpoint.path.name} has no output matrix of its own")
         end = Head(decoder, load_norm(decoder, weights), head)
+        if isinstance(decoder.block, AssistantBlock):
+            end = _assistant_head(config, decoder.block.width, weights, end)
     weights.finish()
     return Decoder(ResidentWeights(ops, decoder, body, end, experts))
+
+
+def _assistant_head(
+    config: HeadConfig, width: int, weights: WeightLoader, plain: Head
+) -> AssistantHead:
+    decoder, tokens, clusters = config.decoder, config.clusters, None
+    if tokens is not None:
+        shape = (len(tokens), decoder.hidden_size)
+        centroids = weights.matrix(shape, "model.masked_embedding.centroids.weight")
+        clusters = Clusters(centroids, tokens, config.used)
+    weights.skip(HEAD if config.output == EMBEDDING else EMBEDDING)
+    carried = weights.matrix((width, decoder.hidden_size), "model.post_projection.weight")
+    return AssistantHead(decoder, plain.norm, plain.weight, carried, clusters)

@@ -95,7 +95,8 @@ class TreeSource(DraftSource):
     def missing(self, history: Sequence[int]) -> int:
         if self._nodes_of(history) is not None:
             return 0
-        return len(history) - common_length(self._known, history)
+        first = self._drafter.first(len(history)) or 0
+        return len(history) - max(common_length(self._known, history), first)
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
         if len(history) < self._cache.capacity:
@@ -216,6 +217,8 @@ class TreeSource(DraftSource):
                 self._known += history[len(self._known) :]
                 self._rows = {number[node]: row for row, node in enumerate(below)}
             return True
+        if self._first is not None and self._known == list(history):
+            return True  # caught up before
         kept = common_length(self._known, history)
         if kept == len(self._known):
             # The last token is computed again if the tree had it: its logits are gone.

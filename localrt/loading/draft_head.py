@@ -1,13 +1,15 @@
 """A draft head of a loaded model: an MTP block of its own files, or a head beside it.
 
 A head reads features of the model's tokens, which sessions record from then on, and computes with
-the model's own ``Ops``, between its passes. It shares the embedding and the output matrix.
+the model's own ``Ops``, between its passes. It shares the embedding and the output matrix; an
+assistant shares the keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from copy import copy
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,7 +28,6 @@ from localrt.engine.native.session import FeatureRows, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.parts import LoadedModel
-from localrt.models.config import HEAD
 from localrt.models.decoder import FinalNorm
 from localrt.models.heads import (
     HeadConfig,
@@ -38,8 +39,8 @@ from localrt.models.heads import (
 )
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
 from localrt.offload.memory import current_rss, ram_budget
-from localrt.quant.ops.features import AFTER_LAST, Features
-from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
+from localrt.quant.ops.kv import GrowingCache, KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows, Step
 from localrt.speculative.tree_source import TreeSource
@@ -57,10 +58,12 @@ class HeadDrafter(Drafter):
     name = "head"
     lasting = False
 
-    def __init__(self, head: HeadDraft, features: FeatureRows) -> None:
+    def __init__(self, head: HeadDraft, session: NativeSession, features: FeatureRows) -> None:
         self.tokens = head.config.tokens
         self._head = head
+        self._session = session
         self._features = features
+        self._held = 0  # tokens before the last known one
         self._given: list[Floats] = []  # for the rows behind the last known token, and each draft's
 
     def cache(self, capacity: int) -> KVCache:
@@ -69,7 +72,9 @@ class HeadDrafter(Drafter):
 
     def first(self, length: int) -> int | None:
         first = self._features.first + 1
-        return first if first < length <= self._features.length + 1 else None
+        if not first < length <= self._features.length + 1:
+            return None
+        return length - 1 if self._head.config.places else first
 
     @property
     def weights(self) -> HeadDraft:
@@ -82,22 +87,20 @@ class HeadDrafter(Drafter):
     def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:
         head = self._head
         given = np.concatenate([_head_drafter(step)._given_to(step.rows) for step in steps])
-        counts = [len(step.rows.tokens) for step in steps]
+        places = [_head_drafter(step)._place(step) for step in steps]
         batch = Batch(
             np.concatenate([np.asarray(step.rows.tokens, np.int64) for step in steps]),
-            np.concatenate([step.rows.positions for step in steps]),
-            tuple(
-                Span(step.cache, count, step.rows.mask)
-                for step, count in zip(steps, counts, strict=True)
-            ),
+            np.concatenate([positions for positions, _ in places]),
+            tuple(span for _, spans in places for span in spans),
         )
-        ends = list(accumulate(counts))
+        ends = list(accumulate(len(step.rows.tokens) for step in steps))
         wanted = [
             row
             for step, end in zip(steps, ends, strict=True)
             for row in range(end - step.rows.wanted, end)
         ]
-        own = Features((AFTER_LAST,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
+        layer = CARRIED if head.config.places else AFTER_LAST
+        own = Features((layer,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
             logits = head.decoder.forward(
                 batch, rows=wanted, check=check, features=own, given=given
@@ -120,6 +123,29 @@ class HeadDrafter(Drafter):
             self._given = [made[-1]]
         else:
             self._given += list(made)
+
+    def _place(self, step: Step) -> tuple[npt.NDArray[np.int64], list[Span]]:
+        """Positions and spans of a step's rows.
+
+        An assistant's stand at the last known token, and see what the target's cache holds before
+        it. A pass sees the tokens held and its own rows, so these take the place of the last ones.
+        """
+        rows, count = step.rows, len(step.rows.tokens)
+        if not self._head.config.places:
+            return rows.positions, [Span(step.cache, count, rows.mask)]
+        step.cache.reserve(step.cache.length + count)
+        step.cache.advance(count)  # rows that are only counted
+        if rows.above is None:
+            self._held = int(rows.positions[-1])
+        spans, held, cache = [], self._held, self._session.cache
+        assert isinstance(cache, GrowingCache), "it was checked"
+        for first in range(0, count, held):
+            most = min(held, count - first)
+            shown = copy(cache)
+            shown.mix = ()
+            shown.trim(held - most)
+            spans.append(Span(shown, most, np.ones((most, most), np.bool_)))
+        return np.full(count, held), spans
 
 
 def _head_drafter(step: Step) -> HeadDrafter:
@@ -149,7 +175,11 @@ class HeadDraft:
             except UnsupportedModelError as error:
                 raise OptionError(f"draft {name} does not fit this model: {error}") from error
             shared = Shared(weights.embedding_part, weights.output_matrix)
-            if shared.head is None and HEAD not in checkpoint.tensors:
+            if self.config.places and not _in_one_memory(weights.cache(1)):
+                raise OptionError(
+                    f"draft {name} reads the model's keys and values, which are not in one memory"
+                )
+            if shared.head is None and self.config.output not in checkpoint.tensors:
                 raise MemoryBudgetError(
                     "it reads the model's output matrix at every step, which is streamed here"
                 )
@@ -187,7 +217,7 @@ class HeadDraft:
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         features = session.record_features(self.config.layers)
         return TreeSource(
-            HeadDrafter(self, features),
+            HeadDrafter(self, session, features),
             capacity=session.capacity + (options.tree_budget or MOST_NODES),
             temperature=options.sampling.temperature,
         )
@@ -205,3 +235,8 @@ class HeadDraft:
         self.decoder.close()
         with suppress(LocalrtError):  # the model may be closed already
             self.engine.take_ram(-self._reserved)
+
+
+def _in_one_memory(cache: KVCache) -> bool:
+    """Whether all layers of a model's caches are in the memory that it computes in."""
+    return isinstance(cache, GrowingCache) and bool(getattr(cache, "kv_layout", ""))

@@ -36,6 +36,12 @@ EAGLE3 = (
 )
 """What EAGLE-3 heads call their architecture in GGUF files and in ``config.json``."""
 
+ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+"""What Gemma 4's assistants call theirs."""
+
+HEADS = {**dict.fromkeys(EAGLE3, "an EAGLE-3 head"), **dict.fromkeys(ASSISTANTS, "an assistant")}
+"""The architectures of what only drafts for a model, and what it is."""
+
 TEXT_KEYS = ("llm_config", "text_config")
 """Where a multimodal config has its text model's; the latter counts."""
 
@@ -62,7 +68,7 @@ _GGUF_TOWERS = ("v.", "a.", "mm.")
 
 def draft_head_error(path: Path, architecture: str) -> UnsupportedModelError:
     """The error for opening what drafts for a model as a model."""
-    what = "an EAGLE-3 head" if architecture in EAGLE3 else "only the MTP block"
+    what = HEADS.get(architecture, "only the MTP block")
     return UnsupportedModelError(
         f"{path} holds {what} of a model, which drafts for it: run that model, with "
         f"{option('draft', path.name)}"

@@ -9,21 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.models.config import DecoderConfig, Part, Places
 from localrt.models.layers.block import ResidualBlock
-from localrt.models.layers.parts import Attention, PassState
+from localrt.models.layers.inputs import GatedInputs
+from localrt.models.layers.parts import Attention, Head, PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.features import CARRIED
 
 _FUSION = "model.fc.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fusion:
-    """Normed embeddings and normed features side by side, projected: a layer's input."""
+    """Embeddings and features side by side, normed if there are norms, and projected: a layer's
+    input.
+    """
 
-    projection: Weight  # (D, 2D)
-    norms: tuple[Vector, Vector]  # of embeddings, of features
+    projection: Weight  # (D, 2 F)
+    norms: tuple[Vector | None, Vector | None]  # of embeddings, of features
     eps: float
 
     def __call__(self, state: PassState) -> None:
@@ -106,3 +113,64 @@ class FeatureBlock(ResidualBlock):
         self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
     ) -> Part:
         return FusedAttention(self, config, weights, at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantBlock(GatedInputs):
+    """Gemma 4's assistants: layers of the target's kind, which have no keys and values but read
+    the target's. Embeddings and features have the target's ``width``.
+    """
+
+    width: int
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        shape = (config.hidden_size, 2 * self.width)
+        projection = weights.matrix(shape, "model.pre_projection.weight")
+        return (Fusion(projection, (None, None), config.norm_eps),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clusters:
+    """Clusters of tokens: the best ``used`` by ``centroids`` (C, D) get their logits. ``tokens``
+    (C, n) are the tokens of each.
+    """
+
+    centroids: Weight
+    tokens: npt.NDArray[np.int64]
+    used: int
+
+
+class AssistantHead(Head):
+    """An assistant's logits, and what the rows of the next draft tokens are given, ``carried`` back
+    to the target's width.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        norm: Vector | None,
+        weight: Weight,
+        carried: Weight,
+        clusters: Clusters | None,
+    ) -> None:
+        super().__init__(config, norm, weight)
+        self._carried, self._clusters = carried, clusters
+
+    def __call__(self, state: PassState) -> None:
+        """Fill ``state.logits`` and the features ``CARRIED``, of the rows wanted."""
+
+        def product(weight: Weight) -> npt.NDArray[np.float32]:
+            return state.ops.head(state.x, state.wanted, self.norm, self._eps, weight)
+
+        logits = product(self.weight)
+        if (clusters := self._clusters) is not None:
+            scores, used = product(clusters.centroids), clusters.used
+            best = np.argpartition(scores, -used)[:, -used:]
+            seen = clusters.tokens[best].reshape(len(best), -1)
+            kept = np.take_along_axis(logits, seen, 1)
+            logits[:] = kept.min(1, keepdims=True) - 1
+            np.put_along_axis(logits, seen, kept, 1)
+        state.logits = logits
+        out = None if state.features is None else state.features.of(CARRIED)
+        if out is not None:
+            out[:] = product(self._carried)

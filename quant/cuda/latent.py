@@ -219,5 +219,5 @@ class LatentSteps:
 def _mask(index: int, span: Span, step: CudaPass) -> Tensor | None:
     if index not in step.masks:
         held = span.cache.length
-        step.masks[index] = visible_keys(held, span, None, step.positions, index, step.spans)
+        step.masks[index] = visible_keys(held, span, None, step.positions.device)
     return step.masks[index]

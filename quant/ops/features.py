@@ -11,6 +11,9 @@ import numpy.typing as npt
 AFTER_LAST = -1
 """Stands for the residual stream after the last layer, where layers are listed."""
 
+CARRIED = -2
+"""Stands for what an assistant makes of its own output, to be given to the next draft token."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:

@@ -6,7 +6,7 @@ layer's cache; norms, products and rotary tables are its caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -22,26 +22,17 @@ from localrt.quant.reference.kv import TorchKVCache, kv_of
 _QUERY_BLOCK = 64
 
 
-def visible_keys(
-    held: int,
-    span: Span,
-    window: int | None,
-    positions: Tensor,
-    index: int,
-    spans: Sequence[Span],
-) -> Tensor | None:
+def visible_keys(held: int, span: Span, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys each of a span's rows sees, (n, held + n) bool; None where it sees them all.
 
-    ``positions`` are those of all rows of the pass, ``index`` is the span's among ``spans``.
+    A window ends with the last of them.
     """
     rows = span.rows
-    device = positions.device
     if rows == 1 and span.mask is None and (window is None or held < window):
         return None
-    start = sum(other.rows for other in spans[:index])
-    query = positions[start : start + rows]
     seen = torch.ones(rows, held + rows, dtype=torch.bool, device=device)
     keys = torch.arange(held + rows, device=device).expand(rows, -1)
+    last = keys[0, held:]
     if span.mask is None:
         seen[:, held:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     else:
@@ -50,8 +41,9 @@ def visible_keys(
         seen[:, base:] = mask
         # What a row sees of a tree are its ancestors, one behind the other from ``base`` on.
         keys = torch.cat([keys[:, :base], base - 1 + mask.cumsum(1)], dim=1)
+        last = keys[:, -1]
     if window is not None:
-        seen &= query[:, None] - keys < window
+        seen &= last[:, None] - keys < window
     return seen
 
 

@@ -478,7 +478,7 @@ class TorchOps(StreamSteps):
         key = (index, window)
         if key not in step.masks:
             held = span.cache.length
-            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
+            step.masks[key] = visible_keys(held, span, window, self._device)
         return step.masks[key]
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
+from localrt.engine.options import read_options
+from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import vocabulary_problem
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 from localrt.quant.cpu.abi import find_library
+from localrt.speculative.best_first import DECAY
+from localrt.speculative.tree import ROOT
 from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import save_tiny
+from tests.models.tiny import save_tiny, tokens
+from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 from tests.real_models import real_model
 
@@ -156,7 +165,7 @@ def test_draft_model() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["mtp", "mtp-gguf", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp-gguf", "eagle3", "assistant"])
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
     target, draft = tmp_path / "target", "mtp"
     if kind.startswith("mtp"):
@@ -165,6 +174,9 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
             own = tmp_path / "mtp-Q8_0.gguf"
             how: dict[str, Any] = {"kind": "q8_0", "predicting": 1, "only_block": True}
             draft = str(write_tiny_gguf(target, own, "qwen3.5", **how))
+    elif kind == "assistant":
+        draft = str(tmp_path)
+        TinyAssistant("gemma4", target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
     else:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
         TinyEagle3(tmp_path, config.hidden_size, config.vocab_size)
@@ -183,6 +195,34 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
             again.token_ids
             == model.generate(token_ids=chat, draft="off", **OPTIONS, seed=1).token_ids
         )
+
+
+@pytest.mark.parametrize("held", [5, 23])
+def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
+    """Its nodes have transformers' probabilities; there are more of them than tokens held."""
+    tiny = TinyAssistant("gemma4", tmp_path / "target", tmp_path / "own")
+    options = LoadOptions(format="f32", device="cpu")
+    parts = load_parts(tmp_path / "target", options)
+    with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
+        session, ids = parts.engine.session(64), tokens(held + 2)
+        source = draft.source(session, read_options({"temperature": 0.0}))
+        session.extend(ids[:held])
+        for count in (held, held + 1):  # the prompt, then a token more
+            history = ids[: count + 1]
+            assert source.missing(history) == 1
+            source.catch_up(history)
+            tree = source.propose(history, 40, 3)
+            assert len(tree) == 40
+            for node in (0, 20, 39):
+                path = [node]
+                while (parent := int(tree.parents[path[0]])) != ROOT:
+                    path.insert(0, parent)
+                *drafts, last = tree.tokens[path].tolist()
+                logits = tiny.levels(history, drafts)[-1].astype(np.float64)
+                above = tree.scores[path[-2]] if drafts else 0.0
+                expected = logits[last] - np.log(np.exp(logits).sum()) + DECAY
+                assert abs(tree.scores[node] - above - expected) < 1e-4
+            session.extend(ids[count : count + 1])
 
 
 def test_head_of_another_model(tmp_path: Path) -> None:

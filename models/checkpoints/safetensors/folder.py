@@ -34,7 +34,7 @@ from localrt.models.checkpoints.schemes import (
     unconverted,
 )
 from localrt.models.checkpoints.text_model import (
-    EAGLE3,
+    HEADS,
     TEXT_KEYS,
     decoder_tensor,
     draft_head_error,
@@ -95,7 +95,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the folder: the first MTP block, as a model of one
-    layer, or an EAGLE-3 head, which is all of the folder.
+    layer, or one of ``HEADS``, which is all of the folder.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed; there is no MTP block.
@@ -112,7 +112,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         self._published = flatten_config(config, path / "config.json")
         self.config: Mapping[str, Any] = self._published
         self.architecture = _architecture(self.config, path / "config.json")
-        self.only_predicts = self.architecture in EAGLE3
+        self.only_predicts = self.architecture in HEADS
         if self.only_predicts and not predicts:
             raise draft_head_error(path, self.architecture)
         self._predicts = predicts and not self.only_predicts
