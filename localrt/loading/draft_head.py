@@ -60,6 +60,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: HeadDraft, session: NativeSession, features: FeatureRows) -> None:
         self.tokens = head.config.tokens
+        self.held_rows = head.engine.ops_name in ("torch", "native")
         self._head = head
         self._session = session
         self._features = features
@@ -121,8 +122,10 @@ class HeadDrafter(Drafter):
         """Keep what was ``made`` of ``rows``, for the rows behind them."""
         if rows.above is None:
             self._given = [made[-1]]
-        else:
+        elif self.held_rows:
             self._given += list(made)
+        else:  # of the whole tree
+            self._given = [self._given[0], *made]
 
     def _place(self, step: Step) -> tuple[npt.NDArray[np.int64], list[Span]]:
         """Positions and spans of a step's rows.

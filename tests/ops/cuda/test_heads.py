@@ -1,0 +1,43 @@
+"""Draft heads on the CUDA kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.models.decoder import FinalNorm
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.features import Features
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.test_heads import IDS, TinyBlock, TinyEagle3, load_block
+from tests.models.tiny import load_ours, relative_error, save_tiny
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.test_models import load
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "glm4-moe", "eagle3"])
+def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
+    """Against the reference, from the same features."""
+    own = tmp_path
+    if kind == "eagle3":
+        own = tmp_path / "head"
+        own.mkdir()
+        config = save_tiny("llama", tmp_path).config
+        TinyEagle3(own, config.hidden_size, config.vocab_size)
+    else:
+        TinyBlock(kind, tmp_path)
+    plain, ours = load_ours(tmp_path), load(tmp_path, ops=CudaOps(device=DEVICE))
+    config, _ = head = load_block(own, plain)
+    shape = (len(IDS), len(config.layers) * plain.config.hidden_size)
+    features = Features(config.layers, np.empty(shape, np.float32))
+    plain.forward(Batch.extend([(plain.cache(32), IDS)]), rows=[], features=features)
+    given = FinalNorm(plain)(features.rows) if config.normed else features.rows
+    found = []
+    for decoder in (head[1], load_block(own, ours)[1]):
+        span = Span(decoder.cache(32), len(IDS) - 1)
+        batch = Batch(np.array(IDS[1:]), np.arange(1, len(IDS)), (span,))
+        found.append(decoder.forward(batch, given=given[:-1]))
+    assert relative_error(found[1], found[0]) < 0.03
