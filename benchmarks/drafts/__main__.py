@@ -1,10 +1,11 @@
 """What drafts bring: answers with and without them, by turns, prompt by prompt.
 
     python -m benchmarks.drafts MODEL --draft HEAD [--draft SMALL ...] [--code FILE] [--chat FILE]
-        [--ram 850MB] [--prompts 20] [--tokens 128] [--runs 5] [--json FILE]
+        [--edits] [--ram 850MB] [--prompts 20] [--tokens 128] [--runs 5] [--json FILE]
 
 A row is a kind of prompts and a budget of memory. FILE is JSONL: a ``prompt`` is continued as it
-is, the first of ``turns`` is a message of a chat. Each contestant has a process of its own, greedy,
+is, the first of ``turns`` is a message of a chat. ``--edits`` asks for changes to functions of
+Python's library, as a coding agent does. Each contestant has a process of its own, greedy,
 and keeps what its tuner has learned, as in use; what earlier answers said is forgotten, since the
 runs repeat them. Every answer is compared with plain decoding, token by token. The first run warms
 up.
@@ -15,9 +16,17 @@ draft's level against those of a plain step.
 
 from __future__ import annotations
 
+import bisect
+import calendar
+import colorsys
+import difflib
+import fnmatch
+import inspect
 import json
+import shlex
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", action="append", default=[], help="a head, a model, mtp, ngram")
     parser.add_argument("--code", type=Path, metavar="FILE", help="prompts to continue")
     parser.add_argument("--chat", type=Path, metavar="FILE", help="messages to answer")
+    parser.add_argument("--edits", action="store_true", help="functions to change")
     parser.add_argument("--ram", action="append", default=[], help="also within this budget")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
@@ -54,8 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts = {
         kind: _prompts(file, args.prompts) for kind, file in kinds.items() if file is not None
     }
+    if args.edits:
+        prompts["edits"] = edits(args.prompts)
     if not prompts or not args.draft:
-        parser.error("give --draft, and --code or --chat")
+        parser.error("give --draft, and --code, --chat or --edits")
     about = setting(cited_command("drafts", arguments), "numpy")
     record = load(args.json, rows=[]) if args.json else {"rows": []}
     names = [f"{kind}{within}" for within in _budgets(args.ram) for kind in prompts]
@@ -81,6 +93,19 @@ def _prompts(file: Path, most: int) -> list[Record]:
         for row in rows
     ]
     return found[:most]
+
+
+def edits(most: int) -> list[Record]:
+    """Functions of Python's library, each to be given back with a small change."""
+    found = []
+    for module in (textwrap, shlex, fnmatch, bisect, calendar, colorsys, difflib, statistics):
+        for name, function in vars(module).items():
+            own = inspect.isfunction(function) and function.__module__ == module.__name__
+            source = textwrap.dedent(inspect.getsource(function)) if own else ""
+            if 12 <= source.count("\n") <= 40:
+                asked = f"Rename the function to `{name}_again` and give back all of it:\n\n"
+                found.append({"prompt": f"{asked}```python\n{source}```"})
+    return found[:: max(1, len(found) // most)][:most]
 
 
 def measure(
