@@ -33,7 +33,7 @@ from localrt.models.checkpoints.base import TensorSource
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import PassState, Residual, SideBySide
+from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
@@ -166,6 +166,8 @@ class HiddenStates:
             weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
             if self._config.memory_of(layer):
                 attention = load_attention(self._config, layer, weights)
+                if isinstance(attention, Chain):
+                    attention = attention.parts[-1]  # behind the place of its input
                 assert isinstance(attention, Residual | SideBySide), "others have been refused"
                 parts.append(attention)
             if self._config.has_mlp(layer):
