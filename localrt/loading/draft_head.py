@@ -24,7 +24,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.session import FeatureRows, NativeSession
+from localrt.engine.native.session import FEATURE_NBYTES, FeatureRows, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.parts import LoadedModel
@@ -190,7 +190,8 @@ class HeadDraft:
                 weights.ops.kv_nbytes(self.config.decoder.memory, min(target.ctx, FIRST_CONTEXT))
             )
             self.nbytes = head_nbytes(checkpoint, weights.ops)
-            self._reserve(self.nbytes + kv)
+            row = 4 * len(self.config.layers) * engine.hidden_size
+            self._reserve(self.nbytes + kv + min(row * target.ctx, FEATURE_NBYTES))
             try:
                 with engine.alone() as ops:
                     self.decoder = load_head(checkpoint, self.config, ops, shared)

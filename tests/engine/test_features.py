@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import localrt
+from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.features import AFTER_LAST, Features
@@ -131,3 +132,17 @@ def test_streamed_target(tmp_path: Path) -> None:
         with model.placed(passing(model.store)) as decoder:
             np.testing.assert_array_equal(rows(decoder, [11]), expected)
             np.testing.assert_array_equal(rows(decoder, []), expected)
+
+
+def test_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest rows make room for the newest."""
+    monkeypatch.setattr(sessions, "FEATURE_NBYTES", 100 * 4 * 8)
+    features = sessions.FeatureRows((AFTER_LAST,), 0, 8)
+    for number in range(150):
+        features.room(2)[:] = number
+        features.advance(2)
+        assert features.length - features.first <= 100
+    assert features.length == 300
+    kept = features.get(features.first, 300)
+    assert len(kept) >= 50
+    np.testing.assert_array_equal(kept[:, 0], np.arange(features.first, 300) // 2)

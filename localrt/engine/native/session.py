@@ -25,10 +25,13 @@ from localrt.speculative.tree import TokenTree
 
 Rows = npt.NDArray[np.float32]
 
+FEATURE_NBYTES = 64 << 20
+"""The most that a sequence's features take."""
+
 
 class FeatureRows:
     """The features (n, ``size``) of a sequence's tokens ``first`` to ``length``: the residual
-    stream before ``layers``.
+    stream before ``layers``. The oldest go where they would take more than 64 MB.
     """
 
     def __init__(self, layers: tuple[int, ...], first: int, size: int) -> None:
@@ -40,12 +43,21 @@ class FeatureRows:
 
     def room(self, count: int) -> Rows:
         """Return the array (count, size) for the next rows; ``advance`` makes them valid."""
+        width = self._rows.shape[1]
+        if (self.length - self.first + count) * 4 * width > FEATURE_NBYTES:
+            self._drop(self.length - FEATURE_NBYTES // (8 * width))
         held = self.length - self.first
         if held + count > len(self._rows):
-            grown = np.empty((max(2 * held, held + count), self._rows.shape[1]), np.float32)
+            grown = np.empty((max(2 * held, held + count), width), np.float32)
             grown[:held] = self._rows[:held]
             self._rows = grown
         return self._rows[held : held + count]
+
+    def _drop(self, before: int) -> None:
+        gone = before - self.first
+        if gone > 0:
+            self._rows = self._rows[gone:].copy()
+            self.first = before
 
     def advance(self, count: int) -> None:
         """Make the next ``count`` rows valid."""
