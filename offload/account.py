@@ -344,7 +344,8 @@ def placed_account(
     """
     weights = dict.fromkeys(Where, 0)
     for unit in shape.units:
-        weights[placement.where[unit.name]] += unit.nbytes
+        where = placement.where[unit.name]
+        weights[where] += unit.nbytes + (unit.unpacked if where is Where.VRAM else 0)
     caches = {"ram": 0, "vram": 0, "ssd": 0}
     for place, size in zip(placement.kv, shape.kv_nbytes(kv_format, ctx), strict=True):
         caches[place] += sequences * size

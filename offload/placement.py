@@ -58,7 +58,8 @@ class PlacedUnit:
 
     ``nbytes`` are packed bytes, ``macs`` multiply-accumulates per row of a pass, ``format`` is the
     format of most bytes. ``use`` is the share of one-row passes that touch it: an expert's top-k
-    over experts, 0 for an embedding, whose rows are read one by one.
+    over experts, 0 for an embedding, whose rows are read one by one. ``unpacked`` are the bytes of
+    bf16 that an expert takes on a GPU besides, if no kernel there reads its format.
     """
 
     name: str
@@ -68,6 +69,7 @@ class PlacedUnit:
     format: str
     layer: int | None = None
     use: float = 1.0
+    unpacked: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

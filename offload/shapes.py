@@ -20,6 +20,7 @@ from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.choose import missing_on_gpu
+from localrt.quant.cuda.formats import is_packed
 from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, LATENT_FORMATS, KvFormat, block_nbytes
@@ -330,7 +331,7 @@ def _placed(
     stored: Mapping[str, int],
     experts: Experts | None,
 ) -> PlacedUnit:
-    nbytes, macs, formats = 0, 0, dict[str, int]()
+    nbytes, macs, unpacked, formats = 0, 0, 0, dict[str, int]()
     for name in unit.tensors:
         info = tensors[name]
         if unit.rows is not None:
@@ -340,6 +341,7 @@ def _placed(
         nbytes += size
         if len(info.shape) == 2:
             macs += info.shape[0] * info.shape[1]
+            unpacked += 0 if is_packed(info.format, info.shape[1]) else 2 * math.prod(info.shape)
             formats[info.format.name] = formats.get(info.format.name, 0) + size
     kind = _kind(unit)
     by_row = kind == "embedding"
@@ -353,6 +355,7 @@ def _placed(
         format=format_of_most_bytes(formats),
         layer=unit.layer,
         use=0.0 if by_row else share,
+        unpacked=unpacked if kind == "expert" else 0,
     )
 
 

@@ -24,9 +24,9 @@ class CudaGpu(Gpu):
         super().__init__(clock, ops, name=copies.name, capacity=capacity)
         self._copies = copies
 
-    def free(self, memory: Any) -> None:
+    def free(self, memory: Any, unpacked: int = 0) -> None:
         """Give memory back to the GPU at once."""
-        super().free(memory)
+        super().free(memory, unpacked)
         self._copies.free(memory)
 
     def host_buffer(self, nbytes: int) -> Bytes:

@@ -126,25 +126,27 @@ class Gpu:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def alloc(self, nbytes: int) -> Any:
-        """Uninitialized memory of the GPU, to be sliced by bytes.
+    def alloc(self, nbytes: int, unpacked: int = 0) -> Any:
+        """Uninitialized memory of the GPU, to be sliced by bytes. What ``Ops`` make of its contents
+        takes ``unpacked`` bytes more.
 
         Raises:
             MemoryBudgetError: it would exceed the capacity.
         """
+        taken = nbytes + unpacked
         with self._lock:
-            if self.used + nbytes > self.capacity:
+            if self.used + taken > self.capacity:
                 raise MemoryBudgetError(
-                    f"{self.name}: {format_bytes(nbytes)} more do not fit the "
+                    f"{self.name}: {format_bytes(taken)} more do not fit the "
                     f"{format_bytes(self.capacity)} that may be used, of which "
                     f"{format_bytes(self.used)} are taken"
                 )
-            self.used += nbytes
+            self.used += taken
         try:
             memory = self._alloc(nbytes)
         except BaseException:
             with self._lock:
-                self.used -= nbytes
+                self.used -= taken
             raise
         self.hold(self.held)
         return memory
@@ -155,10 +157,10 @@ class Gpu:
             self.held = nbytes
             self.peak = max(self.peak, self.used + nbytes)
 
-    def free(self, memory: Any) -> None:
-        """Give memory back."""
+    def free(self, memory: Any, unpacked: int = 0) -> None:
+        """Give memory back, and what was made of it."""
         with self._lock:
-            self.used -= memory.nbytes
+            self.used -= memory.nbytes + unpacked
 
     def _alloc(self, nbytes: int) -> Any:
         raise NotImplementedError

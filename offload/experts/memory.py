@@ -257,7 +257,8 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
 
 
 def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) -> GpuSlots:
-    """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more.
+    """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more. What is made of
+    experts whose format no kernel of the GPU reads counts as taken, too.
 
     There is at least one, for experts that the CPU does not compute.
 
@@ -266,6 +267,8 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
     """
     units = mixture.units
     size = max(unit.nbytes for unit in units.values())
+    unpacked = max(unpacked_nbytes(unit, lane.ops) for unit in units.values())
+    ring = ring * size // (size + unpacked)
     slots = mixture.slots(units, max(mixture.placed(Where.VRAM), size), ring)
 
     def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
@@ -274,13 +277,29 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
         return mixture.build(lane, key, data)
 
     tables = mixture.tables(lane.ops)
-    cache = mixture.cache(slots, size, tables, gpu.alloc, gpu.free, at_once=slots * size)
+    cache = mixture.cache(
+        slots,
+        size,
+        tables,
+        alloc=lambda nbytes: gpu.alloc(nbytes, nbytes // size * unpacked),
+        free=lambda memory: gpu.free(memory, memory.nbytes // size * unpacked),
+        at_once=slots * size,
+    )
     try:
         cache.reserve()
     except BaseException:
         cache.close()
         raise
-    return GpuSlots(gpu, units, cache, build=build)
+    return GpuSlots(gpu, units, cache, slot_nbytes=size + unpacked, build=build)
+
+
+def unpacked_nbytes(unit: StoredUnit, ops: Ops) -> int:
+    """Bytes that ``ops`` take for a unit's matrices besides the unit's own."""
+    matrices = [(t.shape[0], t.shape[1], t.format) for t in unit.tensors if len(t.shape) > 1]
+    return sum(
+        0 if ops.in_place(format_, columns) else ops.weight_nbytes((rows, columns), format_)
+        for rows, columns, format_ in matrices
+    )
 
 
 class CpuExperts:

@@ -253,7 +253,8 @@ class Arrival:
 class GpuSlots:
     """Slots on a GPU, whose memory ``cache`` has; it says which of ``units`` they hold.
 
-    ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM.
+    ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM. A slot takes
+    ``slot_nbytes`` in all.
     """
 
     def __init__(
@@ -262,9 +263,10 @@ class GpuSlots:
         units: Mapping[Key, StoredUnit],
         cache: ExpertCache,
         *,
+        slot_nbytes: int,
         build: Callable[[Key, StoredUnit, Any, Any], ExpertWeights],
     ) -> None:
-        self.gpu, self.cache = gpu, cache
+        self.gpu, self.cache, self.slot_nbytes = gpu, cache, slot_nbytes
         self._units = units
         self._build = build
         self._last: dict[int, Event | None] = {}  # use by eager kernels, by layer
@@ -333,8 +335,7 @@ class GpuSlots:
     @property
     def reclaimable(self) -> int:
         """Bytes that ``evict`` could free: all allocations but one."""
-        cache = self.cache
-        return max(0, cache.capacity - cache.together) * cache.slot_nbytes
+        return max(0, self.cache.capacity - self.cache.together) * self.slot_nbytes
 
     def evict(self, nbytes: int) -> int:
         """Free ``nbytes`` of the GPU, except its last allocation; returns the bytes freed.
@@ -342,8 +343,8 @@ class GpuSlots:
         Called between passes, when nothing is on its way to a slot.
         """
         cache, before = self.cache, self.cache.capacity
-        cache.resize(before - -(-nbytes // cache.slot_nbytes), least=1)
-        return (before - cache.capacity) * cache.slot_nbytes
+        cache.resize(before - -(-nbytes // self.slot_nbytes), least=1)
+        return (before - cache.capacity) * self.slot_nbytes
 
     def close(self) -> None:
         """Free the memory."""

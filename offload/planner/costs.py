@@ -123,7 +123,7 @@ class Costs:
         assert gpu is not None, "there is no GPU"
         if unit.macs == 0:
             return 0.0
-        rate = gpu.kernel(unit.format)
+        read, rate = unit.unpacked or unit.nbytes, gpu.kernel(unit.format)
         if rate is None and gpu.instructions_s is not None and unit.format in TYPES:
             products = unit.macs * rows / PRODUCT_MACS
             seconds = products * product_instructions(unit.format) / gpu.instructions_s
@@ -134,7 +134,7 @@ class Costs:
             seconds = unit.macs * rate.at(PACKED_ROWS) * rows / PACKED_ROWS
         else:
             seconds = unit.macs * rate.at(rows)
-        seconds = max(seconds, unit.nbytes / gpu.bytes_s)
+        seconds = max(seconds, read / gpu.bytes_s)
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
             seconds += max(nbytes / gpu.bytes_s, 2 * macs / (gpu.attention_flops or gpu.flops))

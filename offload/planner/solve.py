@@ -27,7 +27,8 @@ Counts = Sequence[Mapping[Where, int]]
 class UnitClass:
     """Equal units, in the order of a pass, with the seconds that one takes on CPU and GPU.
 
-    ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed.
+    ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed;
+    ``unpacked`` as in ``PlacedUnit``.
     ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s`` and ``gpu_s`` are an
     equal part of the layer's seconds with none of them on the GPU, and with all.
     """
@@ -40,12 +41,18 @@ class UnitClass:
     gpu_s: float = 0.0
     reading_s: float = 0.0  # CPU time that reading the unit takes
     kv: int = 0
+    unpacked: int = 0
     shared: bool = False
 
     @property
     def count(self) -> int:
         """The number of units."""
         return len(self.names)
+
+    @property
+    def gpu_nbytes(self) -> int:
+        """Bytes of a GPU's memory that a unit takes there."""
+        return self.nbytes + self.unpacked + self.kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +113,7 @@ def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
             continue
         layer_kv = kv[unit.layer] if unit.kind == "attention" and unit.layer is not None else 0
         groups.setdefault(
-            (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer_kv), []
+            (unit.kind, unit.nbytes, unit.unpacked, unit.macs, unit.format, unit.use, layer_kv), []
         ).append(unit)
     return tuple(_class(costs, units, kv) for units in groups.values())
 
@@ -132,6 +139,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
         gpu_s=gpu_s,
         reading_s=costs.reading_load(first.nbytes),
         kv=kv[first.layer or 0] if attends else 0,
+        unpacked=first.unpacked,
         shared=hybrid is not None,
     )
 
@@ -162,9 +170,10 @@ def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
 
 def held_bytes(group: UnitClass, where: Where) -> tuple[int, int]:
     """Return the bytes of (RAM, VRAM) that one unit occupies at a place."""
+    if where is Where.VRAM:
+        return 0, group.gpu_nbytes
     ram = group.nbytes if where in (Where.RAM, Where.LINK) else 0
-    vram = group.nbytes if where is Where.VRAM else 0
-    return (ram, vram + group.kv) if where.on_gpu else (ram + group.kv, vram)
+    return (ram, group.kv) if where.on_gpu else (ram + group.kv, 0)
 
 
 def is_feasible(problem: Problem, counts: Counts) -> bool:
@@ -223,7 +232,7 @@ def _fill_vram(problem: Problem) -> list[int]:
         """Seconds saved per byte, compared with the cheapest other place."""
         group = problem.classes[number]
         seconds = min(group.cpu_s, group.nbytes / problem.link_bytes_s) - group.gpu_s
-        return group.use * seconds / (group.nbytes + group.kv)
+        return group.use * seconds / group.gpu_nbytes
 
     candidates = [n for n, g in enumerate(problem.classes) if Where.VRAM in problem.places(g)]
     candidates.sort(key=gain, reverse=True)
@@ -231,8 +240,8 @@ def _fill_vram(problem: Problem) -> list[int]:
         candidates.sort(key=lambda n: not problem.attends(problem.classes[n]))
     for number in candidates:
         group = problem.classes[number]
-        kept[number] = min(group.count, room // (group.nbytes + group.kv))
-        room -= kept[number] * (group.nbytes + group.kv)
+        kept[number] = min(group.count, room // group.gpu_nbytes)
+        room -= kept[number] * group.gpu_nbytes
     return kept
 
 

@@ -16,13 +16,14 @@ import numpy as np
 from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import FORMATS
 from localrt.quant.formats.codebook import CODEBOOKS
-from localrt.quant.formats.packed import GroupCodec
+from localrt.quant.formats.packed import Format, GroupCodec
 from localrt.quant.formats.published import (
     PUBLISHED,
     BrainCodec,
     Nf4FloatCodec,
     ZeroPointCodec,
 )
+from localrt.quant.formats.tiled import tile_span
 
 
 def _affine(codec: AffineCodec) -> str:
@@ -86,6 +87,11 @@ _INSTRUCTIONS = {
 _USUAL_INSTRUCTIONS = 27
 
 _HALVES = ("NibbleHalves", "SixBitHalves", "ByteScales", "HalfNibbles", "PairScales", "E4m3Scale")
+
+
+def is_packed(format_: Format, columns: int) -> bool:
+    """Whether the kernels compute on the packed bytes of a matrix."""
+    return format_.name in TYPES and columns % tile_span(format_) == 0
 
 
 def format_macros(name: str) -> Mapping[str, str]:

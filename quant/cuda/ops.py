@@ -32,6 +32,7 @@ from localrt.quant.cuda.attention import (
 )
 from localrt.quant.cuda.capture import Capture
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
+from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import GraphedForward, Recordings
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
@@ -48,12 +49,7 @@ from localrt.quant.cuda.stream import (
     Recording,
     Stream,
 )
-from localrt.quant.cuda.weight import (
-    CudaWeight,
-    Tile,
-    build_weight,
-    is_packed,
-)
+from localrt.quant.cuda.weight import CudaWeight, Tile, build_weight
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.adapters import AdapterTable, head_deltas

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cuda.experts import CudaExpertTable, plan_slots, rows_at_once, run_kind
+from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.launch import noting, prepare
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS, TiledMatrix
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Stream
-from localrt.quant.cuda.weight import CudaWeight, is_packed
+from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, RouterSpec, RouterWeights, Routing

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cuda.adapters import CudaAdapters
-from localrt.quant.cuda.formats import TYPES
+from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.formats import unpack
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.formats.published import E4m3Codec
 from localrt.quant.formats.tiled import (
     TILE_ROWS,
     TiledTensor,
     padded_rows,
-    tile_span,
     tile_tensor,
     untile,
     whole_tiles,
@@ -77,11 +76,6 @@ class CudaWeight:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(p.nbytes if isinstance(p, Tensor) else p.data.nbytes for p in self.parts)
-
-
-def is_packed(format_: Format, columns: int) -> bool:
-    """Whether the kernels compute on the packed bytes of a matrix."""
-    return format_.name in TYPES and columns % tile_span(format_) == 0
 
 
 def build_weight(

@@ -306,3 +306,22 @@ def test_bottleneck(ram: int, vram: int) -> None:
     shares = {name: plan.busy_share(name) for name in plan.prediction.busy}
     assert shares[plan.bottleneck] == max(shares.values())
     assert plan.prediction.efficiency == pytest.approx(shares[plan.bottleneck])
+
+
+def test_unpacked_experts() -> None:
+    """On a GPU whose kernels do not read their format they take their bf16 numbers besides."""
+    plain = shape(experts=16, layers=4)
+    units = tuple(
+        replace(unit, unpacked=2 * unit.macs) if unit.kind == "expert" else unit
+        for unit in plain.units
+    )
+    budgets = Budgets(ram=2000 * MB, vram=600 * MB, cuda_context=0)
+    counts = []
+    for model in (plain, replace(plain, units=units)):
+        plan = planned(model, machine(gpu=True), budgets, ctx=128)
+        there = [unit for unit in model.units if plan.placement.where[unit.name] is Where.VRAM]
+        counts.append(sum(unit.kind == "expert" for unit in there))
+        taken = sum(unit.nbytes + unit.unpacked for unit in there)
+        assert plan.memory.nbytes("weights", "vram") == taken
+        assert plan.memory.total("vram") <= budgets.vram
+    assert counts[0] > counts[1] > 0

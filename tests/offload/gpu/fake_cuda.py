@@ -45,8 +45,8 @@ class LateCudaGpu(LateGpu):
     def record(self, *read: Any, last: bool = False) -> Event | None:
         return super().record(*(memory.numpy() for memory in read), last=last)
 
-    def free(self, memory: Any) -> None:
-        super().free(memory.numpy())
+    def free(self, memory: Any, unpacked: int = 0) -> None:
+        super().free(memory.numpy(), unpacked)
 
     def _alloc(self, nbytes: int) -> Any:
         return torch.from_numpy(super()._alloc(nbytes))

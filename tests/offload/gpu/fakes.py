@@ -110,8 +110,8 @@ class LateGpu(FakeGpu):
     def to_host(self, x: Array) -> Array:
         return x.copy()
 
-    def free(self, memory: Any) -> None:
-        super().free(memory)
+    def free(self, memory: Any, unpacked: int = 0) -> None:
+        super().free(memory, unpacked)
         with self._turn:
             if any(_overlap(copy.out, memory) for copy in self._copies):
                 self.faults.append("memory of the GPU was freed while it was copied to")
