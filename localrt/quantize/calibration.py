@@ -30,7 +30,7 @@ from localrt.common.errors import (
 )
 from localrt.common.option_names import option
 from localrt.models.checkpoints.base import TensorSource
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
@@ -101,6 +101,13 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
     return CalibrationOps(compute_format=calibration_format(), threads=threads)
 
 
+def _last(part: Part) -> Residual | SideBySide:
+    """The layer in a unit's part, which may have a ``Tap`` before it."""
+    layer = part.parts[-1] if isinstance(part, Chain) else part
+    assert isinstance(layer, Residual | SideBySide), "others have been refused"
+    return layer
+
+
 class HiddenStates:
     """The hidden states of ``windows`` before a layer; at first the embeddings.
 
@@ -165,15 +172,12 @@ class HiddenStates:
         with self.ops.scope():
             weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
             if self._config.memory_of(layer):
-                attention = load_attention(self._config, layer, weights)
-                if isinstance(attention, Chain):
-                    attention = attention.parts[-1]  # behind the place of its input
-                assert isinstance(attention, Residual | SideBySide), "others have been refused"
-                parts.append(attention)
+                parts.append(_last(load_attention(self._config, layer, weights)))
             if self._config.has_mlp(layer):
-                mlp = load_resident_mlp(self._config, layer, weights, self.ops, ResidentExperts())
-                assert isinstance(mlp, Residual), "as attention"
-                parts.append(mlp)
+                experts = ResidentExperts()
+                parts.append(
+                    _last(load_resident_mlp(self._config, layer, weights, self.ops, experts))
+                )
             return parts
 
     def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
