@@ -13,7 +13,9 @@ had ended.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.heads.head import HeadModel, Target, export
+from benchmarks.heads.head import HeadModel, Target, export, split
 from benchmarks.heads.prompts import beginnings, held_names, held_out, held_rows, prompts_in_turn
 from benchmarks.heads.text import SequenceFile, write_text
 from benchmarks.heads.training import Trainer
@@ -89,8 +91,9 @@ def _train(options: argparse.Namespace) -> None:
         trainer.load(state)
     chats = sum("turns" in row for row in held_rows(options.held)[:: options.held_step])
     allowed = _Allowed(tokenizer, held_names(held_rows(options.held)))
-    saved = time.monotonic()
-    while trainer.step < trainer.total:
+    saved, stopped = time.monotonic(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+    while trainer.step < trainer.total and not stopped.is_set():
         records, began = text.read(), time.monotonic()
         chosen = trainer.choose(allowed.among(records))
         loss, agreed = trainer.train(records[chosen])
@@ -98,10 +101,11 @@ def _train(options: argparse.Namespace) -> None:
         _report(
             f"step {trainer.step} of {trainer.total}: loss {loss:.3f}, {_percent(agreed)}, {took}"
         )
-        if time.monotonic() - saved > options.save or trainer.step == trainer.total:
+        ends = trainer.step == trainer.total or stopped.is_set()
+        if time.monotonic() - saved > options.save or ends:
             trainer.save(state)
             export(model, (*options.layers, layers), options.dir / "eagle3")
-            if held is not None:
+            if held is not None and not stopped.is_set():
                 _score(trainer, held, chats, 4 if trainer.step < trainer.total else 1)
             saved = time.monotonic()
 
@@ -159,8 +163,9 @@ def _scales(bits: npt.NDArray[np.uint16]) -> torch.Tensor:
     thousands of times as large.
     """
     features = torch.from_numpy(np.array(bits[:, 8:]).view(np.int16)).view(torch.bfloat16)
-    rms = features.float().unflatten(-1, (3, -1)).square().mean(-1).sqrt()
-    return rms.flatten(0, 1).median(0).values
+    rms = split(features.float(), 3).square().mean(-1).sqrt()
+    scales: torch.Tensor = rms.flatten(0, 1).median(0).values
+    return scales
 
 
 def _report(line: str) -> None:

@@ -28,9 +28,9 @@ Level = tuple[Tensor, Tensor]
 """Keys and values, (B, kv_heads, T, head_dim)."""
 
 _LAYER = "midlayer."
-_INPUTS = ("q_proj", "k_proj", "v_proj")
-_MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MATRICES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MATRICES = (*_INPUTS, "self_attn.o_proj", *_MLP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class HeadModel:
         weights[f"{_LAYER}hidden_norm"] = last["input_layernorm"]
         weights[f"{_LAYER}post_attention_layernorm"] = last["post_attention_layernorm"]
         for name in _MATRICES:
-            weights[_LAYER + name] = beside(name) if name[10:] in _INPUTS else last[name]
+            weights[_LAYER + name] = beside(name) if name in _INPUTS else last[name]
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             weights[_LAYER + name] = weights[_LAYER + name] / scales[-1]
         self.weights = {
@@ -116,7 +116,7 @@ class HeadModel:
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features (..., 3D), as they are stored, in the head's own terms (..., D)."""
-        parts = features.float().unflatten(-1, (3, -1)) / self.scales[:, None]
+        parts = split(features.float(), 3) / self.scales[:, None]
         return self._linear(parts.flatten(-2), "fc")
 
     def project(self, x: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Level]:
@@ -127,7 +127,7 @@ class HeadModel:
 
         def heads(part: str, count: int) -> Tensor:
             rows = self._linear(both, f"{_LAYER}self_attn.{part}_proj")
-            return rows.unflatten(-1, (count, -1)).transpose(1, 2)
+            return split(rows, count).transpose(1, 2)
 
         v = heads("v", self._kv_heads)
         q = _rotate(heads("q", self._heads), angles).to(v.dtype)
@@ -173,6 +173,11 @@ class HeadModel:
         return F.rms_norm(x.float(), x.shape[-1:], self.weights[name], self.target.eps)
 
 
+def split(x: Tensor, parts: int) -> Tensor:
+    """Rows (..., N) as (..., parts, N / parts)."""
+    return x.reshape(*x.shape[:-1], parts, -1)
+
+
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -186,16 +191,17 @@ def export(model: HeadModel, layers: tuple[int, ...], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target, own = model.target, model.target.config
     weights = {name: weight.detach().clone() for name, weight in model.weights.items()}
-    weights["fc"] = (weights["fc"].unflatten(-1, (3, -1)) / model.scales[:, None]).flatten(-2)
+    weights["fc"] = (split(weights["fc"], 3) / model.scales[:, None]).flatten(-2)
     weights["lm_head"] = target.head
     tensors = {f"{name}.weight": each.bfloat16().contiguous() for name, each in weights.items()}
     used = torch.zeros(int(own["vocab_size"]), dtype=torch.bool)
     used[target.ids] = True
     tensors |= {"d2t": target.ids - torch.arange(len(target.ids)), "t2d": used}
     save_file(tensors, folder / "new.safetensors", metadata={"format": "pt"})
-    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    kept += ("head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
-    kept += ("max_position_embeddings",)
+    kept = (
+        *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *("rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings"),
+    )
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.heads.head import HeadModel
+from benchmarks.heads.head import HeadModel, split
 
 _LEVELS = 4
 _LEVEL_WEIGHT = 0.8  # of each deeper level's loss, over the one above
@@ -113,7 +113,7 @@ class Trainer:
         features = bits.view(torch.bfloat16)
         # Row i takes in token i + 1 with the features of token i, and guesses token i + 2.
         counted = written[:, 2:] & (self._local[tokens[:, 2:]] >= 0)
-        last = features[:, 1:-1].unflatten(-1, (3, -1))[:, :, -1]
+        last = split(features[:, 1:-1], 3)[:, :, -1]
         with torch.no_grad():
             normed = F.rms_norm(last.float(), last.shape[-1:], model.target.norm, model.target.eps)
             truth = F.linear(normed[counted].bfloat16(), model.target.head).float()
