@@ -45,6 +45,7 @@ CHECKS = {
     "logits": ("models", "check_logits"),
     "decode": ("models", "check_decode"),
     "adapters": ("adapters", "check_adapters"),
+    "heads": ("heads", "check_heads"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
     "mixture-attention": ("attention", "check_mixture_attention"),

@@ -14,6 +14,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _PARTS = {
     "models larger than 8 GB through `localrt.load`": ("loaded ", "decode_tok_s"),
     "what adapters cost": ("adapters, decode", "cost_1"),
+    "what a draft head's steps cost": ("head", "us_step_4"),
 }
 _VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
 
