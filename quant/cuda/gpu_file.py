@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
 RATES, FINE_RATES = "rates", "rates of 15 bits"
 """The parts of a GPU's file that have them, for rows in 8 bits and in 15."""
 ROWS = (1, 8, 64, 128, 512, 2048)
-"""Rows of the products that are timed. From 65 on weights are unpacked first."""
+"""Rows of the products that are timed. From 65 on data centers' GPUs unpack weights first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
