@@ -304,8 +304,12 @@ def load_with_draft(
     if path is None:
         model = load(options)
         drafts = Drafts(model, later)
-        if is_draft_model(draft):
-            drafts.load(name)
+        if is_draft_model(draft) or draft == "auto":
+            try:
+                drafts.load(name)
+            except BaseException:
+                model.engine.close()
+                raise
         return model, drafts
     place = place_draft(target, path, name, options, settings)
     place = place or DraftPlace(alone=options, draft=options)

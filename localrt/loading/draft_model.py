@@ -381,21 +381,14 @@ class Drafts:
         Raises:
             OptionError: an explicitly named draft cannot draft for this model.
         """
-        name, engine = options.draft, self._target.engine
+        name = options.draft
         if name == "off":
             return None
-        if not isinstance(engine, NativeEngine):
-            if name == "auto":
-                return None
-            raise OptionError(
-                f"{option('draft', name)} needs the native engine; this model runs on "
-                f"{engine.info.engine}: leave {option('draft')} out"
-            )
         if name == "auto":
-            # With other ops a row's bits, and so a token, may depend on the rows in the batch.
-            if engine.ops_name != "native":
+            if not self._takes_auto():
                 return None
-            name = self._own or _LOOKUP
+            name = self._head or self._family or _LOOKUP
+        engine = self._native(name)
         with self._lock:
             key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
             known = self._made.get(key)
@@ -409,13 +402,21 @@ class Drafts:
             self._drafts[name] = draft, note
 
     def load(self, name: str) -> None:
-        """Load a draft that is asked for by name.
+        """Load a draft that is asked for by name; for ``"auto"``, the head that it uses, if any.
 
         Raises:
             LocalrtError: it cannot be found or loaded, or does not fit the model.
         """
+        if name == "auto":
+            own = self._head if self._takes_auto() else None
+            if own is None:
+                return
+            name, asked = own, False
+        else:
+            self._native(name)
+            asked = True
         with self._lock:
-            self._drafts[name] = self._load_model(name, asked=True)
+            self._drafts[name] = self._load_model(name, asked=asked)
 
     def close(self) -> None:
         """Free all drafts."""
@@ -428,15 +429,36 @@ class Drafts:
 
     # -- parts -----------------------------------------------------------------------------------
 
+    def _native(self, name: str) -> NativeEngine:
+        engine = self._target.engine
+        if not isinstance(engine, NativeEngine):
+            raise OptionError(
+                f"{option('draft', name)} needs the native engine; this model runs on "
+                f"{engine.info.engine}: leave {option('draft')} out"
+            )
+        return engine
+
+    def _takes_auto(self) -> bool:
+        """Whether ``auto`` speculates at all: with other ops a row's bits, and so a token, may
+        depend on the rows in the batch.
+        """
+        engine = self._target.engine
+        return isinstance(engine, NativeEngine) and engine.ops_name == "native"
+
     @cached_property
-    def _own(self) -> str | None:
-        """What ``auto`` drafts with besides lookups, if anything: the model's MTP block, a head for
-        it, or a model of its family.
+    def _head(self) -> str | None:
+        """What ``auto`` drafts with besides lookups, if the model has it: its MTP block, or a head
+        that was published for it.
         """
         target = self._target
         if not target.engine.info.streamed and has_prediction_block(target.path):
             return MTP
-        return find_head(target.path, Settings.from_environment()) or family_draft(target)
+        return find_head(target.path, Settings.from_environment())
+
+    @cached_property
+    def _family(self) -> str | None:
+        """The name of the draft model that ``auto`` uses where there is no head, if any."""
+        return family_draft(self._target)
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
         drafter = name.removesuffix(PLUS_NGRAM)
