@@ -1,0 +1,177 @@
+"""Draft heads of GGUF files: llama.cpp computes the same.
+
+What reads features and takes them in is in no header that llama.cpp installs, so the binding lacks
+it, and its names in the library are C++'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.decoder import FinalNorm
+from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.test_heads import BLOCKS, IDS, load_block
+from tests.models.tiny import load_ours, relative_error, save_tiny
+from tests.models.tiny_heads import TinyBlock, TinyEagle3
+
+pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+pytestmark = pytest.mark.llamacpp
+
+_MTP = 1  # LLAMA_CONTEXT_TYPE_MTP
+_ENCODE, _DECODE = 0, 1
+_CONTEXT, _FLOATS = ctypes.c_void_p, ctypes.POINTER(ctypes.c_float)
+_SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "_Z26llama_set_embeddings_nextnP13llama_contextbb": (
+        [_CONTEXT, ctypes.c_bool, ctypes.c_bool],
+        None,
+    ),
+    "_Z26llama_get_embeddings_nextnP13llama_context": ([_CONTEXT], _FLOATS),
+    "_Z30llama_set_embeddings_layer_inpP13llama_contextjb": (
+        [_CONTEXT, ctypes.c_uint32, ctypes.c_bool],
+        None,
+    ),
+    "_Z30llama_get_embeddings_layer_inpP13llama_contextj": ([_CONTEXT, ctypes.c_uint32], _FLOATS),
+}
+
+
+class Context:
+    """A context of llama.cpp with a cache in single precision."""
+
+    def __init__(self, path: Path, *, kind: int = 0, other: Context | None = None) -> None:
+        from localrt.engine.llamacpp.model import load_library
+
+        self.api = api = load_library().api
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(api._lib, name, None)
+            if function is None:
+                pytest.skip(f"this llama.cpp has no {name}")
+            function.argtypes, function.restype = arguments, result
+            setattr(self, name[len("_Z26llama_") :].split("P13")[0], function)
+        options = api.llama_model_default_params()
+        options.n_gpu_layers, options.load_mtp = 0, kind == _MTP
+        self.model = api.llama_model_load_from_file(str(path).encode(), options)
+        assert self.model, path
+        params = api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = params.n_outputs_max = 64
+        params.n_threads = params.n_threads_batch = 1
+        params.type_k = params.type_v = api.GGML_TYPE_F32
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.offload_kqv = params.op_offload = False
+        params.ctx_type, params.ctx_other = kind, other and other.handle
+        self.handle = api.llama_init_from_model(self.model, params)
+        assert self.handle, path
+
+    def process(
+        self, kind: int, ids: Sequence[int] | None, given: np.ndarray | None, first: int
+    ) -> None:
+        """Compute rows of tokens, of what is given, or of both, from position ``first`` on."""
+        api, batch = self.api, self.api.llama_batch_ext_init(self.handle)
+        for row in range(len(given if ids is None else ids)):
+            own = None
+            if given is not None:
+                data = given[row].ctypes.data_as(_FLOATS)
+                own = api.llama_embd(data, 1, given.shape[1])
+            if ids is None:
+                index = api.llama_batch_ext_add_embd(batch, 0, own)
+            else:
+                index = api.llama_batch_ext_add_token(batch, 0, ids[row])
+                assert own is None or api.llama_batch_ext_set_embd_token(batch, index, own)
+            position = (ctypes.c_int32 * 1)(first + row)
+            assert api.llama_batch_ext_set_pos(batch, index, position)
+            assert api.llama_batch_ext_set_output_logits(batch, index, True)
+        assert api.llama_process(self.handle, kind, batch) == 0
+        api.llama_batch_ext_free(batch)
+
+    def rows(self, data: Any, count: int, width: int) -> np.ndarray:
+        return np.ctypeslib.as_array(data, shape=(count, width)).copy()
+
+    def logits(self, count: int) -> np.ndarray:
+        vocab = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        return self.rows(self.api.llama_get_logits(self.handle), count, vocab)
+
+    def close(self) -> None:
+        self.api.llama_free(self.handle)
+        self.api.llama_model_free(self.model)
+
+
+@contextmanager
+def opened(path: Path, **how: Any) -> Iterator[Any]:
+    context = Context(path, **how)
+    try:
+        yield context
+    finally:
+        context.close()
+
+
+@pytest.mark.parametrize("only_block", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_mtp_block(name: str, only_block: bool, tmp_path: Path) -> None:
+    block = TinyBlock(name, tmp_path)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name, predicting=1)
+    own = path
+    if only_block:
+        own = tmp_path / "mtp-m.gguf"
+        write_tiny_gguf(tmp_path, own, name, predicting=1, only_block=True)
+    width = block.config.hidden_size
+    with opened(path) as target:
+        target.set_embeddings_nextn(target.handle, True, False)
+        target.process(_DECODE, IDS, None, 0)
+        hidden = target.rows(target.get_embeddings_nextn(target.handle), len(IDS), width)
+        with opened(own, kind=_MTP) as head:
+            head.process(_DECODE, IDS[1:], hidden[:-1], 1)
+            theirs = head.logits(len(IDS) - 1)
+    ours = load_ours(path)
+    config, decoder = load_block(own, ours)
+    features = Features(config.layers, np.empty((len(IDS), width), np.float32))
+    ours.forward(Batch.extend([(ours.cache(32), IDS)]), rows=[], features=features)
+    given = FinalNorm(ours)(features.rows)
+    assert relative_error(given, hidden) < 1e-3
+    batch = Batch.extend([(decoder.cache(32), IDS[1:])])
+    assert relative_error(decoder.forward(batch, given=hidden[:-1]), theirs) < 1e-3
+
+
+@pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])
+def test_eagle3_head(flag: str, tmp_path: Path) -> None:
+    config = save_tiny("llama", tmp_path / "target").config
+    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "llama")
+    tiny = TinyEagle3(
+        tmp_path, config.hidden_size, config.vocab_size, **({flag: True} if flag else {})
+    )
+    own, layers = tmp_path / "eagle3.gguf", (0, 1, 2)
+    tiny.save_gguf(own, layers)
+    width, count = config.hidden_size, len(IDS)
+    with opened(path) as target:
+        for layer in layers:
+            target.set_embeddings_layer_inp(target.handle, layer, True)
+        target.process(_DECODE, IDS, None, 0)
+        read = [target.get_embeddings_layer_inp(target.handle, layer) for layer in layers]
+        given = np.concatenate([target.rows(data, count, width) for data in read], axis=1)
+        with opened(own, other=target) as head:
+            head.set_embeddings_nextn(head.handle, True, True)
+            head.process(_ENCODE, None, given[:-1].copy(), 0)
+            fused = head.rows(head.get_embeddings_nextn(head.handle), count - 1, width)
+            head.process(_DECODE, IDS[1:], fused, 0)
+            theirs = head.logits(count - 1)
+            made = head.rows(head.get_embeddings_nextn(head.handle), count - 1, width)
+    ours = load_ours(path)
+    read_config, decoder = load_block(own, ours)
+    assert read_config.layers == layers
+    features = Features(layers, np.empty((count, 3 * width), np.float32))
+    ours.forward(Batch.extend([(ours.cache(32), IDS)]), rows=[], features=features)
+    assert relative_error(features.rows, given) < 1e-3
+    cache, ids = decoder.cache(32), np.array(IDS[1:])
+    batch = Batch(ids, np.arange(1, count), (Span(cache, count - 1),))
+    last = Features((AFTER_LAST,), np.empty((count - 1, width), np.float32))
+    found = decoder.forward(batch, given=given[:-1], features=last)
+    assert relative_error(found, theirs[:, tiny.tokens]) < 1e-3
+    assert np.isneginf(np.delete(theirs, tiny.tokens, axis=1)).all()
+    assert relative_error(last.rows, made) < 1e-3
