@@ -1,7 +1,7 @@
 """Draft heads: small decoders that draft for one model and read its features.
 
 A block of multi-token prediction (MTP) is published inside the model's own files or in a file of
-its own, an EAGLE-3 head as a folder or a GGUF file, an assistant of Gemma 4 as a folder.
+its own, an EAGLE-3 head as a folder or a GGUF file, an assistant of Gemma 4 and DFlash as folders.
 ``models/layers/heads.py`` computes them. A head shares its target's embedding and output matrix
 where it has none of its own.
 """
@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
-from localrt.models.architectures import gemma4, llama
+from localrt.models.architectures import gemma4, llama, qwen
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
-from localrt.models.checkpoints.text_model import ASSISTANTS, EAGLE3
+from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.block import ResidualBlock
@@ -30,11 +30,12 @@ from localrt.models.layers.heads import (
     AssistantBlock,
     AssistantHead,
     Clusters,
+    ContextKeys,
     FeatureBlock,
     PredictionBlock,
 )
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import Embedding, Head
+from localrt.models.layers.parts import Attention, Chain, Embedding, Head, Residual
 from localrt.models.raw_config import RawConfig
 from localrt.models.registry import read_config
 from localrt.models.weight_store import ResidentWeights
@@ -54,6 +55,11 @@ _ORDER = "masked_embedding.token_ordering"  # an assistant's tokens, cluster by 
 _UNUSED = "t2d"
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
+# Of ``dflash_config``; others are of kinds that are not known
+_BLOCK_OPTIONS = {
+    *("mask_token_id", "target_layer_ids", "block_size"),
+    *("final_logit_softcapping", "output_multiplier", "input_embedding_scale"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,9 @@ class HeadConfig:
     An assistant's layers read the keys and values at ``places`` of its target's cache: its rows
     stand at the last known token and see all before it. It looks for its tokens in the best
     ``used`` of ``clusters`` (C, n).
+
+    DFlash drafts a ``block`` at once: the last known token, and ``mask`` in place of those that it
+    drafts. Its rows see each other, and what ``ContextKeys`` made of the tokens before.
     """
 
     decoder: DecoderConfig
@@ -77,6 +86,8 @@ class HeadConfig:
     places: tuple[int, ...] = ()
     clusters: Ints | None = None
     used: int = 0
+    block: int = 0
+    mask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +155,7 @@ def _plain(name: str) -> str:
 
 
 def open_head(path: Path) -> HeadFolder | HeadFile:
-    """Open the head at ``path``: an EAGLE-3 head or an assistant, or the MTP block in a model's
-    files, or in a file of its own.
+    """Open the head at ``path``: what only drafts for a model, or the MTP block in a model's files.
 
     Raises:
         CheckpointError: there is none.
@@ -178,10 +188,9 @@ def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
     Raises:
         UnsupportedModelError: it is another model's, or of an unknown kind.
     """
-    read = _read_eagle3 if checkpoint.architecture in EAGLE3 else _read_prediction
-    if checkpoint.architecture in ASSISTANTS:
-        read = _read_assistant
-    head = read(checkpoint, target)
+    own_readers = {DFLASH: _read_dflash, **dict.fromkeys(EAGLE3, _read_eagle3)}
+    own_readers.update(dict.fromkeys(ASSISTANTS, _read_assistant))
+    head = own_readers.get(checkpoint.architecture, _read_prediction)(checkpoint, target)
     own = head.decoder
     width = own.block.width if isinstance(own.block, AssistantBlock) else own.hidden_size
     if width != target.hidden_size:
@@ -267,6 +276,48 @@ def _read_assistant(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) ->
     )
 
 
+def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+    options = RawConfig(checkpoint).mapping("dflash_config")
+    config = checkpoint.config = {**checkpoint.config, **options}
+    raw = RawConfig(checkpoint)
+    unknown = {key for key, value in options.items() if value} - _BLOCK_OPTIONS
+    if raw.flag("is_causal") or not raw.flag("rope_is_neox_style", default=True) or unknown:
+        what = min(unknown, default="is_causal or rope_is_neox_style")
+        raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
+    scale = raw.number("input_embedding_scale", target.embedding_scale)
+    if not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):
+        raise UnsupportedModelError("it scales embeddings otherwise than the model")
+    own, block, mask = (
+        qwen.read_qwen3(raw),
+        raw.integer("block_size", 16),
+        raw.index("mask_token_id"),
+    )
+    if mask >= target.vocab_size or block < 2:
+        raise UnsupportedModelError(f"its mask is token {mask}, its block of {block} tokens")
+    # A row sees the whole block: a window ends with the block, and begins with the first row's
+    attention = tuple(
+        spec if spec.window is None else replace(spec, window=spec.window + block - 1)
+        for spec in own.attending
+    )
+    tokens = checkpoint.tokens
+    return HeadConfig(
+        decoder=replace(
+            own,
+            attention=attention,
+            vocab_size=target.vocab_size if tokens is None else len(tokens),
+            tied_head=False,
+            logit_scale=raw.number("output_multiplier", 1.0),
+            final_softcap=raw.optional_number("final_logit_softcapping"),
+        ),
+        layers=_inputs(config.get("target_layer_ids"), 1, target.layers),
+        normed=False,
+        own_normed=False,
+        tokens=tokens,
+        block=block,
+        mask=mask,
+    )
+
+
 def _read_clusters(
     checkpoint: HeadFolder | HeadFile, raw: RawConfig, vocab: int
 ) -> tuple[Ints | None, int]:
@@ -292,9 +343,14 @@ def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     listed = (own if isinstance(own, dict) else config).get("eagle_aux_hidden_state_layer_ids")
     if listed is None:
         return (2, layers // 2, layers - 3)
+    return _inputs(listed, int(inside), layers)
+
+
+def _inputs(listed: object, first: int, layers: int) -> tuple[int, ...]:
+    """The layers before which a head reads, of a list that counts inputs from ``first`` on."""
     if not isinstance(listed, list) or any(type(number) is not int for number in listed):
-        raise UnsupportedModelError(f"an EAGLE-3 head's layers are {listed!r}")
-    inputs = [number + inside for number in listed]
+        raise UnsupportedModelError(f"the layers that it reads are {listed!r}")
+    inputs = [number + first for number in listed]
     if not all(0 <= number <= layers for number in inputs):
         raise UnsupportedModelError(f"it reads layers {listed}, and the model has {layers}")
     return tuple(AFTER_LAST if number == layers else number for number in inputs)
@@ -358,8 +414,34 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
         end = Head(decoder, load_norm(decoder, weights), head)
         if isinstance(decoder.block, AssistantBlock):
             end = _assistant_head(config, decoder.block.width, weights, end)
+        if config.block:
+            features = decoder.hidden_size * len(config.layers)
+            context = ContextKeys(decoder, features, weights, list(map(_attention, body[1::2])))
     weights.finish()
-    return Decoder(ResidentWeights(ops, decoder, body, end, experts))
+    head_weights = ResidentWeights(ops, decoder, body, end, experts)
+    if not config.block:
+        return Decoder(head_weights)
+    return BlockDecoder(
+        head_weights, Decoder(ResidentWeights(ops, decoder, [context], end, experts))
+    )
+
+
+class BlockDecoder(Decoder):
+    """DFlash. Passes of its ``context`` are given features of known tokens, and keep their keys and
+    values in the caches of both.
+    """
+
+    def __init__(self, weights: ResidentWeights, context: Decoder) -> None:
+        super().__init__(weights)
+        self.context = context
+
+
+def _attention(part: Part) -> Attention:
+    """The attention in a layer's first part, behind the place of its input."""
+    layer = part.parts[-1] if isinstance(part, Chain) else part
+    assert isinstance(layer, Residual), "a plain layer"
+    assert isinstance(layer.layer, Attention), "latents are not drafted with"
+    return layer.layer
 
 
 def _assistant_head(

@@ -27,6 +27,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import FEATURE_NBYTES, FeatureRows, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
+from localrt.loading.draft_block import BlockSource
 from localrt.loading.parts import LoadedModel
 from localrt.models.decoder import FinalNorm
 from localrt.models.heads import (
@@ -200,7 +201,8 @@ class HeadDraft:
                 raise
         self._target_norm = FinalNorm(engine.decoder) if self.config.normed else None
         self._own_norm = FinalNorm(self.decoder) if self.config.own_normed else None
-        self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
+        share = 1.5 * self.nbytes / max(engine.info.weight_bytes, 1)
+        self.level_share = min(1.0, share / max(self.config.block - 1, 1))  # a block's at once
 
     def _reserve(self, nbytes: int) -> None:
         """Take memory beside the model's."""
@@ -220,10 +222,13 @@ class HeadDraft:
         """Return the draft source for a session."""
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         features = session.record_features(self.config.layers)
+        capacity, temperature = session.capacity, options.sampling.temperature
+        if block := self.config.block:
+            return BlockSource(self, features, capacity=capacity + block, temperature=temperature)
         return TreeSource(
             HeadDrafter(self, session, features),
-            capacity=session.capacity + (options.tree_budget or MOST_NODES),
-            temperature=options.sampling.temperature,
+            capacity=capacity + (options.tree_budget or MOST_NODES),
+            temperature=temperature,
         )
 
     def of_target(self, rows: Floats) -> Floats:

@@ -39,7 +39,14 @@ EAGLE3 = (
 ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 """What Gemma 4's assistants call theirs."""
 
-HEADS = {**dict.fromkeys(EAGLE3, "an EAGLE-3 head"), **dict.fromkeys(ASSISTANTS, "an assistant")}
+DFLASH = "DFlashDraftModel"
+"""What DFlash drafts call theirs."""
+
+HEADS = {
+    **dict.fromkeys(EAGLE3, "an EAGLE-3 head"),
+    **dict.fromkeys(ASSISTANTS, "an assistant"),
+    DFLASH: "a DFlash draft",
+}
 """The architectures of what only drafts for a model, and what it is."""
 
 TEXT_KEYS = ("llm_config", "text_config")

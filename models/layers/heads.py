@@ -7,7 +7,7 @@ of draft tokens, the head's own output. ``models/heads.py`` opens heads and read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +138,30 @@ class Clusters:
     centroids: Weight
     tokens: npt.NDArray[np.int64]
     used: int
+
+
+class ContextKeys:
+    """DFlash's reading of its target: each layer has a key and a value of a token's features.
+
+    These are projected, and take the place of what the draft's ``layers`` read, behind a norm of
+    their own.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, features: int, weights: WeightLoader, layers: list[Attention]
+    ) -> None:
+        hidden = config.hidden_size
+        self._projection = weights.matrix((hidden, features), _FUSION)
+        norm = weights.vector(hidden, "model.hidden_norm.weight")
+        self._layers = [(each, replace(each.weights, norm=norm)) for each in layers]
+
+    def __call__(self, state: PassState) -> None:
+        """Append keys and values to the caches."""
+        ops, given = state.ops, state.given
+        assert given is not None, "a pass over the context is given its features"
+        x = ops.projected(ops.given_rows(given), self._projection)
+        for layer, weights in self._layers:
+            ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
 
 
 class AssistantHead(Head):

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import localrt
+from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
 from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import vocabulary_problem
@@ -22,6 +24,7 @@ from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
+from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 from tests.real_models import real_model
 
@@ -165,7 +168,7 @@ def test_draft_model() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["mtp", "mtp-gguf", "eagle3", "assistant"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp-gguf", "eagle3", "assistant", "dflash"])
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
     target, draft = tmp_path / "target", "mtp"
     if kind.startswith("mtp"):
@@ -179,7 +182,8 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
         TinyAssistant("gemma4", target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
     else:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
-        TinyEagle3(tmp_path, config.hidden_size, config.vocab_size)
+        head = TinyEagle3 if kind == "eagle3" else TinyDFlash
+        head(tmp_path, config.hidden_size, config.vocab_size)
     prompt: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9]}
     with localrt.load(target, draft=draft) as model:
         for sampling in ({"temperature": 0.0}, {"temperature": 0.3, "seed": 3}):
@@ -223,6 +227,39 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
                 expected = logits[last] - np.log(np.exp(logits).sum()) + DECAY
                 assert abs(tree.scores[node] - above - expected) < 1e-4
             session.extend(ids[count : count + 1])
+
+
+def test_tree_of_a_block(tmp_path: Path) -> None:
+    """A node's probability is that of its token at its depth."""
+    model = save_tiny("llama", tmp_path)
+    tiny = TinyDFlash(tmp_path / "own", model.config.hidden_size, model.config.vocab_size)
+    parts = load_parts(tmp_path, LoadOptions(format="f32", device="cpu"))
+    with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
+        assert isinstance(parts.engine, NativeEngine)
+        session, ids = parts.engine.session(64), tokens(30)
+        source = draft.source(session, read_options({"temperature": 0.0}))
+        assert not len(source.propose(ids[:9], 40, 3))  # nothing is computed yet
+        session.extend(ids[:8])
+        for known, missing in ((8, 8), (12, 4), (13, 1), (6, 0), (9, 3)):
+            if known > len(session.tokens):
+                session.extend(ids[len(session.tokens) : known])
+            session.trim(known)
+            history = [*ids[:known], 50 + known]
+            assert source.missing(history) == missing
+            tree = source.propose(history, 40, 9)
+            assert (len(tree), source.missing(history)) == (40, 0)
+            features = torch.tensor(session.record_features(draft.config.layers).get(0, known))
+            block = torch.tensor([history[-1], *[MASK] * (BLOCK - 1)])
+            with torch.no_grad():
+                embedded = model.get_input_embeddings()(block)
+                logits = tiny.expected(features, embedded, model.lm_head.weight)
+            logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+            for token, parent, depth, score in zip(
+                tree.tokens, tree.parents, tree.depths, tree.scores, strict=True
+            ):
+                above = 0.0 if parent == ROOT else tree.scores[parent]
+                assert abs(score - above - DECAY - logprobs[depth, token]) < 1e-4
+            assert tree.height <= BLOCK - 1
 
 
 def test_head_of_another_model(tmp_path: Path) -> None:

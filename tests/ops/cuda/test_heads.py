@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from localrt.models.decoder import FinalNorm
+from localrt.models.heads import BlockDecoder
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_heads import IDS, TinyBlock, TinyEagle3, load_block
 from tests.models.tiny import load_ours, relative_error, save_tiny
+from tests.models.tiny_dflash import BLOCK, TinyDFlash
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 from tests.ops.cuda.test_models import load
@@ -40,4 +42,22 @@ def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
         span = Span(decoder.cache(32), len(IDS) - 1)
         batch = Batch(np.array(IDS[1:]), np.arange(1, len(IDS)), (span,))
         found.append(decoder.forward(batch, given=given[:-1]))
+    assert relative_error(found[1], found[0]) < 0.03
+
+
+def test_dflash(tmp_path: Path, emulator: Emulator) -> None:
+    """A block behind the context, whose rows see each other."""
+    config = save_tiny("llama", tmp_path).config
+    TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size)
+    plain, ours = load_ours(tmp_path), load(tmp_path, ops=CudaOps(device=DEVICE))
+    given = np.random.default_rng(1).standard_normal((9, 3 * config.hidden_size), np.float32)
+    found = []
+    for target in (plain, ours):
+        _, head = load_block(tmp_path / "own", target)
+        assert isinstance(head, BlockDecoder)
+        cache = head.cache(32)
+        head.context.forward(Batch.extend([(cache, IDS[:9])]), rows=[], given=given)
+        span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
+        batch = Batch(np.array(IDS[:BLOCK]), np.arange(9, 9 + BLOCK), (span,))
+        found.append(head.forward(batch))
     assert relative_error(found[1], found[0]) < 0.03

@@ -1,0 +1,64 @@
+"""DFlash drafts: what plain torch makes of the same features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.common.errors import UnsupportedModelError
+from localrt.models.heads import BlockDecoder
+from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.test_heads import load_block
+from tests.models.tiny import edited, load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
+
+IDS = tokens(14)
+
+
+@pytest.mark.parametrize("window", [8, 1 << 20])
+def test_dflash(window: int, tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path)
+    target = load_ours(tmp_path)
+    width, known = target.config.hidden_size, len(IDS) - 1
+    tiny = TinyDFlash(tmp_path / "own", width, target.config.vocab_size, window=window)
+    config, head = load_block(tmp_path / "own", target)
+    assert isinstance(head, BlockDecoder)
+    assert (config.layers, config.block, config.mask) == ((1, 2, AFTER_LAST), BLOCK, MASK)
+    features = Features(config.layers, np.empty((known, 3 * width), np.float32))
+    target.forward(Batch.extend([(target.cache(32), IDS[:-1])]), rows=[], features=features)
+    block = np.array([IDS[-1], *[MASK] * (BLOCK - 1)])
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(torch.tensor(block))
+        theirs = tiny.expected(torch.tensor(features.rows), embedded, model.lm_head.weight)
+    cache = head.cache(32)
+    for start, stop in ((0, 5), (5, known)):
+        batch = Batch.extend([(cache, IDS[start:stop])])
+        head.context.forward(batch, rows=[], given=features.rows[start:stop])
+    for _ in range(2):  # a block leaves nothing behind
+        span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
+        ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)))
+        assert relative_error(ours, theirs) < 1e-4
+        cache.trim(known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 32}, "hidden numbers"),
+        ({"dflash_config": {"mask_token_id": 211, "target_layer_ids": [0]}}, "mask is token 211"),
+        ({"dflash_config": {"mask_token_id": 7}}, "layers that it reads are None"),
+        ({"dflash_config": {"selector_rank": 8}}, "with its selector_rank is not supported"),
+        ({"is_causal": True}, "is not supported"),
+    ],
+)
+def test_other_drafts(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    target = load_ours(tmp_path)
+    TinyDFlash(tmp_path / "own", target.config.hidden_size, target.config.vocab_size)
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_block(edited(tmp_path / "own", **changes), target)

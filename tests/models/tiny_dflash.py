@@ -1,0 +1,115 @@
+"""DFlash drafts of tiny random models, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tests.models.tiny_heads import rms
+
+BLOCK, MASK = 6, 7
+
+
+class TinyDFlash:
+    """A DFlash draft of a model with ``hidden`` numbers, as a folder."""
+
+    LAYERS = (0, 1, 2)  # by their outputs
+
+    def __init__(
+        self, folder: Path, hidden: int, vocab: int, *, window: int = 1 << 20, **changes: Any
+    ) -> None:
+        self.window = window
+        torch.manual_seed(3)
+        self.hidden, self.heads, self.size, self.layers = hidden, 4, 16, 2
+        q, kv, inner = self.heads * self.size, 2 * self.size, 96
+        w = {"fc.weight": torch.randn(hidden, len(self.LAYERS) * hidden) * 0.15}
+        for name in ("hidden_norm", "norm"):
+            w[f"{name}.weight"] = torch.rand(hidden) + 0.5
+        for layer in range(self.layers):
+            shapes = {
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }
+            norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+            norms |= {"self_attn.q_norm": self.size, "self_attn.k_norm": self.size}
+            for name, shape in shapes.items():
+                w[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.15
+            for name, width in norms.items():
+                w[f"layers.{layer}.{name}.weight"] = torch.rand(width) + 0.5
+        self.weights = w
+        folder.mkdir(exist_ok=True)
+        save_file(w, folder / "model.safetensors")
+        config = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": 2,
+            "head_dim": self.size,
+            "vocab_size": vocab,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "block_size": BLOCK,
+            "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)},
+            "use_sliding_window": window < 1 << 20,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention"] * self.layers,
+            **changes,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+
+    def expected(
+        self, features: torch.Tensor, embedded: torch.Tensor, head: torch.Tensor
+    ) -> np.ndarray:
+        """Logits of a block's rows (b, D) after tokens with ``features`` (n, 3D)."""
+        context = self._norm(self._linear(features, "fc"), "hidden_norm")
+        n, x = len(context), embedded
+        for layer in range(self.layers):
+            stem = f"layers.{layer}."
+            normed = self._norm(x, f"{stem}input_layernorm")
+            both = torch.cat([context, normed])
+            places = torch.arange(n + len(x))
+            q = self._heads(normed, f"{stem}self_attn.q_proj", f"{stem}self_attn.q_norm")
+            k = self._heads(both, f"{stem}self_attn.k_proj", f"{stem}self_attn.k_norm")
+            v = self._heads(both, f"{stem}self_attn.v_proj", "")
+            q, k = self._turned(q, places[n:]), self._turned(k, places)
+            first = max(0, n + 1 - self.window)  # of the first row's, which all rows see
+            k, v = (each[:, first:].repeat_interleave(2, 0) for each in (k, v))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            joined = mixed.transpose(0, 1).reshape(len(x), -1)
+            x = x + self._linear(joined, f"{stem}self_attn.o_proj")
+            y = self._norm(x, f"{stem}post_attention_layernorm")
+            gate = torch.nn.functional.silu(self._linear(y, f"{stem}mlp.gate_proj"))
+            x = x + self._linear(
+                gate * self._linear(y, f"{stem}mlp.up_proj"), f"{stem}mlp.down_proj"
+            )
+        return (self._norm(x, "norm") @ head.T).numpy()
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms(x, self.weights[f"{name}.weight"], 1e-6)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def _heads(self, x: torch.Tensor, name: str, norm: str) -> torch.Tensor:
+        rows = self._linear(x, name).view(len(x), -1, self.size)
+        return (self._norm(rows, norm) if norm else rows).transpose(0, 1)
+
+    def _turned(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        angle = places[:, None] * 10000.0 ** (-torch.arange(0, 1, 2 / self.size))
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
