@@ -146,3 +146,17 @@ def test_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = features.get(features.first, 300)
     assert len(kept) >= 50
     np.testing.assert_array_equal(kept[:, 0], np.arange(features.first, 300) // 2)
+
+
+@needs_kernels
+def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
+    """Rows go on behind tokens that another session has computed."""
+    other, session = engine.session(64), engine.session(64)
+    features = session.record_features()
+    session.extend(TOKENS[:3])
+    other.extend(TOKENS[:8])
+    assert session.copy_prefix(other, 8) == 8
+    assert (features.first, features.length) == (8, 8)
+    session.extend(TOKENS[8:])
+    assert session.record_features() is features
+    np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])

@@ -74,6 +74,10 @@ class FeatureRows:
         self.advance(len(rows))
         self._open = self._open[:0]
 
+    def restart(self, first: int) -> None:
+        """Hold no rows; the next is of token ``first``."""
+        self.first = self.length = first
+
     def trim(self, length: int) -> None:
         """Drop the rows of all tokens from ``length`` on."""
         self.first = min(self.first, length)
@@ -135,7 +139,6 @@ class NativeSession(EngineSession):
     def use(self, mix: Mix) -> None:
         if mix != self.cache.mix:
             self.trim(0)
-            self._features = None
             self.cache.mix = mix
 
     @property
@@ -251,10 +254,11 @@ class NativeSession(EngineSession):
         if blocks is None:
             return 0
         self.trim(0)
-        self._features = None
         self._reserve(blocks, len(tokens))
         held = blocks.restore(read(blocks.fill_blocks), states)
         self._tokens = list(tokens[:held])
+        if self._features is not None:
+            self._features.restart(held)
         return held
 
     def copy_prefix(self, other: EngineSession, length: int) -> int:
