@@ -15,6 +15,7 @@ from localrt.loading.draft_head import HeadDrafter
 from localrt.quant.cpu.abi import find_library
 from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens
+from tests.models.tiny_assistants import TinyAssistant
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
@@ -103,10 +104,15 @@ def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
     assert shared == [list(ids) for ids in alone]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3-plain"])
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3-plain", "gemma4"])
 def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of the head computes the drafts of all chats."""
-    TinyBlock(name, tmp_path)
+    draft = "mtp"
+    if name == "gemma4":
+        draft = str(tmp_path / "own")
+        TinyAssistant(name, tmp_path, tmp_path / "own")
+    else:
+        TinyBlock(name, tmp_path)
     together: list[int] = []
     compute = HeadDrafter.compute_together
 
@@ -121,7 +127,7 @@ def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"token_ids": tokens(20, seed=n), "max_tokens": 25, "ignore_eos": True, **each}
         for n, each in enumerate(sampling)
     ]
-    with localrt.load(tmp_path, ctx=128, draft="mtp") as model:
+    with localrt.load(tmp_path, ctx=128, draft=draft) as model:
         alone = [model.generate(draft="off", **one).token_ids for one in options]
         with model.live(most=4) as live:
             answers = [live.submit(**one) for one in options]
