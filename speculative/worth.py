@@ -230,16 +230,19 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 class DraftCost:
-    """The seconds of a draft by budget and depth: it takes about one pass per level."""
+    """The seconds of a draft by budget and depth: it takes about one pass per level, or one for all
+    levels ``at_once``.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
         self._median: dict[int, float] = {}
 
     def add(self, budget: int, levels: int, seconds: float) -> None:
         """Record that a tree of ``levels`` took ``seconds``; levels made before do not count."""
         kept = self._levels.setdefault(budget, deque(maxlen=_KEPT))
-        kept.append(seconds / (levels + 1))
+        kept.append(seconds / self.passes(levels))
         self._median[budget] = median(kept)
 
     def seconds(self, budget: int, depth: int) -> float | None:
@@ -249,7 +252,11 @@ class DraftCost:
         nearest = min(self._median, key=lambda b: abs(math.log(b / budget)))
         # More nodes in a level cost more, but less than as many passes would.
         wider = math.sqrt(max(1.0, budget / nearest))
-        return self._median[nearest] * wider * (depth + 1)
+        return self._median[nearest] * wider * self.passes(depth)
+
+    def passes(self, levels: int) -> int:
+        """Return about how many passes a tree of ``levels`` takes."""
+        return 1 if self._at_once else levels + 1
 
 
 class GapWorth:

@@ -201,8 +201,8 @@ class HeadDraft:
                 raise
         self._target_norm = FinalNorm(engine.decoder) if self.config.normed else None
         self._own_norm = FinalNorm(self.decoder) if self.config.own_normed else None
-        share = 1.5 * self.nbytes / max(engine.info.weight_bytes, 1)
-        self.level_share = min(1.0, share / max(self.config.block - 1, 1))  # a block's at once
+        self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
+        self.at_once = self.config.block > 0
 
     def _reserve(self, nbytes: int) -> None:
         """Take memory beside the model's."""

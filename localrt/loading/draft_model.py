@@ -244,6 +244,7 @@ class ModelDraft:
     """
 
     kind = "model"
+    at_once = False
 
     def __init__(
         self, name: str, parts: LoadedModel, target: LoadedModel, place: DraftPlace | None = None
@@ -338,11 +339,13 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
 class Draft(Protocol):
     """What drafts for a loaded model besides lookups.
 
-    ``level_share`` is the assumed cost of a draft level as a share of a plain step.
+    ``level_share`` is the assumed cost of a draft level as a share of a plain step, or of all
+    levels ``at_once``.
     """
 
     kind: str
     level_share: float
+    at_once: bool
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Return the draft source for a session."""
@@ -475,7 +478,12 @@ class Drafts:
             levels[draft.kind] = draft.level_share
         tuner = self._tuners.setdefault(
             drafter,
-            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture),
+            Tuner(
+                levels,
+                at_once=[draft.kind] if draft is not None and draft.at_once else [],
+                streamed=engine.counts() is not None,
+                mixture=engine.is_mixture,
+            ),
         )
         size = None
         if explicit:

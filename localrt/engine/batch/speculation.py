@@ -72,7 +72,7 @@ class BatchTuner:
             best, best_rate = None, MARGIN / plain
             for budget, depth in _SIZES:
                 rows = count * (1 + budget)
-                draft = level * (depth + 1)
+                draft = level * source.cost.passes(depth)
                 if draft + cost.seconds(rows) - plain > limit:
                     continue
                 seconds = draft + cost.seconds(rows, hopeful=True)
@@ -98,8 +98,9 @@ class BatchTuner:
         self, name: str, trees: Sequence[TokenTree], size: tuple[int, int], s: float
     ) -> None:
         """Computing these ``trees`` has taken ``s`` seconds."""
-        levels = 1 + max((tree.height for tree in trees), default=0)
+        height = max((tree.height for tree in trees), default=0)
         with self.tuner.lock:
+            levels = self.tuner.sources[name].cost.passes(height)
             old = self._level.get(self._sequences, s / levels)
             self._level[self._sequences] = old + _BLEND * (s / levels - old)
             for tree in trees:
