@@ -1,4 +1,5 @@
-"""Finds the safetensors files of a Hugging Face folder that hold its weights.
+"""Finds the safetensors files of a Hugging Face folder that hold its weights, and GGUF files beside
+a model's that only draft for it.
 
 The index decides if there is one, since exporters number shards in many ways. Works on names and
 opens only the index, so that the same code serves hub, cache and folder.
@@ -15,6 +16,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
+_DRAFTS = re.compile(r"(^|/)mtp[-_./]|(^|[-._/])(eagle-?3|it-assistant)(?=[-._/]|$)", re.IGNORECASE)
 _OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
 
 
@@ -37,6 +39,13 @@ def weight_files(names: Collection[str], shards: Collection[str] | None) -> list
     parts = {int(match["part"]) for match in matches}
     whole = all(parts == {*range(1, count + 1)} for _, count in sets)
     return files if whole and len(sets) <= 1 else []
+
+
+def is_draft_file(path: str) -> bool:
+    """Whether a GGUF file's name, or a repository's, is that of a draft head: ``mtp-`` before the
+    model's name, ``eagle3``, or Gemma's ``it-assistant``. ``X-MTP`` is a model with such a block.
+    """
+    return _DRAFTS.search(path) is not None
 
 
 def index_shards(folder: Path) -> frozenset[str] | None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from localrt.common.errors import ModelNotFoundError
-from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, is_draft_file, weight_files
 
 DEFAULT_LABEL = "Q4_K_M"
 
@@ -34,12 +34,16 @@ ADAPTER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class GgufVariant:
-    """One GGUF model of a repository: its quantization label and its file, or all its parts."""
+    """One GGUF model of a repository: its quantization label and its file, or all its parts.
+
+    ``drafts``: it is only a head that drafts for a model.
+    """
 
     label: str
     stem: str
     files: tuple[str, ...]
     complete: bool
+    drafts: bool = False
 
     @property
     def is_labelled(self) -> bool:
@@ -71,28 +75,36 @@ def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
         members.sort()
         complete = [part for part, _ in members] == list(range(1, parts + 1))
         label = quantization_label(stem) or stem
-        variants.append(GgufVariant(label, stem, tuple(path for _, path in members), complete))
+        files = tuple(path for _, path in members)
+        variants.append(GgufVariant(label, stem, files, complete, is_draft_file(base)))
     return variants
 
 
 def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: str) -> GgufVariant:
     """The variant called ``wanted`` (label or file name, any case), by default ``DEFAULT_LABEL``.
 
+    What only drafts is given by its file name, except in a repository that is named as a head.
+
     Raises:
         ModelNotFoundError: none or several fit; the message lists the variants.
     """
-    complete = [variant for variant in variants if variant.complete]
+    models = [each for each in variants if each.complete and not each.drafts]
+    heads = [each for each in variants if each.complete and each.drafts]
+    complete = models or (heads if is_draft_file(repo) else [])
     there = ", ".join(dict.fromkeys(variant.label for variant in complete))
     if wanted is None:
         if len(complete) == 1:
             return complete[0]
         fitting = [variant for variant in complete if variant.label == DEFAULT_LABEL]
+        if not complete and heads:
+            names = ", ".join(head.files[0] for head in heads)
+            raise ModelNotFoundError(f"{repo} holds only what drafts for a model ({names})")
         if not fitting:
             raise ModelNotFoundError(
                 f"{repo} holds several GGUF files: choose one as {repo}:LABEL (there: {there})"
             )
     else:
-        fitting = _matching(complete, wanted)
+        fitting = _matching(complete, wanted) or _named(heads, wanted)
     if not fitting:
         raise ModelNotFoundError(f"{repo} has no GGUF file {wanted!r} (there: {there or 'none'})")
     if len(fitting) > 1:
@@ -104,9 +116,21 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:
-    """The name after the colon: the label, or the file name if several share a label."""
-    shared = sum(other.label == variant.label for other in variants) > 1
-    return variant.files[0] if shared else variant.label
+    """The name after the colon: the label, or the file name if several share a label, and of what
+    only drafts.
+    """
+    labels = [other.label for other in variants if not other.drafts]
+    own = not variant.drafts and labels.count(variant.label) == 1
+    return variant.label if own else variant.files[0]
+
+
+def _named(variants: list[GgufVariant], wanted: str) -> list[GgufVariant]:
+    name = wanted.lower().removesuffix(".gguf")
+    return [
+        each
+        for each in variants
+        if name in (each.stem.lower(), each.files[0].lower().removesuffix(".gguf"))
+    ]
 
 
 def _matching(variants: list[GgufVariant], wanted: str) -> list[GgufVariant]:

@@ -23,6 +23,7 @@ from localrt.models.checkpoints.gguf.metadata import GgufCursor
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.heads import is_head
 from localrt.models.registry import ARCHITECTURES
+from localrt.models.weight_files import is_draft_file
 
 if TYPE_CHECKING:
     from localrt.loading.parts import LoadedModel
@@ -138,6 +139,8 @@ def _small_models(target: Path, settings: Settings, most: float) -> Iterator[Fam
     """Yield other models on this machine of at most ``most`` bytes, each once."""
     seen = {target.resolve()}
     for draft in [*_listed(settings), *_beside(target)]:
+        if is_draft_file(draft.path.name):
+            continue  # it is no model
         if draft.nbytes <= most and draft.path.resolve() not in seen:
             seen.add(draft.path.resolve())
             yield draft

@@ -33,6 +33,7 @@ def test_gguf_of_any_name(tmp_path):
     ("others", "kind", "opened"),
     [
         (["README.md", "mmproj-m.gguf"], "gguf", "m.gguf"),
+        (["mtp-m.gguf", "m-eagle3-f16.gguf"], "gguf", "m.gguf"),
         (["config.json"], "gguf", "m.gguf"),
         (["config.json", "model.safetensors", "pytorch_model.bin"], "safetensors", ""),
     ],

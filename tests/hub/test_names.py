@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import HubRef, resolve
-from localrt.hub.files import gguf_variants, quantization_label, safetensors_model_files
+from localrt.hub.files import (
+    choose_variant,
+    gguf_variants,
+    quantization_label,
+    safetensors_model_files,
+    variant_name,
+)
 from localrt.hub.names import client_name, parse_hub_ref
 from tests.hub.conftest import settings_at
 
@@ -156,6 +162,40 @@ def test_a_revision_needs_a_hub_model(tmp_path: Path, settings: Settings) -> Non
 )
 def test_labels_in_file_names(stem: str, label: str | None) -> None:
     assert quantization_label(stem) == label
+
+
+@pytest.mark.parametrize(
+    ("repo", "files", "wanted", "chosen"),
+    [
+        ("org/m", "m-Q4_K_M mtp-m-Q4_K_M", None, "m-Q4_K_M"),
+        ("org/m", "m-Q4_K_M m-Q8_0 MTP/mtp-m-Q4_K_M MTP/mtp-m-Q8_0", None, "m-Q4_K_M"),
+        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", None, "m-Q8_0"),
+        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "Q4_K_M", None),
+        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "mtp-m-Q4_K_M.gguf", "MTP/mtp-m-Q4_K_M"),
+        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "MTP/mtp-m-q4_k_m", "MTP/mtp-m-Q4_K_M"),
+        ("org/m", "mtp-m-Q4_K_M", None, None),
+        ("org/m", "mtp-m-Q4_K_M", "Q4_K_M", None),
+        ("org/m", "m-Q4_K_M m-eagle3-Q4_K_M", "Q4_K_M", "m-Q4_K_M"),
+        ("org/m", "m-Q4_K_M EAGLE3-m.Q4_K_M mmproj-m-Q4_K_M", None, "m-Q4_K_M"),
+        ("org/m", "g-it-Q4_K_M g-it-assistant-Q4_K_M", None, "g-it-Q4_K_M"),
+        ("org/m-eagle3-GGUF", "m-eagle3-Q8_0", None, "m-eagle3-Q8_0"),
+        ("org/m-eagle3-GGUF", "m-eagle3-Q8_0 m-eagle3-Q4_K_M", "q8_0", "m-eagle3-Q8_0"),
+        ("org/m-MTP", "m-MTP-Q4_K_M m-MTP-Q8_0", None, "m-MTP-Q4_K_M"),
+        ("org/m", "my-assistant-Q4_K_M", None, "my-assistant-Q4_K_M"),
+    ],
+)
+def test_draft_heads_beside_a_model(
+    repo: str, files: str, wanted: str | None, chosen: str | None
+) -> None:
+    variants = gguf_variants(f"{file}.gguf" for file in files.split())
+    if chosen is None:
+        with pytest.raises(ModelNotFoundError):
+            choose_variant(variants, wanted, repo)
+        return
+    found = choose_variant(variants, wanted, repo)
+    assert found.files == (f"{chosen}.gguf",)
+    again = choose_variant(variants, variant_name(found, variants), repo)
+    assert again == found
 
 
 def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
