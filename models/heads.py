@@ -22,7 +22,7 @@ from localrt.models.architectures import gemma4, llama, qwen
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
-from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3
+from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3, DraftHeadError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.block import ResidualBlock
@@ -174,12 +174,14 @@ def has_prediction_block(path: Path) -> bool:
 
 def is_head(path: Path) -> bool:
     """Whether there is only a head at ``path``, and no model."""
+    open_model = SafetensorsCheckpoint if path.is_dir() else GgufCheckpoint
     try:
-        checkpoint = open_head(path)
+        open_model(path).close()
+    except DraftHeadError:
+        return True
     except (LocalrtError, OSError):
-        return False
-    checkpoint.close()
-    return checkpoint.only_predicts
+        pass
+    return False
 
 
 def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
@@ -208,6 +210,10 @@ def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
 
 def _read_prediction(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
     decoder = read_config(checkpoint)
+    if decoder.architecture != target.architecture:
+        raise UnsupportedModelError(
+            f"it is an MTP block of {decoder.architecture}, and the model is {target.architecture}"
+        )
     if type(decoder.block) is not ResidualBlock:
         raise UnsupportedModelError(f"the MTP block of {decoder.architecture} is not supported")
     decoder = replace(decoder, block=PredictionBlock(scale=decoder.block.scale))
@@ -348,7 +354,7 @@ def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 def _inputs(listed: object, first: int, layers: int) -> tuple[int, ...]:
     """The layers before which a head reads, of a list that counts inputs from ``first`` on."""
-    if not isinstance(listed, list) or any(type(number) is not int for number in listed):
+    if not isinstance(listed, list) or {type(number) for number in listed} != {int}:
         raise UnsupportedModelError(f"the layers that it reads are {listed!r}")
     inputs = [number + first for number in listed]
     if not all(0 <= number <= layers for number in inputs):

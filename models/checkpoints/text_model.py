@@ -73,13 +73,15 @@ _BESIDE_LAYER = {
 _GGUF_TOWERS = ("v.", "a.", "mm.")
 
 
-def draft_head_error(path: Path, architecture: str) -> UnsupportedModelError:
-    """The error for opening what drafts for a model as a model."""
-    what = HEADS.get(architecture, "only the MTP block")
-    return UnsupportedModelError(
-        f"{path} holds {what} of a model, which drafts for it: run that model, with "
-        f"{option('draft', path.name)}"
-    )
+class DraftHeadError(UnsupportedModelError):
+    """What drafts for a model was opened as a model."""
+
+    def __init__(self, path: Path, architecture: str) -> None:
+        what = HEADS.get(architecture, "only the MTP block")
+        super().__init__(
+            f"{path} holds {what} of a model, which drafts for it: run that model, with "
+            f"{option('draft', path.name)}"
+        )
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

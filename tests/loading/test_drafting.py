@@ -269,3 +269,55 @@ def test_head_of_another_model(tmp_path: Path) -> None:
         localrt.load(tmp_path / "target", draft=str(tmp_path))
     with pytest.raises(localrt.LocalrtError, match="no MTP block"):
         localrt.load(tmp_path / "target", draft="mtp")
+    folder = tmp_path / "qwen"
+    TinyBlock("qwen3.5", folder)
+    how: dict[str, Any] = {"predicting": 1, "only_block": True}
+    block = write_tiny_gguf(folder, tmp_path / "mtp-m.gguf", "qwen3.5", **how)
+    with pytest.raises(localrt.OptionError, match=r"it is an MTP block of qwen3_5, and the model"):
+        localrt.load(tmp_path / "target", draft=str(block))
+    for head, what in ((block, "only the MTP block"), (tmp_path, "an EAGLE-3 head")):
+        with pytest.raises(localrt.UnsupportedModelError, match=f"{head} holds {what} of a model"):
+            localrt.load(head)
+
+
+@pytest.fixture(scope="module")
+def plain_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    return folder
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "more layers": ({"block_count": 2}, "an EAGLE-3 head has one layer"),
+    "layers not there": (
+        {"layers": (1, 2, 9)},
+        r"it reads layers \[1, 2, 9\], and the model has 3",
+    ),
+    "no list of layers": ({"target_layers": 3}, r"the layers that it reads are \[\]"),
+    "layers by name": ({"target_layers": ["a"]}, "the layers that it reads are"),
+    "text for a size": ({"target_hidden_size": "x"}, "target_hidden_size must be an integer"),
+    "another width": ({"target_hidden_size": 32}, "wrong shape: model.fc.weight"),
+    "tokens beyond": ({"tokens": np.arange(500, 590)}, "its tokens are not all of the model's"),
+    "few tokens": ({"tokens": np.arange(50)}, "wrong shape: lm_head.weight"),
+    "tokens as numbers": ({"kind": "f32"}, "d2t holds no integers"),
+    "no fusion": ({"without": "fc"}, "tensor model.fc.weight is missing"),
+    "no output": ({"without": "lm_head"}, "has no output matrix of its own"),
+    "cut": ({"cut": 500}, "truncated or damaged: tensor"),
+    "cut within the header": ({"cut": 230_000}, "claims 14 tensors, which 382 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_head(case: str, plain_llama: Path, tmp_path: Path) -> None:
+    """One line each."""
+    how, said = DAMAGED[case]
+    how = dict(how)
+    tiny = TinyEagle3(tmp_path, 64, 211)
+    tiny.tokens = how.pop("tokens", tiny.tokens)
+    tiny.weights.pop(f"{how.pop('without', None)}.weight", None)
+    cut = how.pop("cut", 0)
+    path = tiny.save_gguf(tmp_path / "eagle3.gguf", **how)
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    with pytest.raises(localrt.LocalrtError, match=said) as caught:
+        localrt.load(plain_llama, draft=str(path))
+    assert "\n" not in str(caught.value)

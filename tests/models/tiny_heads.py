@@ -206,7 +206,9 @@ class TinyEagle3:
             "norm_before_fc": self.flags.get("norm_before_fc", False),
             **keys,
         }
-        tensors: dict[str, Any] = {"d2t": (self.tokens.astype(f"int{kind[1:]}"), kind)}
+        tensors: dict[str, Any] = {
+            "d2t": (self.tokens.astype(kind.replace("i", "int").replace("f", "float")), kind)
+        }
         for name, tensor in self.weights.items():
             stem = name.removesuffix(".weight")
             rows = tensor.numpy()

@@ -19,8 +19,8 @@ from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_sta
 from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
     EAGLE3,
+    DraftHeadError,
     as_first_block,
-    draft_head_error,
     gguf_block,
     gguf_prediction_tensor,
     is_beside_decoder,
@@ -79,7 +79,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 stored = norm | self._rename(predicting, of_block=min(predicting))
                 self.config = prediction_config(self.config)
             elif self.only_predicts and not predicts:
-                raise draft_head_error(path, self.architecture)
+                raise DraftHeadError(path, self.architecture)
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             sources = family_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:

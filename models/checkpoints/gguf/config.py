@@ -93,7 +93,7 @@ def model_config(
     if architecture == "eagle3":
         for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
             config[name] = metadata.get(f"eagle3.{name}")
-        config["eagle_aux_hidden_state_layer_ids"] = _listed(metadata, "eagle3.target_layers")
+        config["eagle_aux_hidden_state_layer_ids"] = _listed(metadata, "eagle3.target_layers") or []
     if architecture == "qwen4exp":
         _add_connections(config, metadata, tensors)
     return config

@@ -36,8 +36,8 @@ from localrt.models.checkpoints.schemes import (
 from localrt.models.checkpoints.text_model import (
     HEADS,
     TEXT_KEYS,
+    DraftHeadError,
     decoder_tensor,
-    draft_head_error,
     is_multimodal,
     prediction_config,
     prediction_tensor,
@@ -114,7 +114,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         self.architecture = _architecture(self.config, path / "config.json")
         self.only_predicts = self.architecture in HEADS
         if self.only_predicts and not predicts:
-            raise draft_head_error(path, self.architecture)
+            raise DraftHeadError(path, self.architecture)
         self._predicts = predicts and not self.only_predicts
         if self._predicts:
             self.config = prediction_config(self._published)
