@@ -36,7 +36,10 @@ def test_replay(gpu: Kernels, index: int) -> None:
     device = torch.device("cuda", index)
     with torch.inference_mode(), torch.cuda.device(device):
         capture, (count, body) = Capture(device), counting(str(device))
-        replays = [record(body, capture) for _ in range(2)]
+        replays = [record(body, capture)]
+        reserved = torch.cuda.memory_reserved(device)
+        replays.append(record(body, capture))
+        assert torch.cuda.memory_reserved(device) == reserved
         assert count.tolist() == [0.0] * 4  # recorded, not run
         for replay in (*replays, *replays):
             replay()
@@ -75,6 +78,51 @@ def test_memory_that_torch_keeps_makes_room(gpu: Kernels, driver: Driver) -> Non
         torch.zeros(200_000, device="cuda")  # kept once it has ended
         record(body, capture)()
         assert out.tolist() == [1.0]
+
+
+def test_a_graph_that_does_not_fit(gpu: Kernels, driver: Driver) -> None:
+    """It is tried once more, with what torch has kept; nothing stays open."""
+    driver.set(memory=1 << 20)
+    capture, (count, body), runs = Capture(torch.device("cuda", 0)), counting(), list[int]()
+
+    def full(cut: object) -> None:
+        runs.append(1)
+        torch.empty(1 << 20, device="cuda")
+
+    with torch.inference_mode():
+        with pytest.raises(torch.OutOfMemoryError):
+            record(full, capture)
+        assert len(runs) == 2
+        record(body, capture)()
+        assert count.tolist() == [1.0] * 4
+
+
+def test_what_graphs_take(gpu: Kernels, driver: Driver) -> None:
+    """Scratch, which ends with the last one, and what the driver keeps of each."""
+    capture, scratch, total = Capture(torch.device("cuda", 0)), 20 << 20, 8 << 30
+
+    def body(cut: object) -> None:
+        torch.empty(scratch, dtype=torch.uint8, device="cuda")
+
+    def beside_a_game(cut: object) -> None:
+        body(cut)
+        driver.set(memory=total - (500 << 20))
+
+    for _ in range(2):  # torch refuses a pool that has ended
+        assert capture.nbytes == capture.pool_nbytes == 0
+        first, second = record(body, capture), record(body, capture)
+        assert capture.pool_nbytes == scratch
+        both = capture.nbytes - scratch
+        assert both > 0
+        del second
+        assert capture.nbytes == scratch + both // 2
+        del first
+    third = record(beside_a_game, capture)
+    assert capture.nbytes < scratch + (32 << 20)
+    del third
+    assert capture.nbytes == capture.pool_nbytes == 0
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 0
 
 
 def test_other_threads(gpu: Kernels) -> None:

@@ -27,6 +27,7 @@ enum Result {
 
 constexpr int DEVICES = 2, CAPABILITY = 89, PROCESSORS = 24, DRIVER = 13000;
 constexpr size_t PAGE = 4096, ALIGNMENT = 256, ARENA = size_t(64) << 30;
+constexpr size_t EXECUTABLE = 64 << 10;  // what a graph takes of a GPU
 constexpr unsigned char POISON = 0xA7;
 
 // -- what there is -----------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ API cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long fla
     ENTER;
     if (!graphs.count(graph)) return INVALID_VALUE;
     if (flags & ~1ull) return NOT_SUPPORTED;
+    if (current->used + EXECUTABLE > memory_) return OUT_OF_MEMORY;
+    current->used += EXECUTABLE;
     execs.insert(*exec = new Exec{current, ((Graph*)graph)->nodes});
     return OK;
 }
@@ -103,5 +105,7 @@ API cuGraphDestroy(void* graph) {
 
 API cuGraphExecDestroy(void* exec) {
     LOCK;
-    return drop<Exec>(execs, exec) ? INVALID_VALUE : OK;
+    if (!execs.count(exec)) return INVALID_VALUE;
+    ((Exec*)exec)->context->used -= EXECUTABLE;
+    return drop<Exec>(execs, exec);
 }

@@ -90,9 +90,12 @@ class Graph:
         self._stream = current_stream()
         self._memory = gpu_memory(self._stream.index)
         self._memory.drain()
+        pool = pool or object()
+        self._memory.begin_graph(pool)
+        weakref.finalize(self, self._memory.end_graph, pool)
         with using(self._stream.index):
             call("cuStreamBeginCapture", self._stream.cuda_stream, MODES[capture_error_mode])
-        self._memory.pools[self._stream] = pool or object()
+        self._memory.pools[self._stream] = pool
 
     def capture_end(self) -> None:
         self._memory.drain()

@@ -54,6 +54,7 @@ class GpuMemory:
     def __init__(self, index: int) -> None:
         self.index = index
         self.pools: dict[Stream, object] = {}  # of streams that are recorded
+        self._graphs: dict[object, int] = {}  # of each pool; 0: it has ended
         self.blocks: dict[int, Block] = {}
         self._kept: dict[tuple[object, int], list[Block]] = defaultdict(list)
         self._ended: deque[Block] = deque()
@@ -109,12 +110,22 @@ class GpuMemory:
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {nbytes} bytes")
             return int(found)
 
+    def begin_graph(self, pool: object) -> None:
+        """One more graph takes memory of ``pool``."""
+        if self._graphs.get(pool) == 0:
+            raise RuntimeError("the pool has ended with its last graph")
+        self._graphs[pool] = self._graphs.get(pool, 0) + 1
+
+    def end_graph(self, pool: object) -> None:
+        """One graph less does."""
+        self._graphs[pool] -= 1
+
     def empty_cache(self) -> None:
         """See ``torch.cuda.empty_cache``."""
         self.drain()
         with self._lock, using(self.index):
             for key in list(self._kept):
-                if isinstance(key[0], Stream):
+                if not self._graphs.get(key[0]):  # a stream, or it has ended
                     for block in self._kept.pop(key):
                         call("cuMemFree", block.address)
                         del self.blocks[block.address]
