@@ -25,7 +25,7 @@ from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.check_models import copy_one
+from tests.driver.inside.gpus import copy_one
 from tests.driver.torch_cuda import Kernels
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.device.cuda import CudaGpu
-from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.scheduler import Assignment, ExpertCosts, schedule
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import Where
-from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import emulate
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
+from tests.driver.inside.gpus import copy_one, made
 from tests.driver.torch_cuda import Kernels
 from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu
 from tests.offload.gpu.test_hybrid_experts import places, stages
 from tests.offload.placed import (
-    PLENTY,
     Model,
     assert_same,
     conversation,
@@ -38,19 +32,10 @@ from tests.offload.placed import (
     passing,
     tokens,
 )
-from tests.ops.cuda.emulator import Emulator
 from tests.waits import wait_for
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
 COSTS = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def emulated() -> Iterator[None]:
-    """Kernels of the CPU's ``Ops``."""
-    before = emulate(Emulator())
-    yield
-    emulate(before)
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +63,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         path = quantize_model(source, folder / "store", recipe, threads=1).path
     with closing(Model(path)) as model:
         yield model
-
-
-def made(device: str) -> Callable[[Clock], CudaGpu]:
-    return lambda clock: CudaGpu(
-        clock, CudaOps(device=device), CudaCopies(device=device), capacity=PLENTY
-    )
-
-
-def copy_one(rows: Any, resident: Any, *more: Any) -> Assignment:
-    """A scheduler that has an expert copied wherever one is absent."""
-    return schedule(rows, resident, *more, fetched=min(1, sum(~np.asarray(resident))))
 
 
 def all_in_turn(model: Model) -> dict[str, Where]:

@@ -52,7 +52,7 @@ class Kernels:
         self._numbers = itertools.count(1)
         self._called = HostFunction(self._run)
         self.errors: list[BaseException] = []
-        self.launches: list[str] = []  # names of torch's kernels, or replay
+        self.launches: list[str] = []  # kernels, ours too, by their names; record; replay
         self.refused = False  # an error of the runtime's that was not asked for
 
     def launch(self, name: str, body: Callable[[], None], index: int, uses: list[Place]) -> None:
@@ -98,6 +98,7 @@ class Graph:
         self._memory.pools[self._stream] = pool
 
     def capture_end(self) -> None:
+        Kernels.installed.launches.append("record")
         self._memory.drain()
         del self._memory.pools[self._stream]
         with using(self._stream.index):

@@ -1,54 +1,60 @@
-"""Segments of a placed model, recorded and replayed: the same to the bit as step by step.
-
-Recording is done as a GPU does it: what is replayed are launches and torch's steps with the
-addresses that they had. Copies come as late as their events allow.
-"""
+"""Segments of a placed model, recorded and replayed: the same to the bit as step by step."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
-from localrt.quant.cuda import graph
-from localrt.quant.cuda.launch import emulate
+from localrt.offload.ring import PAGE
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
-from tests.offload.gpu.fake_cuda import on_late_gpu
+from tests.driver.inside.gpus import made
+from tests.driver.torch_cuda import Kernels
+from tests.driver.torch_cuda import tensors as device_tensors
+from tests.driver.torch_cuda.streams import Event, Stream
+from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
     Model,
     cancel_after,
     extend,
     needs_kernels,
+    pack_synthetic,
     passing,
     tokens,
 )
-from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.tape import Steps, Tape
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+
+# What is counted is the same however hasty the driver is.
+once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
-    """Runs what is launched on the CPU, and what was recorded again."""
-    tape = Tape(Emulator())
-    before = emulate(tape)
-    monkeypatch.setattr(graph, "record", tape.record)
-    yield tape
-    emulate(before)
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Two layers and a head of five slices."""
+    folder = pack_synthetic(
+        tmp_path_factory.mktemp("llama"),
+        vocab=2100,
+        hidden=128,
+        inner=64,
+        layers=2,
+        formats={"": "int4-g32"},
+    )
+    with closing(Model(folder)) as model:
+        yield model
 
 
 def mixed(coded: Model) -> dict[str, Where]:
@@ -60,14 +66,25 @@ def mixed(coded: Model) -> dict[str, Where]:
 Talk = Callable[[Decoder], list[np.ndarray]]
 
 
-def assert_recorded(coded: Model, tape: Tape, talk: Talk) -> None:
+def placed(
+    coded: Model,
+    where: dict[str, Where],
+    *,
+    device: str = "cuda",
+    recorded: bool = True,
+    slack: tuple[int, int] = (2, 2),
+) -> AbstractContextManager[Decoder]:
+    return on_gpu(coded, where, slack=slack, make=made(device, recorded=recorded))
+
+
+def assert_recorded(coded: Model, gpu: Kernels, talk: Talk) -> None:
     """Replayed, and to the bit what the same placement computes step by step."""
-    with on_late_gpu(coded, mixed(coded), recorded=False) as plain:
+    with placed(coded, mixed(coded), device="cpu", recorded=False) as plain:
         wanted = talk(plain)
-    assert "replay" not in tape.events
-    with on_late_gpu(coded, mixed(coded)) as decoder:
+    assert "replay" not in gpu.launches
+    with placed(coded, mixed(coded)) as decoder:
         seen = talk(decoder)
-    assert "replay" in tape.events
+    assert "replay" in gpu.launches
     for number, (ours, theirs) in enumerate(zip(seen, wanted, strict=True)):
         assert np.array_equal(ours, theirs), number
 
@@ -93,7 +110,7 @@ def tree(decoder: Decoder, cache: KVCache, mask: np.ndarray) -> np.ndarray:
     return seen
 
 
-def test_tokens_and_trees(coded: Model, tape: Tape) -> None:
+def test_tokens_and_trees(coded: Model, gpu: Kernels) -> None:
     branch = np.tril(np.ones((3, 3), bool))
     branch[2, 1] = False
 
@@ -107,22 +124,22 @@ def test_tokens_and_trees(coded: Model, tape: Tape) -> None:
             seen += [decoder.forward(batch, features=Features(layers, rows)), rows]
         return [*seen, *decode(decoder, cache, 2)]
 
-    assert_recorded(coded, tape, talk)
+    assert_recorded(coded, gpu, talk)
     # The unit of the ring, the two and the head, of tokens and of trees.
-    assert len(tape.recorded) == 6
+    assert gpu.launches.count("record") == 6
 
 
-def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> None:
+def test_a_cache_that_grows_and_memory_given_back(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(600)
         seen = decode(decoder, cache, 2)
         decoder.weights.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
         segments = segments_of(decoder)
-        recorded = len(tape.recorded)
+        recorded = gpu.launches.count("record")
         assert decoder.weights.memory.evict(1) > 0
         seen += decode(decoder, cache, 1, seed=3)
-        assert len(tape.recorded) == recorded  # nothing of the GPU has moved
+        assert gpu.launches.count("record") == recorded  # nothing of the GPU has moved
         assert decoder.weights.memory.evict_gpu(1) > 0
         seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
@@ -130,31 +147,32 @@ def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> N
         if recorded:  # nothing keeps what was recorded of one; the other stays
             assert len(segments) - len(kept) == 1
             # What was beside the unit, the unit in the ring, and both together again.
-            assert len(tape.recorded) == recorded + 3
+            assert gpu.launches.count("record") == recorded + 3
         return seen
 
-    assert_recorded(coded, tape, talk)
+    assert_recorded(coded, gpu, talk)
 
 
-def test_caches_grow_without_recording_again(coded: Model, tape: Tape) -> None:
+@once
+def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None:
     """To 4,096 tokens; nor does another sequence."""
 
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(4096)
-        seen, recorded = decode(decoder, cache, 2), len(tape.recorded)
+        seen, recorded = decode(decoder, cache, 2), gpu.launches.count("record")
         for length in range(255, 4096, 320):
             decoder.weights.reserve(cache, length)
             cache.advance(length - cache.length)
             seen += decode(decoder, cache, 1)
         seen += decode(decoder, decoder.cache(4096), 2)
-        assert len(tape.recorded) == recorded
+        assert gpu.launches.count("record") == recorded
         return seen
 
-    assert_recorded(coded, tape, talk)
-    assert len(tape.recorded) == 3  # the unit of the ring, the two, and the head
+    assert_recorded(coded, gpu, talk)
+    assert gpu.launches.count("record") == 3  # the unit of the ring, the two, and the head
 
 
-def test_sequences_that_take_turns_and_end(coded: Model, tape: Tape) -> None:
+def test_sequences_that_take_turns_and_end(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         one, two = decoder.cache(40), decoder.cache(40)
         seen = [extend(decoder, two, tokens(4), [3])]
@@ -167,10 +185,10 @@ def test_sequences_that_take_turns_and_end(coded: Model, tape: Tape) -> None:
             seen += decode(decoder, decoder.cache(40), 2, seed)
         return seen
 
-    assert_recorded(coded, tape, talk)
+    assert_recorded(coded, gpu, talk)
 
 
-def test_cancelled_passes(coded: Model, tape: Tape) -> None:
+def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache, seen = decoder.cache(40), list[np.ndarray]()
         for stop in (0, 0, 3, 4, 1, 5):
@@ -180,11 +198,11 @@ def test_cancelled_passes(coded: Model, tape: Tape) -> None:
             seen += decode(decoder, cache, 1, stop)
         return seen
 
-    assert_recorded(coded, tape, talk)
+    assert_recorded(coded, gpu, talk)
 
 
 def test_a_pass_that_fails_while_it_is_recorded(
-    coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+    coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a sum pending, which the next pass must not find."""
     attend, failures = CudaOps.norm_qkv_rope_append, list[int]()
@@ -206,7 +224,7 @@ def test_a_pass_that_fails_while_it_is_recorded(
             seen.append(extend(decoder, cache, [token]))
         return seen
 
-    assert_recorded(coded, tape, talk)
+    assert_recorded(coded, gpu, talk)
     assert failures
 
 
@@ -214,37 +232,83 @@ def test_a_pass_that_fails_while_it_is_recorded(
 
 ATTENTION = ["rms_norm", "linear", "rope_append", "attention", "attention_join", "linear"]
 MLP = ["rms_norm", "linear", "quantize", "linear"]
-ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
+ROTARY = ["aten::_to_copy", "aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 
 
+@once
 def test_launches_and_waits_of_a_token(
-    coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+    coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten launches a layer, or one a segment and a unit of the ring; the host waits only where rows
     leave the GPU.
     """
-    waits = list[str]()
-    for name in ("cpu", "item", "tolist", "to"):
-        plain = getattr(Tensor, name)
+    waits, copies, own = list[str](), list[str](), threading.current_thread()
 
-        def noted(tensor: Tensor, *args: Any, _plain: Any = plain, **options: Any) -> Any:
-            waits.append(_plain.__name__)
-            return _plain(tensor, *args, **options)
+    def noted(room: Any, name: str, notes: list[str]) -> None:
+        plain = getattr(room, name)
 
-        monkeypatch.setattr(Tensor, name, noted)
+        def note(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is own:
+                notes.append(name if notes is waits else args[0])
+            return plain(*args, **options)
+
+        monkeypatch.setattr(room, name, note)
+
+    noted(Stream, "synchronize", waits)
+    noted(Event, "synchronize", waits)
+    noted(device_tensors, "_driver_copy", copies)
     events = list[list[str]]()
     for recorded in (False, True):
-        with on_late_gpu(coded, mixed(coded), recorded=recorded) as decoder:
+        with placed(coded, mixed(coded), recorded=recorded) as decoder:
             cache = decoder.cache(40)
             decode(decoder, cache, 3)
-            tape.events.clear()
-            waits.clear()
-            with Steps(tape):
-                decode(decoder, cache, 1)
-        events.append(list(tape.events))
-        assert waits == ["cpu", "cpu"]  # before the CPU's unit, and the logits
+            for notes in (gpu.launches, waits, copies):
+                notes.clear()
+            decode(decoder, cache, 1)
+            events.append([*gpu.launches, *copies])
+            assert len(waits) == 2  # before the CPU's unit, and for the logits
     norm, product, *rest = ATTENTION
-    first, settle, copy = [norm, product, *ROTARY, *rest], "aten::add_", "aten::copy_"
-    assert events[0] == [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
+    first, settle = [norm, product, *ROTARY, *rest], "aten::add_"
+    to, within, back = ("cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync")
+    steps = [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
+    assert events[0] == [*steps, to, to, back, to, back]
     # Tokens and places; the embedding, and what the CPU made, where recordings read them.
-    assert events[1] == [copy, copy, "replay", "replay", copy, "replay"]
+    assert events[1] == ["replay"] * 3 + [to, to, within, back, to, within, back]
+
+
+# -- the head --------------------------------------------------------------------------------------
+
+
+def head_of(coded: Model) -> list[str]:
+    return [name for name in passing(coded.store) if name.startswith("head")]
+
+
+def logits(decoder: Decoder, gpu: Kernels) -> tuple[list[np.ndarray], int]:
+    """Of a prompt and of a token, and the products of the head in the latter."""
+    cache, seen = decoder.cache(10), list[np.ndarray]()
+    for text in (tokens(3), [7]):
+        gpu.launches.clear()
+        seen.append(extend(decoder, cache, text, [len(text) - 1]))
+    return seen, gpu.launches.count("linear")
+
+
+@once
+def test_products_of_the_head(coded: Model, gpu: Kernels) -> None:
+    """One where its slices stay, few where they come through the ring."""
+    head = head_of(coded)
+    assert len(head) == 5
+    where = dict.fromkeys(passing(coded.store), Where.RAM)
+    largest = max(u.nbytes for u in coded.store.manifest.units if u.name in head)
+    passing_through = where | dict.fromkeys(head, Where.LINK)
+    room = 4 * largest // PAGE  # in all: two of them while two others come
+    with placed(coded, where | dict.fromkeys(head, Where.VRAM)) as decoder:
+        wanted, products = logits(decoder, gpu)
+        assert products == 1
+        assert decoder.weights.memory.evict_gpu(1) > 0
+        seen, _ = logits(decoder, gpu)
+        assert all(map(np.array_equal, seen, wanted))
+    for slack, most in ((0, 5), (room, 3)):
+        with placed(coded, passing_through, slack=(2, slack)) as decoder:
+            seen, products = logits(decoder, gpu)
+            assert all(map(np.array_equal, seen, wanted))
+            assert products <= most

@@ -1,0 +1,331 @@
+"""Mixtures whose experts are on both sides: what layers wait for, and recordings they are part of.
+
+Where results are compared to the bit, copies are a fixed choice: both ways have the same experts on
+the GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.common.random_store import RandomStore
+from localrt.common.errors import CancelledError
+from localrt.models.decoder import Decoder
+from localrt.models.layers.moe import Routed
+from localrt.offload.device.gpu import Clock
+from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.scheduler import ExpertCosts, schedule
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Setup
+from localrt.offload.placement import Placement, Where
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda import ops as cuda_ops
+from localrt.quant.cuda import routing as cuda_routing
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch
+from tests.driver.inside.gpus import copy_none, copy_one, made
+from tests.driver.torch_cuda import Kernels
+from tests.models.tiny import relative_error
+from tests.offload.experts.rates import Rate
+from tests.offload.gpu.placed_on_gpu import all_in_ram
+from tests.offload.gpu.test_hybrid_experts import stages
+from tests.offload.placed import MODE, PLENTY, cancel_after, extend, needs_kernels, tokens
+from tests.waits import wait_for
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+
+# What is counted is the same however hasty the driver is.
+once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+
+COUNT, USED, LAYERS = 12, 3, 2
+CONFIG = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_experts": COUNT,
+    "num_experts_per_tok": USED,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+# The GPU computes everything, or everything that it holds.
+FETCHED = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
+SHARED = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1e-6)
+
+
+@contextmanager
+def placed(
+    folder: Path,
+    share: float,
+    costs: ExpertCosts,
+    *,
+    device: str = "cuda",
+    recorded: bool = True,
+) -> Iterator[Decoder]:
+    """A mixture on a GPU, with room for a ``share`` of its experts."""
+    store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
+    names = [unit.name for unit in store.manifest.units]
+    experts = [name for name in names if ".expert." in name]
+    where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
+    where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+    clock = Clock()
+    decoder = Decoder(
+        open_pipeline(
+            Setup(
+                store=store,
+                config=store.decoder,
+                placement=Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
+                ops=NativeOps(threads=1),
+                clock=clock,
+                gpu=made(device, recorded=recorded)(clock),
+                expert_costs=costs,
+                mode=MODE,
+                files=store,
+                verify=False,
+                budget=PLENTY,
+            )
+        )
+    )
+    try:
+        wait_for(lambda: all_in_ram(decoder))
+        yield decoder
+    finally:
+        decoder.close()
+
+
+# -- step by step ----------------------------------------------------------------------------------
+
+
+def turns_of(
+    decoder: Decoder, passes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """What happens in each layer of each pass."""
+    events = list[str]()
+
+    def noted(kind: Any, name: str, event: str) -> None:
+        called = getattr(kind, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            events.append(event)
+            return called(*args, **options)
+
+        monkeypatch.setattr(kind, name, note)
+
+    noted(HybridExperts, "begin", "; ")
+    noted(CudaCopies, "send", "send ")
+    noted(CudaOps, "run_experts", "GPU ")
+    noted(Routed, "read", "wait ")
+    noted(NativeOps, "run_experts", "cpu ")
+    cache = decoder.cache(200)
+    for seed in range(passes):
+        extend(decoder, cache, tokens(rows, seed=seed, vocab=60))
+    return "".join(events).split("; ")[1:]
+
+
+@once
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layer_waits_once(
+    gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    with placed(tmp_path, 0.5, SHARED, recorded=False) as decoder:
+        turns = turns_of(decoder, 30, rows, monkeypatch)
+    assert any("cpu" in turn for turn in turns)
+    assert any(turn.count("GPU") > 1 for turn in turns), "some are fetched"
+    # Only the first pass finds nothing there.
+    assert all(re.match("send GPU wait (GPU )*(cpu )?$", turn) for turn in turns[2 * LAYERS :])
+
+
+@once
+def test_layer_on_gpu_does_not_wait(
+    gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with placed(tmp_path, 1.0, FETCHED, recorded=False) as decoder:
+        fill_all(decoder)
+        extend(decoder, decoder.cache(200), [1])
+        before = decoder.weights.counts()
+        turns = turns_of(decoder, 4, 1, monkeypatch)
+        after = decoder.weights.counts()
+    assert set(turns) == {"send GPU "}
+    # What a layer chose is counted in the next pass.
+    assert after.expert_uses - before.expert_uses == 4 * LAYERS * USED
+    assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
+
+
+@once
+def test_choices_stay_on_gpu(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer only the rows that the CPU computed."""
+    uploads = list[Any]()
+    upload = cuda_memory.upload
+
+    def note(values: Any, *args: Any, **options: Any) -> Any:
+        uploads.append(values)
+        return upload(values, *args, **options)
+
+    with placed(tmp_path, 0.5, SHARED, recorded=False) as decoder:
+        stages(decoder).scheduler, stages(decoder).fills = copy_none, False
+        cache = decoder.cache(200)
+        extend(decoder, cache, [1])
+        for room in (cuda_memory, cuda_ops, cuda_routing):
+            monkeypatch.setattr(room, "upload", note)
+        gpu.launches.clear()
+        extend(decoder, cache, [1])
+    of_layers = [values for values in uploads if values.dtype == np.float32][1:]  # the embedding's
+    assert len(of_layers) == gpu.launches.count("put") > 0
+    assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
+
+
+# -- recorded --------------------------------------------------------------------------------------
+
+
+def fill(decoder: Decoder) -> None:
+    """Copy experts as long as there are free slots: the same each time."""
+    hybrid = stages(decoder)
+    hybrid.fills, slots = False, hybrid.slots.cache
+    for seed in range(9):
+        extend(decoder, decoder.cache(200), tokens(6, seed=seed, vocab=60))
+    assert len(slots) == slots.capacity
+
+
+def fill_all(decoder: Decoder) -> None:
+    """Bring all experts to the GPU."""
+    slots = stages(decoder).slots.cache
+    while len(slots) < LAYERS * COUNT:
+        extend(decoder, decoder.cache(200), tokens(40, seed=len(slots), vocab=60))
+
+
+def talk(decoder: Decoder, cache: KVCache, count: int = 4) -> list[np.ndarray]:
+    """Tokens, then passes of two."""
+    seen = [extend(decoder, cache, [token]) for token in tokens(count, seed=5, vocab=60)]
+    return [*seen, *(extend(decoder, cache, [token, 3]) for token in tokens(3, vocab=60))]
+
+
+def told(folder: Path, scheduler: Any, device: str) -> list[np.ndarray]:
+    """On the CPU step by step; on the GPU recorded."""
+    with placed(folder, 0.5, FETCHED, device=device, recorded=device != "cpu") as decoder:
+        fill(decoder)
+        stages(decoder).scheduler = scheduler
+        return talk(decoder, decoder.cache(200))
+
+
+@pytest.mark.parametrize("scheduler", [schedule, copy_none, copy_one])
+def test_same_logits(gpu: Kernels, tmp_path: Path, scheduler: Any) -> None:
+    """Slots are filled, read before anybody knows of what, and filled anew."""
+    wanted, seen = (told(tmp_path, scheduler, device) for device in ("cpu", "cuda"))
+    assert gpu.launches.count("replay") > 4 * LAYERS
+    assert all(map(np.array_equal, seen, wanted))
+    assert all(np.isfinite(logits).all() for logits in seen)
+
+
+def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
+    """While layers are recorded. Who computes is then a matter of time."""
+    said = []
+    for device in ("cpu", "cuda"):
+        with placed(tmp_path, 0.5, FETCHED, device=device) as decoder:
+            extend(decoder, decoder.cache(200), [1])
+            slots = stages(decoder).slots.cache
+            before, stages(decoder).scheduler = len(slots), copy_none
+            said.append(talk(decoder, decoder.cache(200)))
+            assert len(slots) > before
+    assert all(relative_error(*pair) < 0.05 for pair in zip(*said, strict=True))
+
+
+@once
+def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
+    """A layer is two graphs; experts that come and go are entries of its table."""
+    with placed(tmp_path, 0.5, FETCHED) as decoder:
+        fill(decoder)
+        hybrid = stages(decoder)
+        hybrid.scheduler = copy_one
+        cache = decoder.cache(200)
+        for token in tokens(3, vocab=60):
+            extend(decoder, cache, [token])
+        before = hybrid.slots.cache.keys()
+        gpu.launches.clear()
+        for token in tokens(9, seed=1, vocab=60):
+            extend(decoder, cache, [token])
+        assert hybrid.slots.cache.keys() != before
+        assert "record" not in gpu.launches
+        assert "entries" in gpu.launches
+        hybrid.scheduler = copy_none
+        extend(decoder, cache, [1])  # writes the last entries
+        gpu.launches.clear()
+        extend(decoder, cache, [2])
+    # Layers, the end of the last one, and the head.
+    assert gpu.launches == ["replay"] * (2 * LAYERS + 2)
+
+
+def test_cancelled_passes(gpu: Kernels, tmp_path: Path) -> None:
+    seen = list[list[np.ndarray]]()
+    for device in ("cpu", "cuda"):
+        with placed(tmp_path, 0.5, FETCHED, device=device, recorded=device != "cpu") as decoder:
+            fill(decoder)
+            stages(decoder).scheduler = copy_none
+            cache = decoder.cache(200)
+            said = talk(decoder, cache, 3)
+            for stop in (0, 1, 2):
+                with pytest.raises(CancelledError):
+                    decoder.forward(Batch.extend([(cache, [11])]), check=cancel_after(stop))
+                said += talk(decoder, cache, 1)
+            seen.append(said)
+    assert all(map(np.array_equal, *seen))
+
+
+def test_copies_of_a_failed_pass(
+    gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have begun, and nobody has waited for them."""
+    compute, failing = HybridExperts._at_once, [False]
+    failures, seen = list[int](), list[list[np.ndarray]]()
+
+    def fail(stage: HybridExperts, turn: Any, arrivals: Any) -> None:
+        if arrivals and failing[0]:
+            failures.append(len(seen))
+            raise CancelledError("stop")
+        compute(stage, turn, arrivals)
+
+    monkeypatch.setattr(HybridExperts, "_at_once", fail)
+    for device in ("cpu", "cuda"):
+        with placed(tmp_path, 0.5, FETCHED, device=device, recorded=False) as decoder:
+            fill(decoder)
+            stages(decoder).scheduler = copy_one
+            cache, said = decoder.cache(200), list[np.ndarray]()
+            for token in tokens(12, vocab=60):
+                failing[0] = True
+                with suppress(CancelledError):
+                    said.append(extend(decoder, cache, [token]))
+                failing[0] = False
+                said.append(extend(decoder, cache, [token]))
+            seen.append(said)
+    assert failures.count(0) == failures.count(1) > 3
+    assert all(map(np.array_equal, *seen))
+
+
+def test_memory_given_back(gpu: Kernels, tmp_path: Path) -> None:
+    """Slots that are gone are not read: the CPU computes what was in them."""
+    with placed(tmp_path, 1.0, FETCHED) as decoder:
+        fill_all(decoder)
+        hybrid, cache = stages(decoder), decoder.cache(200)
+        hybrid.scheduler = copy_none
+        whole = [extend(decoder, cache, [token]) for token in (1, 2, 3)]
+        assert "cpu" not in decoder.weights.counts().busy_s
+        assert hybrid.evict(1) > 0
+        cache.trim(0)
+        again = [extend(decoder, cache, [token]) for token in (1, 2, 3)]
+    assert all(relative_error(*pair) < 0.05 for pair in zip(again, whole, strict=True))
