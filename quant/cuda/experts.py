@@ -284,7 +284,7 @@ class CudaExpertTable(TorchExpertTable):
     def _leave(self, expert: int) -> None:
         self.kind_of[expert] = -1
         if self.present[expert]:
-            self.present[expert], self._places[expert, 0] = False, 0
+            self.present[expert], self._places[expert] = False, 0
             self._moved.add(expert)
 
     def entries(self, device: torch.device) -> Tensor:
