@@ -348,7 +348,8 @@ class HybridExperts:
         for expert in sorted(present.intersection(experts)) if most else experts:
             if expert not in present:
                 continue
-            if arrival := self._arriving.get((turn.routed.place, expert)):
+            arrival = self._arriving.get((turn.routed.place, expert))
+            if arrival and cache.slot(*arrival.key) is arrival.slot:  # else it has been evicted
                 arrivals.append(arrival)
                 continue
             if most and not cache.room:
