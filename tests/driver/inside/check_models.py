@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.scheduler import ExpertCosts
-from localrt.offload.placement import Where
+from localrt.offload.placement import LEAST_GPU_ROWS, Where
+from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.gpus import copy_one, made
+from tests.driver.inside.gpus import copy_none, copy_one, made
+from tests.driver.standin import Driver
 from tests.driver.torch_cuda import Kernels
 from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu
+from tests.offload.gpu.placed_on_gpu import (
+    all_in_ram,
+    on_gpu,
+    place_on_gpu,
+    placements,
+    some,
+)
 from tests.offload.gpu.test_hybrid_experts import places, stages
 from tests.offload.placed import (
     Model,
     assert_same,
+    cancel_after,
     conversation,
     extend,
     needs_kernels,
@@ -35,6 +49,14 @@ from tests.offload.placed import (
 from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+few = settings(
+    some, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # each closes what it has opened
+SLACK = st.tuples(st.integers(0, 8), st.integers(0, 8))
+SEEDS = st.integers(0, 1 << 16)
+"""Of the driver: 0 is never early."""
+FREED = st.integers(1, 100_000)
 COSTS = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
 
 
@@ -84,6 +106,107 @@ def test_streamed(model: Model, gpu: Kernels) -> None:
     for device in ("cpu", "cuda"):
         with on_gpu(model, where, slack=(2, 2), make=made(device)) as decoder:
             seen.append(talk(decoder))
+    assert_same(*seen)
+
+
+@once
+@given(data=st.data(), slack=SLACK, seed=SEEDS)
+@few
+def test_any_placement(
+    model: Model,
+    gpu: Kernels,
+    driver: Driver,
+    data: st.DataObject,
+    slack: tuple[int, int],
+    seed: int,
+) -> None:
+    """Passes end early, and memory is given back: nothing is read before it has come, and nothing
+    is overwritten before it has been read.
+    """
+    driver.set(seed=seed)
+    where = data.draw(placements(passing(model.store)))
+    stops = data.draw(st.lists(st.integers(1, len(where)), max_size=3))
+    freed = data.draw(st.tuples(FREED, FREED))
+    seen = []
+    for device in ("cpu", "cuda"):
+        with on_gpu(model, where, slack=slack, make=made(device)) as decoder:
+            said = talk(decoder)
+            cache = decoder.cache(40)
+            for seed, stop in enumerate(stops):
+                with pytest.raises(CancelledError):
+                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))
+                said.append(extend(decoder, cache, tokens(2, seed=seed)))
+            decoder.weights.memory.evict(freed[0])
+            decoder.weights.memory.evict_gpu(freed[1])
+            seen.append([*said, *talk(decoder)])
+    assert_same(*seen)
+
+
+@once
+@given(data=st.data(), slack=SLACK, seed=SEEDS)
+@few
+def test_any_placement_of_a_mixture(
+    mixture: Model,
+    gpu: Kernels,
+    driver: Driver,
+    data: st.DataObject,
+    slack: tuple[int, int],
+    seed: int,
+) -> None:
+    driver.set(seed=seed)
+    names = [unit.name for unit in mixture.store.manifest.units]
+    shells = [name for name in passing(mixture.store) if ".expert." not in name]
+    where = data.draw(placements(shells))
+    experts = [name for name in names if ".expert." in name]
+    where |= dict.fromkeys(experts[: data.draw(st.integers(1, len(experts)))], Where.VRAM)
+    scheduler = data.draw(st.sampled_from([copy_none, copy_one]))
+    stops, evicted = data.draw(st.lists(st.integers(1, 8), max_size=3)), data.draw(FREED)
+    seen = []
+    for device in ("cpu", "cuda"):
+        make = made(device)
+        with on_gpu(mixture, where, slack=slack, make=make, expert_costs=COSTS) as decoder:
+            if hybrid := decoder.weights.sparse.get("gpu"):
+                wait_for(partial(all_in_ram, decoder))
+                hybrid.fills, hybrid.scheduler = False, scheduler
+            said, cache = talk(decoder), decoder.cache(64)
+            for seed, stop in enumerate(stops):
+                with suppress(CancelledError):
+                    decoder.forward(Batch.extend([(cache, [5])]), check=cancel_after(stop - 1))
+                cache.trim(2 * seed)
+                said.append(extend(decoder, cache, tokens(2, seed=seed)))
+            decoder.weights.memory.evict_gpu(evicted)
+            seen.append([*said, *talk(decoder)])
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
+    """The first layer's in RAM, the others' on the GPU."""
+    with closing(Model(pack_tiny(name, tmp_path))) as model:
+        names = [unit.name for unit in model.store.manifest.units]
+        there = [name for name in names if name.startswith(("layers.1", "layers.2"))]
+        where = {name: Where.VRAM for name in there if "expert" not in name}
+        seen = []
+        for device in ("cpu", "cuda"):
+            with on_gpu(model, where, make=made(device), expert_costs=COSTS) as decoder:
+                cache = decoder.cache(64)
+                parts = (tokens(20), [1], tokens(2, seed=3), [5], [6])
+                seen.append([extend(decoder, cache, part) for part in parts])
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
+    """Experts are copied ahead, each layer's while the one before it is computed."""
+    where, seen = places(mixture, share), []
+    placement = replace(place_on_gpu(mixture.store, where), gpu_rows=LEAST_GPU_ROWS)
+    for device in ("cpu", "cuda"):
+        options: dict[str, Any] = {"make": made(device), "placement": placement}
+        with on_gpu(mixture, where, expert_costs=COSTS, **options) as decoder:
+            wait_for(partial(all_in_ram, decoder))
+            cache, text = decoder.cache(200), tokens(2 * LEAST_GPU_ROWS)
+            halves = text[:LEAST_GPU_ROWS], text[LEAST_GPU_ROWS:]
+            seen.append([extend(decoder, cache, half) for half in halves])
     assert_same(*seen)
 
 
