@@ -58,14 +58,13 @@ def test_cancelled_pass(model: Model) -> None:
     np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_on_gpu(model: Model, late: bool) -> None:
+def test_on_gpu(model: Model) -> None:
     """With the first layer's state in RAM, the others on the GPU."""
     names = [unit.name for unit in model.store.manifest.units]
     here = model.resident.cache(64)
     gpu = [name for name in names if name.startswith(("layers.1", "layers.2"))]
     where = {name: Where.VRAM for name in gpu if "expert" not in name}
-    with on_gpu(model, where, late=late, expert_costs=COSTS) as placed:
+    with on_gpu(model, where, expert_costs=COSTS) as placed:
         there = placed.cache(64)
         for part in (tokens(20), [1], tokens(2, seed=3), [5]):
             want = extend(model.resident, here, part)

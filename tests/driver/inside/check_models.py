@@ -126,12 +126,13 @@ def test_any_placement(
     driver.set(seed=seed)
     where = data.draw(placements(passing(model.store)))
     stops = data.draw(st.lists(st.integers(1, len(where)), max_size=3))
-    freed = data.draw(st.tuples(FREED, FREED))
-    seen = []
+    freed, seen = data.draw(st.tuples(FREED, FREED)), []
+    placement = place_on_gpu(model.store, where, slack=slack)
+    placement = replace(placement, gpu_rows=data.draw(st.sampled_from([0, LEAST_GPU_ROWS])))
     for device in ("cpu", "cuda"):
-        with on_gpu(model, where, slack=slack, make=made(device)) as decoder:
-            said = talk(decoder)
-            cache = decoder.cache(40)
+        with on_gpu(model, where, placement=placement, make=made(device)) as decoder:
+            cache, said = decoder.cache(100), talk(decoder)
+            said.append(extend(decoder, cache, tokens(LEAST_GPU_ROWS)))
             for seed, stop in enumerate(stops):
                 with pytest.raises(CancelledError):
                     decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))

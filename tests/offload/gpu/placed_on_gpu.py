@@ -16,7 +16,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
-from tests.offload.gpu.fakes import FakeGpu, LateGpu
+from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing
 
 
@@ -56,16 +56,14 @@ def on_gpu(
     slack: tuple[int, int] = (0, 0),
     capacity: int = PLENTY,
     placement: Placement | None = None,
-    late: bool = False,
     make: Callable[[Clock], Gpu] | None = None,
     **options: Any,
 ) -> Iterator[Decoder]:
     """The decoder that follows ``placement``, or that of ``where``, on a GPU that is not
-    there, default one with the CPU's kernels; a ``late`` one finds races.
+    there, default one with the CPU's kernels.
     """
     clock = Clock(keep=100_000)
-    kind = LateGpu if late else FakeGpu
-    gpu = kind(clock, model.ops, capacity=capacity) if make is None else make(clock)
+    gpu = FakeGpu(clock, model.ops, capacity=capacity) if make is None else make(clock)
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,
@@ -81,8 +79,6 @@ def on_gpu(
     finally:
         decoder.close()
         assert gpu.used == 0
-        if isinstance(gpu, LateGpu):
-            assert not gpu.faults, gpu.faults[:3]
 
 
 def placements(names: list[str]) -> st.SearchStrategy[dict[str, Where]]:

@@ -23,7 +23,7 @@ from localrt.offload.ring import PAGE
 from localrt.offload.shapes import PassSizes, shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from tests.models.tiny import tokens
-from tests.offload.gpu.fakes import FakeGpu, LateGpu
+from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import on_gpu, pipeline_threads, place_on_gpu, placements
 from tests.offload.gpu.test_hybrid_experts import COSTS, places
 from tests.offload.placed import (
@@ -184,10 +184,9 @@ def test_placement_beyond_capacity(model: Model) -> None:
 @settings(max_examples=12)
 @given(data=st.data(), drops=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=4))
 def test_shrinking_capacity(model: Model, data: st.DataObject, drops: list[float]) -> None:
-    late = data.draw(st.booleans())
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     where |= data.draw(placements(data.draw(st.permutations(passing(model.store)))[:3]))
-    with on_gpu(model, where, slack=(9, 9), late=late) as decoder:
+    with on_gpu(model, where, slack=(9, 9)) as decoder:
         gpu = gpu_of(decoder)
         least = place_on_gpu(model.store, where, slack=(9, 9)).vram_ring
         passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
@@ -214,11 +213,10 @@ def test_memory_that_comes_back(model: Model) -> None:
                 assert gpu.capacity == min(before + capacity, 1 << 30)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_slabs_come_back(model: Model, late: bool) -> None:
+def test_slabs_come_back(model: Model) -> None:
     """One in a pass, without a copy besides; so do all that were given back."""
     where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
-    options = {"shortage": lambda: (0, needed[0]), "capacity": 1 << 30, "late": late}
+    options = {"shortage": lambda: (0, needed[0]), "capacity": 1 << 30}
     with on_gpu(model, where, slack=(9, 9), **options) as one:
         gpu, at_first = gpu_of(one), gpu_of(one).used
         needs = [0, 60_000, 0, 60_000, 0, -(1 << 40), *[0] * 30]
@@ -247,19 +245,20 @@ def test_memory_pressure_on_gpu() -> None:
 
 
 def test_evicted_slots(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model:
-        for late in (False, True):
-            with on_gpu(model, places(model, 0.7), expert_costs=COSTS, late=late) as decoder:
-                gpu = gpu_of(decoder)
-                passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
-                for number, (ours, theirs) in enumerate(passes):
-                    assert_same([ours], [theirs])
-                    if number in (3, 7):
-                        before = gpu.used
-                        gpu.capacity = gpu.held + gpu.used - 100_000
-                    if number in (4, 8):
-                        assert gpu.used <= before - 90_000
-                        assert gpu.used + gpu.held <= gpu.capacity
+    with (
+        closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
+        on_gpu(model, places(model, 0.7), expert_costs=COSTS) as decoder,
+    ):
+        gpu = gpu_of(decoder)
+        passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
+        for number, (ours, theirs) in enumerate(passes):
+            assert_same([ours], [theirs])
+            if number in (3, 7):
+                before = gpu.used
+                gpu.capacity = gpu.held + gpu.used - 100_000
+            if number in (4, 8):
+                assert gpu.used <= before - 90_000
+                assert gpu.used + gpu.held <= gpu.capacity
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -293,33 +292,32 @@ def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.Monk
 def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Bytes of RAM by their address."""
     pinned = dict[int, int]()
-    make, release = LateGpu.host_buffer, LateGpu.free_host
+    make, release = FakeGpu.host_buffer, FakeGpu.free_host
 
-    def host_buffer(gpu: LateGpu, nbytes: int) -> Any:
+    def host_buffer(gpu: FakeGpu, nbytes: int) -> Any:
         data = make(gpu, nbytes)
         pinned[data.ctypes.data] = nbytes
         return data
 
-    def free_host(gpu: LateGpu, memory: Any) -> int:
+    def free_host(gpu: FakeGpu, memory: Any) -> int:
         del pinned[memory.ctypes.data]
         return release(gpu, memory)
 
-    monkeypatch.setattr(LateGpu, "host_buffer", host_buffer)
-    monkeypatch.setattr(LateGpu, "free_host", free_host)
+    monkeypatch.setattr(FakeGpu, "host_buffer", host_buffer)
+    monkeypatch.setattr(FakeGpu, "free_host", free_host)
     return pinned
 
 
 def test_larger_ring_is_pinned(
     model: Model, pinned: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is freed, when nothing is copied from it any more."""
     monkeypatch.setattr(balance, "growing_ring_nbytes", lambda largest: largest + 4 * PAGE)
     sizes = {name: unit.nbytes for name, unit in units(model).items()}
     smallest = min(sizes, key=sizes.__getitem__)
     ring, largest = sizes[smallest] + PAGE, max(sizes.values())
     where = {smallest: Where.SSD_LINK}
     placement = replace(place_on_gpu(model.store, where), ram_ring=ring)
-    with on_gpu(model, where, placement=placement, late=True) as decoder:
+    with on_gpu(model, where, placement=placement) as decoder:
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)
         assert list(pinned.values()) == [ring]
@@ -337,7 +335,7 @@ def test_evicted_experts_are_unpinned(
     """Else the GPU's driver would keep it."""
     with (
         closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
-        on_gpu(model, places(model, 0.3), expert_costs=COSTS, late=True) as decoder,
+        on_gpu(model, places(model, 0.3), expert_costs=COSTS) as decoder,
     ):
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)

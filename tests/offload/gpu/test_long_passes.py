@@ -71,14 +71,14 @@ def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
 
 
 @settings(some, max_examples=25)
-@given(data=st.data(), slack=PAGES, late=st.booleans())
+@given(data=st.data(), slack=PAGES)
 def test_any_mix_of_long_and_short_passes(
-    model: Model, data: st.DataObject, slack: tuple[int, int], late: bool
+    model: Model, data: st.DataObject, slack: tuple[int, int]
 ) -> None:
     where = data.draw(placements(passing(model.store)))
     sizes = data.draw(st.lists(st.sampled_from([1, 7, SHORT, LONG]), min_size=2, max_size=6))
     pending = iter([(0, 0), *data.draw(SHORTAGES), *[(0, 0)] * 100])
-    with crossing(model, where, slack=slack, late=late, shortage=lambda: next(pending)) as decoder:
+    with crossing(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
         assert_same(passes(decoder, sizes), passes(model.resident, sizes))
 
 

@@ -66,25 +66,23 @@ def spread(model: Model, offset: int = 0) -> dict[str, Where]:
 
 
 @settings(some, max_examples=30)
-@given(data=st.data(), slack=PAGES, late=st.booleans())
-def test_any_placement(
-    model: Model, data: st.DataObject, slack: tuple[int, int], late: bool
-) -> None:
+@given(data=st.data(), slack=PAGES)
+def test_any_placement(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
     where = data.draw(placements([*passing(model.store), "embedding"]))
     where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
-    with on_gpu(model, where, slack=slack, late=late) as decoder:
+    with on_gpu(model, where, slack=slack) as decoder:
         assert_same(conversation(decoder), model.expected)
 
 
 @settings(some, max_examples=25)
-@given(data=st.data(), slack=PAGES, late=st.booleans())
+@given(data=st.data(), slack=PAGES)
 def test_cancelled_passes_and_evictions(
-    model: Model, data: st.DataObject, slack: tuple[int, int], late: bool
+    model: Model, data: st.DataObject, slack: tuple[int, int]
 ) -> None:
     where = data.draw(placements(passing(model.store)))
     stops = data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=6))
     pending = iter([(0, 0), *data.draw(SHORTAGES), *[(0, 0)] * 100])
-    with on_gpu(model, where, slack=slack, late=late, shortage=lambda: next(pending)) as decoder:
+    with on_gpu(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, stop in enumerate(stops):
             if 0 < stop <= len(passing(model.store)):

@@ -1,13 +1,11 @@
-"""Placements on a GPU that does everything as late as it may: nothing is read before it has come,
-nothing is overwritten before it has been read.
-"""
+"""Threads that read, copy and compute: what one does while another begins anew or gives up."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -18,27 +16,22 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.offload.device.gpu import Clock, Gpu
-from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.device.gpu import Gpu
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.offload.reading.link import LinkSource
 from localrt.offload.reading.reader import UnitReader
-from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.fakes import POISON, LateGpu
+from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import PAGES, on_gpu, place_on_gpu, placements, some
-from tests.offload.gpu.test_hybrid_experts import places
 from tests.offload.gpu.test_long_passes import LONG, passes
 from tests.offload.placed import (
-    PLENTY,
     Model,
     assert_same,
     cancel_after,
     conversation,
-    extend,
     needs_kernels,
     pack_tiny,
     passing,
@@ -54,52 +47,6 @@ def mixture(
 ) -> Iterator[Model]:
     with closing(Model(pack_tiny(request.param, tmp_path_factory.mktemp("moe")))) as model:
         yield model
-
-
-# -- the GPU itself -------------------------------------------------------------------------------
-
-
-def late_gpu() -> LateGpu:
-    return LateGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
-
-
-def test_late_gpu_copies() -> None:
-    gpu = late_gpu()
-    out, source = gpu.alloc(8), np.arange(8, dtype=np.uint8)
-    gpu.copy_in("a", source, out, None)
-    assert list(out) == list(range(8))
-    event = gpu.begin_copy("b", source, out, None)
-    assert event is not None
-    assert not event.query()
-    assert set(out) == {POISON}
-    source[:] = 3  # too early
-    gpu.wait(event)
-    assert event.query()
-    assert set(out) == {3}
-    event = gpu.begin_copy("c", source, out, None)
-    assert event is not None
-    event.synchronize()
-    assert set(out) == {3}
-    gpu.free(out)
-    assert set(out) == {POISON}
-    assert not gpu.faults
-
-
-def test_late_gpu_finds_races() -> None:
-    gpu = late_gpu()
-    memory, source = gpu.alloc(8), np.zeros(8, np.uint8)
-    early = gpu.record(memory[:4])
-    used = gpu.record(memory[4:], last=True)
-    assert list(memory[4:]) == [POISON] * 4
-    gpu.copy_in("fine", source[:4], memory[:4], early)
-    assert not gpu.faults
-    gpu.begin_copy("race", source[:4], memory[4:], early)
-    assert len(gpu.faults) == 1
-    gpu.begin_copy("fine", source[:4], memory[4:], used)
-    assert len(gpu.faults) == 1
-    gpu.free_host(source)
-    gpu.free(memory)
-    assert len(gpu.faults) == 3
 
 
 # -- dense models ----------------------------------------------------------------------------------
@@ -121,7 +68,7 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
 
 
 def test_ram_freed_after_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_in, free_host, forget = Gpu.copy_in, LateGpu.free_host, LinkSource.forget
+    copy_in, free_host, forget = Gpu.copy_in, FakeGpu.free_host, LinkSource.forget
     reading, faults = dict[int, Any](), list[str]()
     go, copying = hold_copies(monkeypatch)
 
@@ -133,7 +80,7 @@ def test_ram_freed_after_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -
         copy_in(gpu, name, source, *args, **options)
         del reading[threading.get_ident()]
 
-    def free_now(gpu: LateGpu, memory: Any) -> int:
+    def free_now(gpu: FakeGpu, memory: Any) -> int:
         if any(np.shares_memory(source, memory) for source in list(reading.values())):
             faults.append("a copy reads what is freed")
         go.set()
@@ -144,10 +91,10 @@ def test_ram_freed_after_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -
         forget(source)
 
     monkeypatch.setattr(Gpu, "copy_in", copy_slowly)
-    monkeypatch.setattr(LateGpu, "free_host", free_now)
+    monkeypatch.setattr(FakeGpu, "free_host", free_now)
     monkeypatch.setattr(LinkSource, "forget", forget_and_go)
     where = dict.fromkeys(passing(model.store), Where.LINK)
-    with on_gpu(model, where, late=True) as decoder:
+    with on_gpu(model, where) as decoder:
         assert_same(conversation(decoder), model.expected)
         copying.clear()
         decoder.weights.abandon()
@@ -176,7 +123,7 @@ def test_copy_ends_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LinkSource, "fetch", fetch_held)
     monkeypatch.setattr(UnitReader, "acquire", acquire_noted)
     where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
-    with on_gpu(model, where, late=True, stall_s=5.0) as decoder:
+    with on_gpu(model, where, stall_s=5.0) as decoder:
         weights = decoder.weights
         assert_same(conversation(decoder), model.expected)
         held.clear()
@@ -202,29 +149,6 @@ def test_copy_ends_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch
 # -- mixtures --------------------------------------------------------------------------------------
 
 
-def test_copies_of_a_failed_pass(mixture: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
-    compute, failed = HybridExperts._at_once, list[int]()
-
-    def fail_once(stage: HybridExperts, turn: Any, arrivals: Any) -> None:
-        if arrivals and turn.routed.place == 0 and not failed:
-            failed.extend(arrivals)
-            raise CancelledError("stop")
-        compute(stage, turn, arrivals)
-
-    monkeypatch.setattr(HybridExperts, "_at_once", fail_once)
-    with on_gpu(mixture, places(mixture, 0.3), late=True, expert_costs=costs) as decoder:
-        cache, twin = decoder.cache(64), mixture.resident.cache(64)
-        for token in tokens(30):
-            before = len(failed)
-            with suppress(CancelledError):
-                ours = extend(decoder, cache, [token])
-            if len(failed) > before:
-                ours = extend(decoder, cache, [token])
-            assert_same([ours], [extend(mixture.resident, twin, [token])])
-    assert failed
-
-
 @settings(some, max_examples=8)
 @given(data=st.data(), slack=PAGES)
 def test_any_placement_of_a_mixture(
@@ -243,7 +167,7 @@ def test_any_placement_of_a_mixture(
     placement = replace(place_on_gpu(mixture.store, where, slack=slack), prefill_rows=LONG)
     if data.draw(st.booleans()):
         placement = replace(placement, gpu_rows=LEAST_GPU_ROWS)
-    with on_gpu(mixture, where, placement=placement, late=True, expert_costs=costs) as decoder:
+    with on_gpu(mixture, where, placement=placement, expert_costs=costs) as decoder:
         assert_same(conversation(decoder), mixture.expected)
         sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
         assert_same(passes(decoder, sizes), passes(mixture.resident, sizes))
