@@ -233,6 +233,7 @@ def test_same_logits(gpu: Kernels, tmp_path: Path, scheduler: Any) -> None:
     assert all(np.isfinite(logits).all() for logits in seen)
 
 
+@once
 def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
     """While layers are recorded. Who computes is then a matter of time."""
     said = []
@@ -271,6 +272,7 @@ def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
     assert gpu.launches == ["replay"] * (2 * LAYERS + 2)
 
 
+@once
 def test_cancelled_passes(gpu: Kernels, tmp_path: Path) -> None:
     seen = list[list[np.ndarray]]()
     for device in ("cpu", "cuda"):
@@ -287,6 +289,7 @@ def test_cancelled_passes(gpu: Kernels, tmp_path: Path) -> None:
     assert all(map(np.array_equal, *seen))
 
 
+@once
 def test_copies_of_a_failed_pass(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +320,7 @@ def test_copies_of_a_failed_pass(
     assert all(map(np.array_equal, *seen))
 
 
+@once
 def test_memory_given_back(gpu: Kernels, tmp_path: Path) -> None:
     """Slots that are gone are not read: the CPU computes what was in them."""
     with placed(tmp_path, 1.0, FETCHED) as decoder:

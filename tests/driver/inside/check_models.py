@@ -180,6 +180,7 @@ def test_any_placement_of_a_mixture(
     assert_same(*seen)
 
 
+@once
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
 def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """The first layer's in RAM, the others' on the GPU."""
@@ -196,6 +197,7 @@ def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     assert_same(*seen)
 
 
+@once
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
     """Experts are copied ahead, each layer's while the one before it is computed."""

@@ -129,6 +129,7 @@ def test_tokens_and_trees(coded: Model, gpu: Kernels) -> None:
     assert gpu.launches.count("record") == 6
 
 
+@once
 def test_a_cache_that_grows_and_memory_given_back(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(600)
@@ -172,6 +173,7 @@ def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None
     assert gpu.launches.count("record") == 3  # the unit of the ring, the two, and the head
 
 
+@once
 def test_sequences_that_take_turns_and_end(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         one, two = decoder.cache(40), decoder.cache(40)
@@ -188,6 +190,7 @@ def test_sequences_that_take_turns_and_end(coded: Model, gpu: Kernels) -> None:
     assert_recorded(coded, gpu, talk)
 
 
+@once
 def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache, seen = decoder.cache(40), list[np.ndarray]()
@@ -201,6 +204,7 @@ def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
     assert_recorded(coded, gpu, talk)
 
 
+@once
 def test_a_pass_that_fails_while_it_is_recorded(
     coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
