@@ -21,7 +21,7 @@ from benchmarks.common.command import ISAS, RESULTS, ROOT, make_parser
 from benchmarks.common.record import machine_of, markdown_table, versions_of
 from benchmarks.cpu.tables import cpu_table, times
 from benchmarks.drafts.__main__ import drafts_table
-from benchmarks.gpu.tables import gpu_tables
+from benchmarks.gpu.tables import compiled_table, gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table
 from benchmarks.offload import offload_table
@@ -131,6 +131,7 @@ def resume_table(record: dict[str, Any]) -> str:
 # Of a file's tables, the one with its name, and others.
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": bench_table,
+    "compiled": compiled_table,
     "cpu": cpu_table,
     "experts": experts_table,
     "gpu_check": gpu_tables,

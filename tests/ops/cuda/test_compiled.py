@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localrt.common.errors import LocalrtError
-from localrt.quant.cuda.attention import attention_program, join_program, rope_program
-from localrt.quant.cuda.cuts import Cut
-from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
-from localrt.quant.cuda.latent import append_program, latent_programs
-from localrt.quant.cuda.products import linear_program
-from localrt.quant.cuda.programs import Program, compile_program, machine_code
-from localrt.quant.cuda.recurrent import recurrent_programs
-from localrt.quant.ops.recurrent import RecurrentSpec
-from tests.ops.cuda.compiled import (
+from benchmarks.gpu.machine_code import (
     SHARED_BYTES,
     TARGETS,
     Build,
@@ -27,6 +18,15 @@ from tests.ops.cuda.compiled import (
     experts_program,
     product_program,
 )
+from localrt.common.errors import LocalrtError
+from localrt.quant.cuda.attention import attention_program, join_program, rope_program
+from localrt.quant.cuda.cuts import Cut
+from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
+from localrt.quant.cuda.latent import append_program, latent_programs
+from localrt.quant.cuda.products import linear_program
+from localrt.quant.cuda.programs import Program, compile_program, machine_code
+from localrt.quant.cuda.recurrent import recurrent_programs
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a GPU issues. Of fewer bits, a byte has more codes.
