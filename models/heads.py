@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.common.formatting import format_bytes
 from localrt.models.architectures import gemma4, llama, qwen
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
@@ -170,6 +172,15 @@ def has_prediction_block(path: Path) -> bool:
     except (LocalrtError, OSError):
         return False
     return True
+
+
+def prediction_notes(path: Path) -> tuple[str, ...]:
+    """What plans and descriptions of the model at ``path`` say of its MTP block, if it has one."""
+    if not has_prediction_block(path):
+        return ()
+    with closing(open_head(path)) as checkpoint:
+        nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    return (f"its MTP block of {format_bytes(nbytes)} drafts for it",)
 
 
 def is_head(path: Path) -> bool:

@@ -24,6 +24,7 @@ from localrt.hub.files import quantization_label
 from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.heads import prediction_notes
 
 # ``general.file_type`` of the GGUF specification; missing numbers are obsolete.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1"}
@@ -64,7 +65,7 @@ class ModelDescription:
     """``place`` and ``packed`` are those of ``LocalModel``. ``template`` says where the chat
     template is from; ``abilities`` are what it supports: ``"tools"``, ``"thinking"``.
     ``parameters`` are the model's generation defaults, ``context`` is its trained length in
-    tokens. ``notes`` say how quantized weights are stored in memory.
+    tokens. ``notes`` say how quantized weights are stored in memory, and what drafts for it.
     """
 
     name: str
@@ -129,7 +130,7 @@ def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDesc
             license=_license(checkpoint, extras),
             packed=() if listed is None else listed.packed,
             packed_bytes=0 if listed is None else listed.packed_bytes,
-            notes=tuple(checkpoint.notes),
+            notes=(*checkpoint.notes, *prediction_notes(checkpoint.path)),
         )
 
 

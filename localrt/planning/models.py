@@ -24,6 +24,7 @@ from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.heads import prediction_notes
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.shapes import shape_from_config
@@ -99,7 +100,8 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         return _shape_of_config(config, format)
     try:
         shape = shape_from_checkpoint(checkpoint)
-        shape = replace(shape, notes=(*shape.notes, *checkpoint.notes))
+        notes = (*shape.notes, *checkpoint.notes, *prediction_notes(checkpoint.path))
+        shape = replace(shape, notes=notes)
     finally:
         checkpoint.close()
     return shape if format is None else in_format(shape, format, always=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from localrt.cli import main
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny_heads import TinyBlock
 
 
 def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +40,25 @@ def test_a_short_name_that_is_not_here(
 def test_a_name_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpt-os"]) == 1
     assert "did you mean gpt-oss" in capsys.readouterr().err
+
+
+def test_mtp_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shown and planned, of a folder and of a file; what holds only that is no model."""
+    TinyBlock("qwen3.5", tmp_path)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "qwen3.5", predicting=1)
+    plain = write_tiny_gguf(tmp_path, tmp_path / "plain.gguf", "qwen3.5")
+    for command in ("show", "plan"):
+        for model, has in ((tmp_path, True), (path, True), (plain, False)):
+            assert main([command, str(model)]) == 0
+            out = " ".join(capsys.readouterr().out.split())
+            assert (re.search(r"its MTP block of \d+ kB drafts for it", out) is not None) == has
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    alone = tmp_path / "mtp-m.gguf"
+    write_tiny_gguf(tmp_path, alone, "qwen3.5", predicting=1, only_block=True)
+    for command in (["show"], ["plan"], ["run"]):
+        assert main([*command, str(alone), *["text"] * (command[0] == "run")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "holds only the MTP block of a model" in line
+        assert line.endswith("with --draft mtp-m.gguf")
