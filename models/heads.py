@@ -31,22 +31,20 @@ from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.heads import (
     AssistantBlock,
     AssistantHead,
-    Clusters,
     ContextKeys,
     FeatureBlock,
     PredictionBlock,
 )
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import Attention, Chain, Embedding, Head, Residual
+from localrt.models.layers.parts import Embedding, Head
 from localrt.models.raw_config import RawConfig
 from localrt.models.registry import read_config
-from localrt.models.weight_store import ResidentWeights
+from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import BF16, F16, F32, Format, pack, unpack
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.methods.quantize import quantized_format
 from localrt.quant.ops.arrays import Weight
-from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.features import AFTER_LAST
 from localrt.quant.ops.protocol import Ops
 
@@ -58,10 +56,7 @@ _UNUSED = "t2d"
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 # Of ``dflash_config``; others are of kinds that are not known
-_BLOCK_OPTIONS = {
-    *("mask_token_id", "target_layer_ids", "block_size"),
-    *("final_logit_softcapping", "output_multiplier", "input_embedding_scale"),
-}
+_BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ class HeadConfig:
     vocabulary; None is all of them. ``output`` is its own output matrix, where it has one.
 
     An assistant's layers read the keys and values at ``places`` of its target's cache: its rows
-    stand at the last known token and see all before it. It looks for its tokens in the best
-    ``used`` of ``clusters`` (C, n).
+    stand at the last known token and see all before it.
 
     DFlash drafts a ``block`` at once: the last known token, and ``mask`` in place of those that it
     drafts. Its rows see each other, and what ``ContextKeys`` made of the tokens before.
@@ -81,13 +75,11 @@ class HeadConfig:
 
     decoder: DecoderConfig
     layers: tuple[int, ...]
-    normed: bool
-    own_normed: bool
+    normed: bool = False
+    own_normed: bool = False
     tokens: Ints | None = None
     output: str = HEAD
     places: tuple[int, ...] = ()
-    clusters: Ints | None = None
-    used: int = 0
     block: int = 0
     mask: int = 0
 
@@ -254,7 +246,6 @@ def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
     return HeadConfig(
         decoder=decoder,
         layers=layers,
-        normed=False,
         own_normed=raw.flag("norm_output"),
         tokens=tokens,
     )
@@ -263,90 +254,60 @@ def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
 def _read_assistant(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
     # Its layers share what the target has, and not each other's
     checkpoint.config = {**checkpoint.config, "num_kv_shared_layers": 0}
-    raw = RawConfig(checkpoint)
-    own = gemma4.read_config(raw)
-    attention, places = [], []
+    raw, clusters = RawConfig(checkpoint), checkpoint.order
+    own, count = gemma4.read_config(raw), raw.integer("num_centroids", 2048)
+    last = {spec.window is None: layer for layer, spec in enumerate(target.attending)}
+    attention, places = [], list[int]()
     for spec in own.attending:
-        alike = [
-            (layer, other)
-            for layer, other in enumerate(target.attention)
-            if isinstance(other, AttentionSpec) and (other.window is None) == (spec.window is None)
-        ]
-        layer, read = alike[-1] if alike else (0, None)
-        if read is None or (read.kv_heads, read.head_dim) != (spec.kv_heads, spec.head_dim):
+        layer = last.get(spec.window is None, 0)
+        sizes = {(each.kv_heads, each.head_dim) for each in (spec, target.attending[layer])}
+        if len(sizes) > 1 or target.architecture != own.architecture:
             raise UnsupportedModelError("its layers do not fit the model's keys and values")
+        places += target.cache_places[layer]
         # A window reaches this far back from the row, and the row stands after all that it sees
         window = None if spec.window is None else spec.window + 1
         attention.append(replace(spec, reads=layer, window=window))
-        places.append(target.cache_places[layer][0])
-    clusters, used = _read_clusters(checkpoint, raw, own.vocab_size)
-    block = AssistantBlock(inputs=None, width=raw.integer("backbone_hidden_size", 1536))
+    if clusters is not None:
+        if clusters.size % count or not np.array_equal(np.sort(clusters), range(own.vocab_size)):
+            raise UnsupportedModelError(f"its {clusters.size} tokens do not fill {count} clusters")
+        clusters = clusters.reshape(count, -1)
+    used = min(raw.integer("centroid_intermediate_top_k", 32), count)
+    width = raw.integer("backbone_hidden_size", 1536)
+    block = AssistantBlock(inputs=None, width=width, clusters=clusters, used=used)
     return HeadConfig(
         decoder=replace(own, block=block, attention=tuple(attention), final_softcap=None),
         layers=(AFTER_LAST,),
         normed=True,
-        own_normed=False,
         output=EMBEDDING if own.tied_head else HEAD,
         places=tuple(places),
-        clusters=clusters,
-        used=used,
     )
 
 
 def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
     options = RawConfig(checkpoint).mapping("dflash_config")
-    config = checkpoint.config = {**checkpoint.config, **options}
-    raw = RawConfig(checkpoint)
+    config = checkpoint.config = {"rope_is_neox_style": True, **checkpoint.config, **options}
     unknown = {key for key, value in options.items() if value} - _BLOCK_OPTIONS
-    if raw.flag("is_causal") or not raw.flag("rope_is_neox_style", default=True) or unknown:
+    if config.get("is_causal") or not config["rope_is_neox_style"] or unknown:
         what = min(unknown, default="is_causal or rope_is_neox_style")
         raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
-    scale = raw.number("input_embedding_scale", target.embedding_scale)
-    if not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):
-        raise UnsupportedModelError("it scales embeddings otherwise than the model")
-    own, block, mask = (
-        qwen.read_qwen3(raw),
-        raw.integer("block_size", 16),
-        raw.index("mask_token_id"),
-    )
-    if mask >= target.vocab_size or block < 2:
-        raise UnsupportedModelError(f"its mask is token {mask}, its block of {block} tokens")
+    raw, tokens = RawConfig(checkpoint), checkpoint.tokens
+    own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id")
+    block = raw.integer("block_size", 16)
+    if mask >= target.vocab_size:
+        raise UnsupportedModelError(f"its mask is token {mask}, and the model has not so many")
     # A row sees the whole block: a window ends with the block, and begins with the first row's
     attention = tuple(
         spec if spec.window is None else replace(spec, window=spec.window + block - 1)
         for spec in own.attending
     )
-    tokens = checkpoint.tokens
+    vocab = target.vocab_size if tokens is None else len(tokens)
     return HeadConfig(
-        decoder=replace(
-            own,
-            attention=attention,
-            vocab_size=target.vocab_size if tokens is None else len(tokens),
-            tied_head=False,
-            logit_scale=raw.number("output_multiplier", 1.0),
-            final_softcap=raw.optional_number("final_logit_softcapping"),
-        ),
+        decoder=replace(own, attention=attention, vocab_size=vocab, tied_head=False),
         layers=_inputs(config.get("target_layer_ids"), 1, target.layers),
-        normed=False,
-        own_normed=False,
         tokens=tokens,
         block=block,
         mask=mask,
     )
-
-
-def _read_clusters(
-    checkpoint: HeadFolder | HeadFile, raw: RawConfig, vocab: int
-) -> tuple[Ints | None, int]:
-    """The tokens of each cluster, and how many clusters are looked at."""
-    order = checkpoint.order
-    if order is None:
-        return None, 0
-    count = raw.integer("num_centroids", 2048)
-    if len(order) != vocab or vocab % count or not _within(order, vocab):
-        raise UnsupportedModelError(f"its {len(order)} tokens do not fill {count} clusters")
-    used = min(raw.integer("centroid_intermediate_top_k", 32), count)
-    return order.reshape(count, -1), used
 
 
 def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -430,45 +391,21 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
             raise CheckpointError(f"{checkpoint.path.name} has no output matrix of its own")
         end = Head(decoder, load_norm(decoder, weights), head)
         if isinstance(decoder.block, AssistantBlock):
-            end = _assistant_head(config, decoder.block.width, weights, end)
+            weights.skip(HEAD if config.output == EMBEDDING else EMBEDDING)
+            end = AssistantHead(end, decoder.block, decoder, weights)
+        made = Decoder(ResidentWeights(ops, decoder, body, end, experts))
         if config.block:
             features = decoder.hidden_size * len(config.layers)
-            context = ContextKeys(decoder, features, weights, list(map(_attention, body[1::2])))
+            context = ContextKeys(decoder, features, weights, body[1::2])
+            made = BlockDecoder(made.weights, context)
     weights.finish()
-    head_weights = ResidentWeights(ops, decoder, body, end, experts)
-    if not config.block:
-        return Decoder(head_weights)
-    return BlockDecoder(
-        head_weights, Decoder(ResidentWeights(ops, decoder, [context], end, experts))
-    )
+    return made
 
 
 class BlockDecoder(Decoder):
-    """DFlash. Passes of its ``context`` are given features of known tokens, and keep their keys and
-    values in the caches of both.
-    """
+    """DFlash. A pass of its ``context`` appends what it is given of known tokens to their cache."""
 
-    def __init__(self, weights: ResidentWeights, context: Decoder) -> None:
+    def __init__(self, weights: WeightStore, context: ContextKeys) -> None:
         super().__init__(weights)
-        self.context = context
-
-
-def _attention(part: Part) -> Attention:
-    """The attention in a layer's first part, behind the place of its input."""
-    layer = part.parts[-1] if isinstance(part, Chain) else part
-    assert isinstance(layer, Residual), "a plain layer"
-    assert isinstance(layer.layer, Attention), "latents are not drafted with"
-    return layer.layer
-
-
-def _assistant_head(
-    config: HeadConfig, width: int, weights: WeightLoader, plain: Head
-) -> AssistantHead:
-    decoder, tokens, clusters = config.decoder, config.clusters, None
-    if tokens is not None:
-        shape = (len(tokens), decoder.hidden_size)
-        centroids = weights.matrix(shape, "model.masked_embedding.centroids.weight")
-        clusters = Clusters(centroids, tokens, config.used)
-    weights.skip(HEAD if config.output == EMBEDDING else EMBEDDING)
-    carried = weights.matrix((width, decoder.hidden_size), "model.post_projection.weight")
-    return AssistantHead(decoder, plain.norm, plain.weight, carried, clusters)
+        end, ops = Head(self.config, weights.norm, None), weights.ops
+        self.context = Decoder(ResidentWeights(ops, self.config, [context], end, ResidentExperts()))

@@ -156,21 +156,16 @@ class TreeSource(DraftSource):
     ) -> Generator[Step, Floats, Sequence[Children]]:
         first, self._first = self._first, None
         if first is not None:  # a new tree, expanding its root alone
-            return [self._children(first, least[0])]
+            return [children_of(first, least[0], self._temperature, self._drafter.tokens)]
         run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
         if not run:
             return [_NO_CHILDREN] * len(nodes)
         logits = yield from self._compute(run)
-        found = [self._children(row, low) for row, low in zip(logits, least, strict=False)]
+        found = [
+            children_of(row, low, self._temperature, self._drafter.tokens)
+            for row, low in zip(logits, least, strict=False)
+        ]
         return [*found, *[_NO_CHILDREN] * (len(nodes) - len(run))]
-
-    def _children(self, logits: npt.NDArray[np.float32], least: float) -> Children:
-        try:
-            found = likeliest(logits, least, temperature=self._temperature)
-        except ValueError as error:
-            raise DraftFailedError(f"the draft model produced NaN logits: {error}") from error
-        tokens = self._drafter.tokens
-        return found if tokens is None else Children(tokens[found.tokens], found.logprobs)
 
     def _below(self, true: Sequence[int], batch: _Nodes) -> bool:
         """Whether any node of a round continues the accepted tokens, or is one of them."""
@@ -278,3 +273,18 @@ class TreeSource(DraftSource):
             raise
         self.passes += 1
         return logits
+
+
+def children_of(
+    logits: Floats, least: float, temperature: float, tokens: npt.NDArray[np.int64] | None
+) -> Children:
+    """The ``likeliest`` of a draft's logits (V,), as the target's ``tokens``.
+
+    Raises:
+        DraftFailedError: the logits are not numbers.
+    """
+    try:
+        found = likeliest(logits, least, temperature=temperature)
+    except ValueError as error:
+        raise DraftFailedError(f"the draft model produced NaN logits: {error}") from error
+    return found if tokens is None else Children(tokens[found.tokens], found.logprobs)

@@ -23,7 +23,6 @@ from localrt.speculative.worth import (
     BUDGETS,
     DEPTHS,
     MARGIN,
-    DraftCost,
     GapWorth,
     PassCost,
     Rest,
@@ -70,26 +69,17 @@ class Tuner:
     """What a model's generations have learned together. Thread-safe.
 
     ``sources`` maps names to the assumed cost of a draft level, as a share of a plain step, until
-    one is measured: 0 for lookups, which cost next to nothing. Those ``at_once`` draft all levels
-    for the cost of one. ``streamed``: passes wait for weights. ``mixture``: more tokens touch more
-    experts.
+    one is measured: 0 for lookups, which cost next to nothing. ``streamed``: passes wait for
+    weights. ``mixture``: more tokens touch more experts.
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, float],
-        *,
-        at_once: Sequence[str] = (),
-        streamed: bool = False,
-        mixture: bool = False,
+        self, sources: Mapping[str, float], *, streamed: bool = False, mixture: bool = False
     ) -> None:
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed, mixture=mixture)
         self.gaps = GapWorth()
-        self.sources = {
-            name: Source(level, DraftCost(at_once=name in at_once))
-            for name, level in sources.items()
-        }
+        self.sources = {name: Source(level) for name, level in sources.items()}
         self.streamed = streamed
         self.looking_s = 0.0
         """Of looking for draft tokens where none are worth a pass, in the mean."""

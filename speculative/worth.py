@@ -231,11 +231,12 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 class DraftCost:
     """The seconds of a draft by budget and depth: it takes about one pass per level, or one for all
-    levels ``at_once``.
+    of them ``at_once``.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
-        self._at_once = at_once
+    at_once = False
+
+    def __init__(self) -> None:
         self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
         self._median: dict[int, float] = {}
 
@@ -256,7 +257,7 @@ class DraftCost:
 
     def passes(self, levels: int) -> int:
         """Return about how many passes a tree of ``levels`` takes."""
-        return 1 if self._at_once else levels + 1
+        return 1 if self.at_once else levels + 1
 
 
 class GapWorth:

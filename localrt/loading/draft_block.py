@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from localrt.engine.native.session import FeatureRows
+from localrt.engine.native.session import NativeSession
 from localrt.models.heads import BlockDecoder
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.speculative.best_first import Children, Growth, likeliest
+from localrt.speculative.best_first import Growth
 from localrt.speculative.ngram import common_length
-from localrt.speculative.source import Check, DraftFailedError, DraftSource
+from localrt.speculative.source import Check, DraftSource
 from localrt.speculative.tree import TokenTree
+from localrt.speculative.tree_source import children_of
 
 if TYPE_CHECKING:
     from localrt.loading.draft_head import HeadDraft
@@ -27,17 +28,18 @@ _LEAST = -9.0  # the log-probability below which tokens are not drafted
 
 
 class BlockSource(DraftSource):
-    """Drafts for one session with these ``features``. Its cache keeps what the head makes of them;
+    """Drafts for one session. Its cache keeps what the head makes of the tokens' features;
     ``capacity`` counts a block.
     """
 
     name = "head"
 
     def __init__(
-        self, head: HeadDraft, features: FeatureRows, *, capacity: int, temperature: float
+        self, head: HeadDraft, session: NativeSession, *, capacity: int, temperature: float
     ) -> None:
         assert isinstance(head.decoder, BlockDecoder), "its config says so"
-        self._head, self._decoder, self._features = head, head.decoder, features
+        self._head, self._decoder = head, head.decoder
+        self._features = session.record_features(head.config.layers)
         self._temperature = temperature or 1.0
         with head.engine.alone():
             self._cache = head.decoder.cache(capacity)
@@ -48,60 +50,41 @@ class BlockSource(DraftSource):
         return len(history) - 1 - self._kept(history) if self._readable(history) else 0
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
-        if not self._readable(history):
-            return
-        cache, features, known = self._cache, self._features, len(history) - 1
-        kept = self._kept(history)
-        if kept == features.first:
+        cache, kept, known = self._cache, self._kept(history), list(history[:-1])
+        if kept == self._features.first:
             self._start = kept
         cache.trim(kept - self._start)
-        for start in range(kept, known, _PASS_ROWS):
-            self._known = list(history[:start])
-            stop = min(start + _PASS_ROWS, known)
-            tokens, positions = np.array(history[start:stop], np.int64), np.arange(start, stop)
+        for start in range(kept, len(known), _PASS_ROWS):
+            self._known = known[:start]
+            tokens = np.array(known[start : start + _PASS_ROWS], np.int64)
+            stop = start + len(tokens)
+            batch = Batch(tokens, np.arange(start, stop), (Span(cache, len(tokens)),))
+            given = self._features.get(start, stop)
             with self._head.engine.alone():
-                self._decoder.context.forward(
-                    Batch(tokens, positions, (Span(cache, stop - start),)),
-                    rows=[],
-                    check=check,
-                    given=features.get(start, stop),
-                )
-        self._known = list(history[:known])
+                self._decoder.context.forward(batch, rows=[], check=check, given=given)
+        self._known = known
 
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        cache, block, known = self._cache, self._head.config.block, len(history) - 1
-        depth = min(depth, block - 1)
+        config, cache, known = self._head.config, self._cache, len(history) - 1
+        depth = min(depth, config.block - 1)
         if budget <= 0 or depth <= 0 or not self._readable(history):
             return TokenTree.empty()
         self.catch_up(history, check=check)
-        tokens = np.full(block, self._head.config.mask, np.int64)
-        tokens[0] = history[-1]
-        span = Span(cache, block, np.ones((block, block), np.bool_))
-        held = cache.length
+        tokens = np.array([history[-1], *[config.mask] * (config.block - 1)], np.int64)
+        span = Span(cache, config.block, np.ones((config.block, config.block), np.bool_))
+        batch, held = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
         with self._head.engine.alone():
-            logits = self._decoder.forward(
-                Batch(tokens, np.arange(known, known + block), (span,)),
-                rows=range(1, 1 + depth),
-                check=check,
-            )
+            logits = self._decoder.forward(batch, rows=range(1, 1 + depth), check=check)
         cache.trim(held)
-        found = [self._children(row) for row in logits]
+        levels = [children_of(row, _LEAST, self._temperature, config.tokens) for row in logits]
         growth = Growth(self.name)
         return growth.grow(
-            lambda nodes, _: [found[growth.level(node)] for node, _, _ in nodes],
+            lambda nodes, _: [levels[growth.level(node)] for node, _, _ in nodes],
             budget=budget,
             depth=depth,
         )
-
-    def _children(self, logits: np.ndarray) -> Children:
-        try:
-            found = likeliest(logits, _LEAST, temperature=self._temperature)
-        except ValueError as error:
-            raise DraftFailedError(f"the draft head produced NaN logits: {error}") from error
-        tokens = self._head.config.tokens
-        return found if tokens is None else Children(tokens[found.tokens], found.logprobs)
 
     def _readable(self, history: Sequence[int]) -> bool:
         """Whether there are features of the tokens before the last."""

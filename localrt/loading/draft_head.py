@@ -24,7 +24,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.session import FEATURE_NBYTES, FeatureRows, NativeSession
+from localrt.engine.native.session import FEATURE_NBYTES, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.draft_block import BlockSource
@@ -50,7 +50,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class HeadDrafter(Drafter):
-    """A head for one session with these ``features``.
+    """A head for one session.
 
     The row of a token takes in the features of the token before. Rows of draft tokens do not last:
     what they took in was the head's own output.
@@ -59,12 +59,12 @@ class HeadDrafter(Drafter):
     name = "head"
     lasting = False
 
-    def __init__(self, head: HeadDraft, session: NativeSession, features: FeatureRows) -> None:
+    def __init__(self, head: HeadDraft, session: NativeSession) -> None:
         self.tokens = head.config.tokens
         self.held_rows = head.engine.ops_name in ("torch", "native")
         self._head = head
         self._session = session
-        self._features = features
+        self._features = session.record_features(head.config.layers)
         self._held = 0  # tokens before the last known one
         self._given: list[Floats] = []  # for the rows behind the last known token, and each draft's
 
@@ -221,12 +221,11 @@ class HeadDraft:
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Return the draft source for a session."""
         assert isinstance(session, NativeSession), "sessions belong to one engine"
-        features = session.record_features(self.config.layers)
         capacity, temperature = session.capacity, options.sampling.temperature
         if block := self.config.block:
-            return BlockSource(self, features, capacity=capacity + block, temperature=temperature)
+            return BlockSource(self, session, capacity=capacity + block, temperature=temperature)
         return TreeSource(
-            HeadDrafter(self, session, features),
+            HeadDrafter(self, session),
             capacity=capacity + (options.tree_budget or MOST_NODES),
             temperature=temperature,
         )

@@ -478,13 +478,10 @@ class Drafts:
             levels[draft.kind] = draft.level_share
         tuner = self._tuners.setdefault(
             drafter,
-            Tuner(
-                levels,
-                at_once=[draft.kind] if draft is not None and draft.at_once else [],
-                streamed=engine.counts() is not None,
-                mixture=engine.is_mixture,
-            ),
+            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture),
         )
+        if draft is not None:
+            tuner.sources[draft.kind].cost.at_once = draft.at_once
         size = None
         if explicit:
             assert options.tree_budget is not None

@@ -42,11 +42,8 @@ ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 DFLASH = "DFlashDraftModel"
 """What DFlash drafts call theirs."""
 
-HEADS = {
-    **dict.fromkeys(EAGLE3, "an EAGLE-3 head"),
-    **dict.fromkeys(ASSISTANTS, "an assistant"),
-    DFLASH: "a DFlash draft",
-}
+HEADS = {DFLASH: "a DFlash draft", **dict.fromkeys(EAGLE3, "an EAGLE-3 head")}
+HEADS |= dict.fromkeys(ASSISTANTS, "an assistant")
 """The architectures of what only drafts for a model, and what it is."""
 
 TEXT_KEYS = ("llm_config", "text_config")

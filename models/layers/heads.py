@@ -7,7 +7,8 @@ of draft tokens, the head's own output. ``models/heads.py`` opens heads and read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -118,10 +119,13 @@ class FeatureBlock(ResidualBlock):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantBlock(GatedInputs):
     """Gemma 4's assistants: layers of the target's kind, which have no keys and values but read
-    the target's. Embeddings and features have the target's ``width``.
+    the target's. Embeddings and features have the target's ``width``. Of ``clusters`` (C, n) of
+    tokens, those of the best ``used`` get their logits.
     """
 
     width: int
+    clusters: npt.NDArray[np.int64] | None = field(compare=False)
+    used: int
 
     def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
         shape = (config.hidden_size, 2 * self.width)
@@ -129,56 +133,41 @@ class AssistantBlock(GatedInputs):
         return (Fusion(projection, (None, None), config.norm_eps),)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Clusters:
-    """Clusters of tokens: the best ``used`` by ``centroids`` (C, D) get their logits. ``tokens``
-    (C, n) are the tokens of each.
-    """
-
-    centroids: Weight
-    tokens: npt.NDArray[np.int64]
-    used: int
-
-
 class ContextKeys:
     """DFlash's reading of its target: each layer has a key and a value of a token's features.
 
-    These are projected, and take the place of what the draft's ``layers`` read, behind a norm of
-    their own.
+    These are projected, and take the place of what the ``layers`` of the draft read, behind a norm
+    of their own.
     """
 
     def __init__(
-        self, config: DecoderConfig, features: int, weights: WeightLoader, layers: list[Attention]
+        self, config: DecoderConfig, features: int, weights: WeightLoader, layers: Sequence[Any]
     ) -> None:
-        hidden = config.hidden_size
-        self._projection = weights.matrix((hidden, features), _FUSION)
-        norm = weights.vector(hidden, "model.hidden_norm.weight")
-        self._layers = [(each, replace(each.weights, norm=norm)) for each in layers]
+        self._projection = weights.matrix((config.hidden_size, features), _FUSION)
+        norm = weights.vector(config.hidden_size, "model.hidden_norm.weight")
+        parts = [layer.parts[-1].layer for layer in layers]
+        self._layers = [(each, replace(each.weights, norm=norm)) for each in parts]
 
     def __call__(self, state: PassState) -> None:
         """Append keys and values to the caches."""
-        ops, given = state.ops, state.given
-        assert given is not None, "a pass over the context is given its features"
-        x = ops.projected(ops.given_rows(given), self._projection)
+        assert state.given is not None, "a pass over the context is given its features"
+        x = state.ops.projected(state.ops.given_rows(state.given), self._projection)
         for layer, weights in self._layers:
-            ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
+            state.ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
 
 
 class AssistantHead(Head):
-    """An assistant's logits, and what the rows of the next draft tokens are given, ``carried`` back
-    to the target's width.
-    """
+    """An assistant's logits, and its output ``CARRIED`` back to the target's width."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        norm: Vector | None,
-        weight: Weight,
-        carried: Weight,
-        clusters: Clusters | None,
+        self, head: Head, block: AssistantBlock, config: DecoderConfig, weights: WeightLoader
     ) -> None:
-        super().__init__(config, norm, weight)
-        self._carried, self._clusters = carried, clusters
+        super().__init__(config, head.norm, head.weight)
+        hidden, self._clusters, self._used = config.hidden_size, block.clusters, block.used
+        self._carried = weights.matrix((block.width, hidden), "model.post_projection.weight")
+        if block.clusters is not None:
+            shape = (len(block.clusters), hidden)
+            self._centroids = weights.matrix(shape, "model.masked_embedding.centroids.weight")
 
     def __call__(self, state: PassState) -> None:
         """Fill ``state.logits`` and the features ``CARRIED``, of the rows wanted."""
@@ -186,15 +175,13 @@ class AssistantHead(Head):
         def product(weight: Weight) -> npt.NDArray[np.float32]:
             return state.ops.head(state.x, state.wanted, self.norm, self._eps, weight)
 
-        logits = product(self.weight)
-        if (clusters := self._clusters) is not None:
-            scores, used = product(clusters.centroids), clusters.used
-            best = np.argpartition(scores, -used)[:, -used:]
-            seen = clusters.tokens[best].reshape(len(best), -1)
+        state.logits = logits = product(self.weight)
+        if self._clusters is not None:
+            best = np.argpartition(product(self._centroids), -self._used)[:, -self._used :]
+            seen = self._clusters[best].reshape(len(best), -1)
             kept = np.take_along_axis(logits, seen, 1)
             logits[:] = kept.min(1, keepdims=True) - 1
             np.put_along_axis(logits, seen, kept, 1)
-        state.logits = logits
         out = None if state.features is None else state.features.of(CARRIED)
         if out is not None:
             out[:] = product(self._carried)

@@ -250,7 +250,8 @@ def test_draft_cost() -> None:
     cost.add(16, 7, 0.8)
     assert cost.seconds(16, 3) == pytest.approx(0.4)
     assert cost.seconds(64, 3) == pytest.approx(0.8)
-    block = DraftCost(at_once=True)
+    block = DraftCost()
+    block.at_once = True
     block.add(8, 5, 0.3)
     assert block.seconds(8, 1) == block.seconds(8, 16) == pytest.approx(0.3)
 
