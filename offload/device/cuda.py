@@ -47,7 +47,7 @@ class CudaGpu(Gpu):
         """Have the current stream wait."""
         self._copies.wait(event)
 
-    def record(self, *read: Any, last: bool = False) -> Event | None:
+    def record(self) -> Event | None:
         """An event of the current stream."""
         event: Event | None = self._copies.record()
         return event

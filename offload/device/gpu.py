@@ -204,12 +204,8 @@ class Gpu:
     def wait(self, event: Event | None) -> None:
         """Have kernels started from now on wait for ``event``."""
 
-    def record(self, *read: Any, last: bool = False) -> Event | None:
-        """An event after all kernels started so far, which ``read`` these parts of memory.
-
-        Copies that wait for it may overwrite them. With ``last``, nothing reads them again before
-        they are overwritten.
-        """
+    def record(self) -> Event | None:
+        """An event after all kernels started so far: what they read may then be overwritten."""
         return None
 
     def to_gpu(self, x: Array) -> Array:

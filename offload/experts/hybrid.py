@@ -193,7 +193,7 @@ class HybridExperts:
         if not (cache.complete and routing.away and turn.there.all()):
             return False
         if isinstance(turn, _EagerTurn):
-            self.slots.used(turn.routed.place, range(cache.count))
+            self.slots.used(turn.routed.place)
         cache.found(min(cache.count, routing.rows * routing.used))
         return True
 
@@ -368,7 +368,7 @@ class HybridExperts:
             ops.run_experts(
                 routed.rows, routed.routing, table, routed.spec, turn.slots_array, experts
             )
-        self.slots.used(routed.place, experts)
+        self.slots.used(routed.place)
 
     def _on_cpu(
         self, turn: _EagerTurn | _RecordedTurn, experts: Sequence[int], wanted: Demanded

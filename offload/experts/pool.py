@@ -290,7 +290,7 @@ class GpuSlots:
             with self.gpu.ops.scope():
                 slot.made = layout, self._build(key, unit, memory, data)
         if layout is None:
-            self._last[slot.layer] = self.gpu.record(slot.memory)
+            self._last[slot.layer] = self.gpu.record()
         return Arrival(key, slot, copied, slot.made[1])
 
     def enter(self, arrival: Arrival) -> None:
@@ -298,10 +298,9 @@ class GpuSlots:
         if self.cache.slot(*arrival.key) is arrival.slot:
             self.cache.fill(*arrival.key, arrival.weights)
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
-        """Record that kernels have been started that use these experts."""
-        slots = (self.cache.slot(layer, expert) for expert in experts)
-        self._last[layer] = self.gpu.record(*(slot.memory for slot in slots if slot is not None))
+    def used(self, layer: int) -> None:
+        """Record that kernels have been started that use a layer's experts."""
+        self._last[layer] = self.gpu.record()
         self._replayed.discard(layer)
 
     def replayed(self, layer: int) -> None:
@@ -315,7 +314,7 @@ class GpuSlots:
         if slot.layer is None:
             return None
         if slot.layer in self._replayed:
-            return self.gpu.record(slot.memory)
+            return self.gpu.record()
         return self._last.get(slot.layer)
 
     def _layout(self, key: Key) -> Hashable:

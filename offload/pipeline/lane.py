@@ -18,7 +18,7 @@ from localrt.models.config import Part
 from localrt.models.layers.parts import Logits, PassState
 from localrt.models.weight_store import Check, Resource
 from localrt.models.weights import VectorKey, WeightLoader
-from localrt.offload.device.gpu import Clock, Event, Gpu
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.pipeline.caches import split_batch
 from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
@@ -95,8 +95,9 @@ class Lane:
                     self._verify(unit, memories[-1])
             self.compute(step.part_of(memories), step.name, state, timed=step.timed)
         finally:
-            for unit, memory in zip(units, memories, strict=False):
-                self.reader.release(unit.name, self._last_use(memory))
+            last_use = None if self.gpu is None else self.gpu.record()
+            for unit, _ in zip(units, memories, strict=False):
+                self.reader.release(unit.name, last_use)
 
     def compute(self, part: Part, name: str, state: StreamedState, *, timed: bool = True) -> None:
         """Run a part, timed as a task."""
@@ -109,10 +110,6 @@ class Lane:
                 part(state)
             finally:
                 self._clock.end(self.resource, name, started)
-
-    def _last_use(self, memory: Any) -> Event | None:
-        """An event after the last kernels that read ``memory``; None on the CPU."""
-        return None if self.gpu is None else self.gpu.record(memory, last=True)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
         """Begin a pass over the caches of ``batch``, recorded where that is quicker."""
