@@ -139,15 +139,27 @@ def test_mtp_block(name: str, only_block: bool, tmp_path: Path) -> None:
     assert relative_error(decoder.forward(batch, given=hidden[:-1]), theirs) < 1e-3
 
 
-@pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])
-def test_eagle3_head(flag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form", ["", "norm_before_fc", "norm_before_residual", "rope_freqs", "own embedding", "no d2t"]
+)
+def test_eagle3_head(form: str, tmp_path: Path) -> None:
+    flag = form if form.startswith("norm") else ""
     config = save_tiny("llama", tmp_path / "target").config
     path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "llama")
     tiny = TinyEagle3(
         tmp_path, config.hidden_size, config.vocab_size, **({flag: True} if flag else {})
     )
     own, layers = tmp_path / "eagle3.gguf", (0, 1, 2)
-    tiny.save_gguf(own, layers)
+    more: dict[str, Any] = {}
+    if form == "rope_freqs":
+        more["rope_freqs"] = np.linspace(1, 8, tiny.size // 2)
+    if form == "own embedding":
+        shape = (config.vocab_size, config.hidden_size)
+        more["token_embd"] = np.random.default_rng(2).normal(size=shape)
+    if form == "no d2t":  # its own output matrix neither: the model's
+        tiny.tokens = np.arange(config.vocab_size)
+        del tiny.weights["lm_head.weight"]
+    tiny.save_gguf(own, layers, more=more, mapped=form != "no d2t")
     width, count = config.hidden_size, len(IDS)
     with opened(path) as target:
         for layer in layers:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -183,9 +185,17 @@ class TinyEagle3:
         return folder
 
     def save_gguf(
-        self, path: Path, layers: tuple[int, ...] = (1, 2, 3), kind: str = "i64", **keys: Any
+        self,
+        path: Path,
+        layers: tuple[int, ...] = (1, 2, 3),
+        kind: str = "i64",
+        more: Mapping[str, np.ndarray] = MappingProxyType({}),
+        mapped: bool = True,
+        **keys: Any,
     ) -> Path:
-        """The head as llama.cpp's converter writes it, which reads what goes into ``layers``."""
+        """The head as llama.cpp's converter writes it, which reads what goes into ``layers``, with
+        ``more`` tensors; without a map of its tokens unless ``mapped``.
+        """
         config = self.config
         metadata = {
             "block_count": 1,
@@ -206,9 +216,9 @@ class TinyEagle3:
             "norm_before_fc": self.flags.get("norm_before_fc", False),
             **keys,
         }
-        tensors: dict[str, Any] = {
-            "d2t": (self.tokens.astype(kind.replace("i", "int").replace("f", "float")), kind)
-        }
+        numbers = self.tokens.astype({"i": "int", "f": "float"}[kind[0]] + kind[1:])
+        tensors: dict[str, Any] = {"d2t": (numbers, kind)} if mapped else {}
+        tensors |= {f"{name}.weight": (array, "f32") for name, array in more.items()}
         for name, tensor in self.weights.items():
             stem = name.removesuffix(".weight")
             rows = tensor.numpy()
