@@ -108,6 +108,8 @@ _NEXTN = {
     "hnorm": "hnorm",
     "norm": "shared_head_norm",
     "shared_head.norm": "shared_head_norm",
+    "shared_head.head": "shared_head_head",
+    "embed_tokens": "embed_tokens",
 }
 """What lies beside the layer of a prediction block, and is called there behind ``nextn.``."""
 

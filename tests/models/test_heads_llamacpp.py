@@ -112,15 +112,15 @@ def opened(path: Path, **how: Any) -> Iterator[Any]:
         context.close()
 
 
-@pytest.mark.parametrize("only_block", [False, True])
+@pytest.mark.parametrize("form", ["in the model's file", "alone", "alone, the model's norm"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_mtp_block(name: str, only_block: bool, tmp_path: Path) -> None:
+def test_mtp_block(name: str, form: str, tmp_path: Path) -> None:
     block = TinyBlock(name, tmp_path)
-    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name, predicting=1)
-    own = path
-    if only_block:
+    path = own = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name, predicting=1)
+    if "alone" in form:
+        how: dict[str, Any] = {"without": ("shared_head_norm.weight",) * ("norm" in form)}
         own = tmp_path / "mtp-m.gguf"
-        write_tiny_gguf(tmp_path, own, name, predicting=1, only_block=True)
+        write_tiny_gguf(tmp_path, own, name, predicting=1, only_block=True, **how)
     width = block.config.hidden_size
     with opened(path) as target:
         target.set_embeddings_nextn(target.handle, True, False)

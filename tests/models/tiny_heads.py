@@ -35,7 +35,13 @@ class TinyBlock:
         for parameter in block.parameters():
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15)
             parameter.data += 0.5 if parameter.ndim == 1 else 0.0
-        block.lm_head.weight = self.target.lm_head.weight
+        self.embed = self.target.get_input_embeddings()
+        matrices = {}
+        if name.startswith("deepseek"):  # whose block is published with matrices of its own
+            self.embed = block.get_input_embeddings()
+            matrices = {"embed_tokens": self.embed.weight, "shared_head.head": block.lm_head.weight}
+        else:
+            block.lm_head.weight = self.target.lm_head.weight
         self.block = block.float().eval()
         self.fc = torch.randn(hidden, 2 * hidden) * 0.15
         self.norms = [torch.rand(hidden) + 0.5 for _ in range(2)]
@@ -56,6 +62,7 @@ class TinyBlock:
         values = (*self.norms, self.fc, found.pop("model.norm.weight"))
         for part, value in zip(beside, values, strict=True):
             found[f"{stem}{part}.weight"] = value
+        found |= {f"{stem}{part}.weight": value.data for part, value in matrices.items()}
         save_file(state | found, folder / "model.safetensors", metadata={"format": "pt"})
         if numbered:
             path = folder / "config.json"
@@ -80,7 +87,7 @@ class TinyBlock:
         with torch.no_grad():
             body = self.target.get_decoder()
             hidden = body(torch.tensor([ids])).last_hidden_state[0]
-            embedded = self.target.get_input_embeddings()(torch.tensor(ids))
+            embedded = self.embed(torch.tensor(ids))
             eps = self.config.rms_norm_eps
             weights = [norm + self.offset for norm in self.norms]
             both = [rms(embedded[1:], weights[0], eps), rms(hidden[:-1], weights[1], eps)]
