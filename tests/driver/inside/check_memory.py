@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from localrt.common.errors import MemoryBudgetError
+from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Clock
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.launch import upload
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.reference.ops import free_gpu_memory
 from tests.driver.standin import Driver
-from tests.driver.torch_cuda import Kernels
+from tests.driver.torch_cuda import Kernels, _Runtime
+from tests.offload.placed import PLENTY
 
 DEVICE = torch.device("cuda", 0)
 
@@ -94,12 +98,36 @@ def test_unpinned_ram(copies: CudaCopies, driver: Driver) -> None:
     copies.close()
 
 
+def test_most_pinned_ram(gpu: Kernels, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more is pinned, what is freed counts no longer, and no other GPU gets a context for it."""
+    copies, devices, call = CudaCopies("cuda:1", most_pinned=12_000), set[int](), _Runtime._call
+
+    def noted(*args: Any) -> int:
+        devices.add(torch.cuda.current_device())
+        return call(*args)
+
+    monkeypatch.setattr(_Runtime, "_call", noted)
+    buffers = [copies.host_buffer(nbytes) for nbytes in (4096, 40_960, 4096, 8192)]
+    pinned = [driver.has(data.ctypes.data, data.nbytes) for data in buffers]
+    assert pinned == [True, False, True, False]
+    assert copies.unpinned == 49_152
+    for data in buffers:
+        copies.free_host(data)
+    assert driver.registered == 0
+    last = copies.host_buffer(8192)
+    assert driver.has(last.ctypes.data, last.nbytes)
+    assert devices == {1}
+    copies.close()
+
+
 def test_full_gpu(copies: CudaCopies, driver: Driver) -> None:
     """torch's kept memory is given back first."""
     driver.set(memory=1 << 20)
     kept = torch.empty(700 << 10, dtype=torch.uint8, device=DEVICE)
+    placed = CudaGpu(Clock(), CudaOps(), copies, capacity=PLENTY)
     with pytest.raises(MemoryBudgetError, match="no memory left"):
-        copies.alloc(500 << 10)
+        placed.alloc(500 << 10)
+    assert placed.used == 0
     del kept
     memory = copies.alloc(500 << 10)
     with pytest.raises(MemoryBudgetError, match="no memory left"), CudaOps().scope():
