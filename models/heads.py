@@ -57,6 +57,7 @@ _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 # Of ``dflash_config``; others are of kinds that are not known
 _BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
+_BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +294,9 @@ def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
     raw, tokens = RawConfig(checkpoint), checkpoint.tokens
     own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id")
     block = raw.integer("block_size", 16)
-    if mask >= target.vocab_size:
-        raise UnsupportedModelError(f"its mask is token {mask}, and the model has not so many")
+    scale = raw.number("input_embedding_scale", target.embedding_scale)
+    if mask >= target.vocab_size or not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):
+        raise UnsupportedModelError(f"its mask is token {mask}, and embeddings times {scale:g}")
     # A row sees the whole block: a window ends with the block, and begins with the first row's
     attention = tuple(
         spec if spec.window is None else replace(spec, window=spec.window + block - 1)
@@ -302,7 +304,13 @@ def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
     )
     vocab = target.vocab_size if tokens is None else len(tokens)
     return HeadConfig(
-        decoder=replace(own, attention=attention, vocab_size=vocab, tied_head=False),
+        decoder=replace(
+            own,
+            attention=attention,
+            vocab_size=vocab,
+            tied_head=False,
+            final_softcap=raw.optional_number("final_logit_softcapping"),
+        ),
         layers=_inputs(config.get("target_layer_ids"), 1, target.layers),
         tokens=tokens,
         block=block,

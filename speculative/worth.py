@@ -230,9 +230,7 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 class DraftCost:
-    """The seconds of a draft by budget and depth: it takes about one pass per level, or one for all
-    of them ``at_once``.
-    """
+    """Seconds of a draft by budget and depth: about a pass per level, or for all ``at_once``."""
 
     at_once = False
 

@@ -180,9 +180,7 @@ class HeadDraft:
                 raise OptionError(f"draft {name} does not fit this model: {error}") from error
             shared = Shared(weights.embedding_part, weights.output_matrix)
             if self.config.places and not _in_one_memory(weights.cache(1)):
-                raise OptionError(
-                    f"draft {name} reads the model's keys and values, which are not in one memory"
-                )
+                raise OptionError(f"draft {name} reads keys and values that are not in one memory")
             if shared.head is None and self.config.output not in checkpoint.tensors:
                 raise MemoryBudgetError(
                     "it reads the model's output matrix at every step, which is streamed here"

@@ -54,6 +54,7 @@ def test_dflash(window: int, tmp_path: Path) -> None:
         ({"dflash_config": {"mask_token_id": 7}}, "layers that it reads are None"),
         ({"dflash_config": {"selector_rank": 8}}, "with its selector_rank is not supported"),
         ({"is_causal": True}, "is not supported"),
+        ({"input_embedding_scale": 8.0}, "and embeddings times 8"),
     ],
 )
 def test_other_drafts(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
