@@ -44,6 +44,7 @@ DFLASH = "DFlashDraftModel"
 
 HEADS = {DFLASH: "a DFlash draft", **dict.fromkeys(EAGLE3, "an EAGLE-3 head")}
 HEADS |= dict.fromkeys(ASSISTANTS, "an assistant")
+HEADS |= {"dflash": "a DFlash draft", "gemma4-assistant": "an assistant"}  # in GGUF
 """The architectures of what only drafts for a model, and what it is."""
 
 TEXT_KEYS = ("llm_config", "text_config")

@@ -20,6 +20,7 @@ from localrt.loading.parts import load_parts
 from localrt.quant.cpu.abi import find_library
 from localrt.speculative.best_first import DECAY
 from localrt.speculative.tree import ROOT
+from tests.checkpoints.make_gguf import write_gguf
 from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny, tokens
@@ -278,6 +279,14 @@ def test_head_of_another_model(tmp_path: Path) -> None:
     for head, what in ((block, "only the MTP block"), (tmp_path, "an EAGLE-3 head")):
         with pytest.raises(localrt.UnsupportedModelError, match=f"{head} holds {what} of a model"):
             localrt.load(head)
+    for architecture, what in (("dflash", "a DFlash draft"), ("gemma4-assistant", "an assistant")):
+        tensors = {"blk.0.attn_norm.weight": (np.ones(64, np.float32), "f32")}
+        (path,) = write_gguf(tmp_path / "other.gguf", architecture, {}, tensors)
+        said = f"other.gguf holds {what} of a model, which is read from a folder"
+        with pytest.raises(localrt.UnsupportedModelError, match=said):
+            localrt.load(path)
+        with pytest.raises(localrt.UnsupportedModelError, match=said):
+            localrt.load(tmp_path / "target", draft=str(path))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
@@ -19,6 +19,7 @@ from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_sta
 from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
     EAGLE3,
+    HEADS,
     DraftHeadError,
     as_first_block,
     gguf_block,
@@ -61,6 +62,12 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.architecture = self.metadata.text("general.architecture") or ""
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
+            head = self.architecture in EAGLE3
+            if self.architecture in HEADS and not head:
+                raise UnsupportedModelError(
+                    f"{path} holds {HEADS[self.architecture]} of a model, which is read from a "
+                    "folder of safetensors, not from GGUF"
+                )
             predicting = self._prediction_blocks()
             stored = self._rename(predicting)
             if not stored:
@@ -68,7 +75,6 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.config: Mapping[str, Any] = model_config(
                 self.architecture, self.metadata, stored, predicting
             )
-            head = self.architecture in EAGLE3
             self.only_predicts = head or (
                 bool(predicting) and not any(map(_IN_LAYER.match, stored))
             )
