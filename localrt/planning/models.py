@@ -24,7 +24,7 @@ from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.heads import prediction_notes
+from localrt.models.heads import is_head, prediction_notes
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.shapes import shape_from_config
@@ -95,7 +95,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         checkpoint = open_checkpoint(path)
     except UnsupportedModelError:
         # The config may be supported even if the weights' format is not.
-        if not config.is_file():
+        if not config.is_file() or is_head(path):
             raise
         return _shape_of_config(config, format)
     try:

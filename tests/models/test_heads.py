@@ -20,6 +20,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.heads import HeadConfig, Shared, is_head, load_head, open_head, read_head_config
 from localrt.models.layers.heads import FeatureBlock
+from localrt.planning.models import shape_of
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
@@ -159,6 +160,8 @@ def test_eagle3_head(flag: str, form: str, tmp_path: Path) -> None:
     assert is_head(own)
     with pytest.raises(UnsupportedModelError, match="holds an EAGLE-3 head of a model, which"):
         open_checkpoint(own)
+    with pytest.raises(UnsupportedModelError, match="which drafts for it"):
+        shape_of(own)
     config, head = load_block(own, target)
     assert config.layers == (1, 2, AFTER_LAST)
     assert np.array_equal(config.tokens, tiny.tokens)
