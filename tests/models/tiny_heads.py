@@ -139,7 +139,7 @@ class TinyEagle3:
         norms = {"midlayer.input_layernorm", "midlayer.hidden_norm", "norm"}
         norms |= {"midlayer.post_attention_layernorm"}
         w = {f"{name}.weight": torch.randn(shape) * 0.15 for name, shape in shapes.items()}
-        w |= {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
+        w |= {f"{name}.weight": torch.rand(hidden) + 0.5 for name in sorted(norms)}
         if flags.get("norm_before_fc"):
             w["fc_norm.weight"] = torch.rand(3 * hidden) + 0.5
         self.weights = w
