@@ -76,7 +76,7 @@ def _missing(self: object, *args: Any) -> NoReturn:
 class StreamSteps:
     """A part of ``CudaOps``."""
 
-    norm = project_inputs = gate_inputs = low_rank = _missing
+    project_inputs = gate_inputs = low_rank = _missing
     repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
     split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
 
@@ -243,6 +243,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def given_rows(self, values: Logits) -> Stream:
         return Stream(upload(values, self._device))
+
+    def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
+        return Stream(x.normed(weight, eps, torch.float32))
 
     def joined_norms(
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float

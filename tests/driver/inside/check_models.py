@@ -161,7 +161,10 @@ def test_any_placement_of_a_mixture(
     experts = [name for name in names if ".expert." in name]
     where |= dict.fromkeys(experts[: data.draw(st.integers(1, len(experts)))], Where.VRAM)
     scheduler = data.draw(st.sampled_from([copy_none, copy_one]))
-    stops, evicted = data.draw(st.lists(st.integers(1, 8), max_size=3)), data.draw(FREED)
+    # How far a pass comes until it is cancelled depends on time, and so does what it has copied;
+    # the two sides round differently.
+    most = 3 if scheduler is copy_none else 0
+    stops, evicted = data.draw(st.lists(st.integers(1, 8), max_size=most)), data.draw(FREED)
     seen = []
     for device in ("cpu", "cuda"):
         make = made(device)

@@ -19,16 +19,20 @@ from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 from tests.ops.cuda.test_models import load
 
+EAGLE3 = ("", "norm_before_fc", "norm_before_residual")
+"""The flags of EAGLE-3 heads."""
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "glm4-moe", "eagle3"])
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "glm4-moe", *EAGLE3])
 def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
     """Against the reference, from the same features."""
     own = tmp_path
-    if kind == "eagle3":
+    if kind in EAGLE3:
         own = tmp_path / "head"
         own.mkdir()
         config = save_tiny("llama", tmp_path).config
-        TinyEagle3(own, config.hidden_size, config.vocab_size)
+        flags = {kind: True} if kind else {}
+        TinyEagle3(own, config.hidden_size, config.vocab_size, **flags)
     else:
         TinyBlock(kind, tmp_path)
     plain, ours = load_ours(tmp_path), load(tmp_path, ops=CudaOps(device=DEVICE))
