@@ -61,7 +61,8 @@ _LOOKUP_NODES = 64
 # without drafting.
 _LOOKING, _LONGEST_REST = 0.005, 24
 _MARGIN_RESIDENT = 1.08  # a draft takes the processor and its caches from the target
-_FEW = 8  # tokens that a draft may have to catch up with at negligible cost
+FEW = 8
+"""Tokens that a draft may have to catch up with as a part of its first level."""
 _ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of uncertain attempts
 
 
@@ -162,7 +163,7 @@ class Run:
         """``source`` has computed the missing ``tokens``, to draft as planned."""
         with self._tuner.lock:
             self._invested += seconds
-            if tokens > _FEW and self._size is None:
+            if tokens > FEW and self._size is None:
                 self._tuner.sources[source].row_s = seconds / tokens
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
@@ -222,7 +223,7 @@ class Run:
                 source = plan.source if plan is not None and len(tree) else None
                 if source is None or self._cheap(source):
                     # A draft that may be useful later reads the prompt meanwhile.
-                    behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
+                    behind = (n for n in self._usable() if self._missing.get(n, 0) > FEW)
                     return next(((name, 0) for name in behind), None)
             if source is None or plan is None:
                 return None
@@ -328,7 +329,7 @@ class Run:
     def _reading(self, name: str, source: Source) -> float:
         """Return the seconds a source needs before it can draft, for a prompt it has not read."""
         tokens = self._missing.get(name, 0)
-        if tokens <= _FEW:
+        if tokens <= FEW:
             return 0.0
         row = source.row_s
         if row is None:

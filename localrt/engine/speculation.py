@@ -24,7 +24,7 @@ from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Plan, Run, TreeSize, Tuner
+from localrt.speculative.tuner import FEW, Plan, Run, TreeSize, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
 # Runs in the drafting thread, with the check and the outcome of ``DraftSource.ahead``.
@@ -374,7 +374,7 @@ class Stepper(Drafting):
             self._plan = plan
             started = time.perf_counter()
             try:
-                if tokens := missing.get(plan.source):
+                if (tokens := missing[plan.source]) > FEW:  # fewer are a part of the draft
                     sources[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
                     now = time.perf_counter()
