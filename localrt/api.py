@@ -97,8 +97,8 @@ def load(
         draft: what drafts tokens: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
             or a smaller model, best of the same vocabulary, which is loaded first, within the same
             budgets, and left out where it does not fit. ``"mtp"`` is the block for it in the
-            model's own files; a path may be a draft head's (EAGLE-3). ``"MODEL+ngram"`` is both.
-            Every request may choose again.
+            model's own files; a path may be that of a draft head (EAGLE-3, DFlash, Gemma 4's
+            assistants). ``"MODEL+ngram"`` is both. Every request may choose again.
         threads: CPU threads of the engine; None takes one for each performance core.
         shrinkable: on the CPU, a model that fits whole can leave its memory to others later
             (``Model.leave_ram``, ``set_budget``). It is packed once, like a streamed model.

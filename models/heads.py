@@ -169,10 +169,11 @@ def has_prediction_block(path: Path) -> bool:
 
 def prediction_notes(path: Path) -> tuple[str, ...]:
     """What plans and descriptions of the model at ``path`` say of its MTP block, if it has one."""
-    if not has_prediction_block(path):
+    try:
+        with closing(open_head(path)) as checkpoint:
+            nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    except (LocalrtError, OSError):
         return ()
-    with closing(open_head(path)) as checkpoint:
-        nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
     return (f"its MTP block of {format_bytes(nbytes)} drafts for it",)
 
 

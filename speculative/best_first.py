@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -36,18 +37,18 @@ class Children:
     logprobs: npt.NDArray[np.float64]
 
 
-Asked = tuple[Sequence[tuple[int, int, int]], Sequence[float]]
-"""Nodes to expand, as (node, its token, its parent), and for each the log-probability below which
-its children are not needed; -1 is the last known token.
-"""
-Rounds = Generator[Asked, Sequence[Children], TokenTree]
-"""A tree that is grown: each round asks for the ``Children`` of nodes."""
-# Returns the ``Children`` of what is asked for.
-Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
-
 _Asks = TypeVar("_Asks")
 _Gets = TypeVar("_Gets")
 _Gives = TypeVar("_Gives")
+
+# Takes nodes to expand, as (node, its token, its parent), and for each the log-probability below
+# which its children are not needed; -1 is the last known token. Returns ``Children`` for each.
+Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
+# The same in steps, which somebody else takes.
+ExpandBySteps = Callable[
+    [Sequence[tuple[int, int, int]], Sequence[float]],
+    Generator[_Asks, _Gets, Sequence[Children]],
+]
 
 
 def drive(steps: Generator[_Asks, _Gets, _Gives], answer: Callable[[_Asks], _Gets]) -> _Gives:
@@ -88,11 +89,14 @@ class Growth:
 
         The first call of ``expand`` has the root alone.
         """
-        rounds = self.rounds(budget=budget, depth=depth, round_nodes=round_nodes)
-        return drive(rounds, lambda asked: expand(*asked))
+        by_steps = partial(_at_once, expand)
+        rounds = self.rounds(by_steps, budget=budget, depth=depth, round_nodes=round_nodes)
+        return drive(rounds, lambda asked: asked)
 
-    def rounds(self, *, budget: int, depth: int, round_nodes: int = _ROUND) -> Rounds:
-        """``grow`` in rounds, whose children the caller finds."""
+    def rounds(
+        self, expand: ExpandBySteps[_Asks, _Gets], *, budget: int, depth: int, round_nodes: int
+    ) -> Generator[_Asks, _Gets, TokenTree]:
+        """``grow`` by the steps of ``expand``."""
         while True:
             floor = self._admit(budget, depth)
             batch = self._take(round_nodes, depth, floor)
@@ -100,7 +104,7 @@ class Growth:
                 return TokenTree.of(self._tokens, self._parents, self._scores, self._source).trim(
                     budget, depth
                 )
-            yield from self._expand(batch, floor)
+            yield from self._expand(expand, batch, floor)
 
     def reach(self, expand: Expand, *, nodes: int, depth: int) -> int:
         """Run one more round, without a budget: expand the best ``nodes`` above level ``depth``.
@@ -109,7 +113,8 @@ class Growth:
         """
         batch = self._take(nodes, depth, -math.inf, admit=True)
         if batch:
-            drive(self._expand(batch, -math.inf), lambda asked: expand(*asked))
+            by_steps = partial(_at_once, expand)
+            drive(self._expand(by_steps, batch, -math.inf), lambda asked: asked)
         return len(batch)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
@@ -242,14 +247,14 @@ class Growth:
         return batch
 
     def _expand(
-        self, batch: Sequence[int], floor: float
-    ) -> Generator[Asked, Sequence[Children], None]:
+        self, expand: ExpandBySteps[_Asks, _Gets], batch: Sequence[int], floor: float
+    ) -> Generator[_Asks, _Gets, None]:
         asked = [
             (n, ROOT, ROOT) if n == ROOT else (n, self._tokens[n], self._parents[n]) for n in batch
         ]
         least = [min(floor - self._score(node) - DECAY, _KEPT) for node in batch]
         try:
-            found = yield asked, least
+            found = yield from expand(asked, least)
         except BaseException:
             for node in batch:
                 heapq.heappush(self._open, (-self._score(node), node))
@@ -257,6 +262,13 @@ class Growth:
         for node, children in zip(batch, found, strict=True):
             self._children[node] = children
             self._offer(node, 0)
+
+
+def _at_once(
+    expand: Expand, nodes: Sequence[tuple[int, int, int]], least: Sequence[float]
+) -> Generator[None, None, Sequence[Children]]:
+    yield from ()
+    return expand(nodes, least)
 
 
 def likeliest(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CancelledError
-from localrt.speculative.best_first import Children, Growth, Rounds, drive, likeliest
+from localrt.speculative.best_first import Children, Growth, drive, likeliest
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (
     MOST_NODES,
@@ -85,8 +85,11 @@ class TreeSource(DraftSource):
         try:
             if not (yield from self._follow(history)):
                 return TokenTree.empty()
-            rounds = self._growth.rounds(budget=budget, depth=depth, round_nodes=self._round_nodes)
-            return (yield from self._grow(rounds))
+            return (
+                yield from self._growth.rounds(
+                    self._expand, budget=budget, depth=depth, round_nodes=self._round_nodes
+                )
+            )
         finally:
             if not self._drafter.lasting:
                 self._forget()
@@ -135,21 +138,6 @@ class TreeSource(DraftSource):
 
     def _answer(self, check: Check | None, step: Step) -> Floats:
         return self._drafter.compute(step.cache, step.rows, check=check)
-
-    def _grow(self, rounds: Rounds) -> Proposal:
-        """Find the children for which ``rounds`` ask."""
-        try:
-            asked = next(rounds)
-            while True:
-                try:
-                    found = yield from self._expand(*asked)
-                except BaseException as error:
-                    rounds.throw(error)
-                    raise
-                asked = rounds.send(found)
-        except StopIteration as done:
-            tree: TokenTree = done.value
-            return tree
 
     def _expand(
         self, nodes: _Nodes, least: Sequence[float]

@@ -95,14 +95,14 @@ class BatchTuner:
         return alone * math.sqrt(self._sequences)
 
     def drafted(
-        self, name: str, trees: Sequence[TokenTree], size: tuple[int, int], s: float
+        self, name: str, trees: Sequence[TokenTree], size: tuple[int, int], seconds: float
     ) -> None:
-        """Computing these ``trees`` has taken ``s`` seconds."""
+        """Computing these ``trees`` has taken ``seconds``."""
         height = max((tree.height for tree in trees), default=0)
         with self.tuner.lock:
-            levels = self.tuner.sources[name].cost.passes(height)
-            old = self._level.get(self._sequences, s / levels)
-            self._level[self._sequences] = old + _BLEND * (s / levels - old)
+            level = seconds / self.tuner.sources[name].cost.passes(height)
+            old = self._level.get(self._sequences, level)
+            self._level[self._sequences] = old + _BLEND * (level - old)
             for tree in trees:
                 if len(tree):
                     self.tuner.sources[name].note_tree(tree, *size)
