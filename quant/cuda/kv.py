@@ -8,14 +8,18 @@ block lie each layer's keys, (heads, 256, key), and its values, one layer after 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import Structure, c_int, c_void_p
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.programs import Program
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity, read_pieces
@@ -23,6 +27,11 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Span
 
 _LEAST_BLOCKS = 16  # of recorded passes: 4,096 tokens
+_THREADS = 256
+
+
+class _MoveTokens(Structure):
+    _fields_ = fields((c_void_p, "parts moves"), (c_int, "count"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,8 @@ class BlockedCache(GrowingCache):
         self._alike: list[tuple[int, int, int]] = []  # neighbours: their start, heads, bytes
         for size, same in groupby(zip(starts, parts, strict=False), lambda part: part[1][1]):
             found = list(same)
-            self._alike.append((found[0][0], sum(heads for _, (heads, _) in found), size))
+            if (count := sum(heads for _, (heads, _) in found)) and size:
+                self._alike.append((found[0][0], count, size))
         self._blocks: list[Tensor] = []
         self.addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -132,28 +142,20 @@ class BlockedCache(GrowingCache):
             self.addresses = np.append(self.addresses, block.data_ptr())
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
-        sources = _by_block([first + row for row in rows])
-        targets = _by_block(range(first, first + len(rows)))
-        with torch.inference_mode():
-            wanted = [(n, torch.tensor(tokens, device=self._device)) for n, tokens in sources]
-            for start, heads, size in self._alike:
-
-                def rows_of(number: int, at: int = start, h: int = heads, e: int = size) -> Tensor:
-                    block = self._blocks[number][at : at + h * BLOCK_TOKENS * e]
-                    return block.view(h, BLOCK_TOKENS, e)
-
-                moved = torch.cat([rows_of(n)[:, index] for n, index in wanted], 1)
-                for number, tokens in targets:
-                    here, moved = moved[:, : len(tokens)], moved[:, len(tokens) :]
-                    rows_of(number)[:, tokens[0] : tokens[-1] + 1] = here
-
-
-def _by_block(tokens: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Ascending tokens by block: its number, and their places in it."""
-    return [
-        (number, [token % BLOCK_TOKENS for token in same])
-        for number, same in groupby(tokens, lambda token: token // BLOCK_TOKENS)
-    ]
+        """Tokens move one after another: they ascend, so none is overwritten before it has moved."""
+        if not self._alike:
+            return
+        moves = list[int]()
+        for target, source in enumerate((first + row for row in rows), first):
+            if source != target:
+                old, new = divmod(source, BLOCK_TOKENS), divmod(target, BLOCK_TOKENS)
+                moves += [self.addresses[old[0]], old[1], self.addresses[new[0]], new[1]]
+        numbers = upload(np.array([*chain(*self._alike), *moves], np.int64), self._device)
+        parts, there = pointers(numbers, numbers[3 * len(self._alike) :])
+        args = _MoveTokens(parts, there, len(moves) // 4)
+        words = max(heads * size // 4 for _, heads, size in self._alike)
+        grid = (-(-words // _THREADS), len(self._alike), 1)
+        launch(self._device, Program.of("move_tokens"), grid, _THREADS, args)
 
 
 def blocks_of(span: Span) -> BlockedCache:

@@ -76,10 +76,11 @@ def test_saved_blocks(cache: BlockedCache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "rows"), [(10, [0, 2, 5]), (250, [0, 1, 5, 6, 7, 9]), (254, [1, 300])]
+    ("first", "rows"),
+    [(10, [0, 2, 5]), (250, [0, 1, 5, 6, 7, 9]), (254, [1, 300]), (250, list(range(1, 20)))],
 )
 def test_selected_rows(cache: BlockedCache, first: int, rows: list[int]) -> None:
-    """Within a block, and from one into another."""
+    """Within a block, from one into another, and to where tokens lie that move too."""
     cache.reserve(600)
     before = fill(cache)
     cache.advance(600)
