@@ -142,7 +142,7 @@ class BlockedCache(GrowingCache):
             self.addresses = np.append(self.addresses, block.data_ptr())
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
-        """Tokens move one after another: they ascend, so none is overwritten before it has moved."""
+        """One token after another: they ascend, so none is overwritten before it has moved."""
         if not self._alike:
             return
         moves = list[int]()
