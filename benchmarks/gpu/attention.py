@@ -129,20 +129,23 @@ def latents(name: str, device: str) -> Result:
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         here = torch.tensor([at], device=device)
-        return attend_latent_rows(
+        out = torch.empty(len(q), heads, LATENT, dtype=torch.bfloat16, device=device)
+        attend_latent_rows(
             q,
             blocks,
             cache.layers[0],
             here,
             at + torch.arange(len(q), device=device),
+            out,
             rope=ROPE,
             scale=scale,
             mask=mask,
             longest=512,
-        ).flatten(1)
+        )
+        return out.flatten(1)
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
-        rows = cache.keys(0, held + n)[0].double()
+        rows = torch.cat([keys for keys, _ in cache.parts(0)], 1)[0, : held + n].double()
         scores = torch.einsum("nhe,le->nhl", q.double(), rows) * scale
         seen = torch.cat([torch.ones(n, held, dtype=torch.bool), tree], 1)
         scores.masked_fill_(~seen[:, None].to(device), float("-inf"))

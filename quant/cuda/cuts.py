@@ -38,9 +38,9 @@ def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
     """
     # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
     light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
-    blocks = -(-tiles // (4 if light else 2))
-    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
     groups = min(2 if format_ in _NARROW else 4, groups_of(rows))
+    blocks = -(-tiles // (4 if light else 2)) * -(-rows // (8 * groups))
+    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
     return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
 
 

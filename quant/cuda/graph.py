@@ -376,7 +376,7 @@ class StaticPass:
                 values.copy_(x)
 
     def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
-        fresh = replace(step, tables={}, masks={}, mixed=set())
+        fresh = replace(step, tables={}, mixed=set())
         recording = Recording(fresh, self._index, self._kept, _skip)
 
         def once(cut: Cut) -> None:

@@ -117,10 +117,6 @@ class BlockedCache(GrowingCache):
             keys, values = found
             yield keys, values
 
-    def keys(self, layer: int, length: int) -> Tensor:
-        """A copy of a layer's first keys, (heads, length, key)."""
-        return torch.cat([keys for keys, _ in self.parts(layer)], 1)[:, :length]
-
     def take_blocks(self, first: int, count: int) -> Bytes:
         """A copy in RAM, (count, block_bytes)."""
         taken = np.empty((count, self._step), np.uint8)

@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek) on a GPU: a pass's rows join the caches, and see what they hold.
 
 A cached row is the rotary key that all heads share, and the latent behind it, which is key and
-value at once. Up to 64 rows are kernels: runs of 128 keys are joined in order, so a row's result is
-the same to the bit for any number of rows. Longer passes are torch's.
+value at once. Runs of 128 keys are joined in order: a row's result is the same to the bit for any
+number of rows, of a prompt too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_
 from localrt.quant.cuda.kv import LayerPlace, blocks_of
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
-from localrt.quant.cuda.products import MOST_ROWS, OUT
+from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.protocol import Span, ranges
-from localrt.quant.reference.attention import attend_latents, visible_keys
+from localrt.quant.ops.protocol import ranges
 
 _RUN = 128  # keys of a block: part of what a result's bits depend on
 _THREADS = 128
@@ -92,13 +91,14 @@ def attend_latent_rows(
     place: LayerPlace,
     held: Tensor,
     positions: Tensor,
+    out: Tensor,
     *,
     rope: int,
     scale: float,
     mask: Tensor | None,
     longest: int,
-) -> Tensor:
-    """q (n, H, P + L) over a cache's rows (P + L), P being ``rope``: what is seen, (n, H, L).
+) -> None:
+    """q (n, H, P + L) over a cache's rows (P + L), P being ``rope``: out (n, H, L) is what is seen.
 
     All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. ``held`` (one int64 on the
     device) tokens lie in the cache, and behind them the n new rows, at ``positions`` (n,) int64.
@@ -107,7 +107,6 @@ def attend_latent_rows(
     n, heads, width = q.shape
     latent = width - rope
     runs = -(-longest // _RUN)
-    out = torch.empty(n, heads, latent, dtype=torch.bfloat16, device=q.device)
     chunk, partial, stats = partial_results(n, runs, heads, latent, q.device)
     attention, join = latent_programs(rope, latent)
     for first in range(0, n, chunk):
@@ -126,7 +125,6 @@ def attend_latent_rows(
         )
         launch(q.device, attention, (runs, -(-rows * heads // _TILE), 1), _THREADS, args)
         launch(q.device, join, (rows * heads, 1, 1), -(-latent // 32) * 32, args)
-    return out
 
 
 @cache
@@ -188,36 +186,22 @@ class LatentSteps:
     def latent_output(
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
-        parts = []
+        shape = (len(q), spec.heads, spec.latent)
+        seen = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            rows = q[first:stop]
-            if span.rows > MOST_ROWS:
-                mask = _mask(index, span, step)
-                kept = blocks_of(span).keys(layer, span.cache.length + span.rows)[0]
-                parts.append(attend_latents(rows, kept, mask, spec))
-                continue
-            parts.append(
-                attend_latent_rows(
-                    rows,
-                    step.blocks[index],
-                    blocks_of(span).layers[layer],
-                    step.held[index:],
-                    step.positions[first:stop],
-                    rope=spec.rope_dim,
-                    scale=spec.scale,
-                    mask=step.trees[index],
-                    longest=step.longest[index],
-                )
+            attend_latent_rows(
+                q[first:stop],
+                step.blocks[index],
+                blocks_of(span).layers[layer],
+                step.held[index:],
+                step.positions[first:stop],
+                seen[first:stop],
+                rope=spec.rope_dim,
+                scale=spec.scale,
+                mask=step.trees[index],
+                longest=step.longest[index],
             )
-        seen = parts[0] if len(parts) == 1 else torch.cat(parts)  # (R, H, L)
-        shape = (len(seen), spec.heads, spec.value)
+        shape = (len(q), spec.heads, spec.value)
         values = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
         multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))
         return linear(values.flatten(1), weights.out, dtype=torch.float32)
-
-
-def _mask(index: int, span: Span, step: CudaPass) -> Tensor | None:
-    if index not in step.masks:
-        held = span.cache.length
-        step.masks[index] = visible_keys(held, span, None, step.positions.device)
-    return step.masks[index]

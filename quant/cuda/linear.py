@@ -2,8 +2,9 @@
 
 Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows,
 and to torch's products for more. Where bf16 is nearly as fast as 8 bits (data centers' GPUs), more
-than 64 rows unpack packed weights too, a piece at a time, for torch's products. It knows which
-kernel takes what, which rotation the inputs need, and no steps of a model.
+than 64 rows unpack packed weights too, a piece at a time, for torch's products; not where each head
+has a matrix. It knows which kernel takes what, which rotation the inputs need, and no steps of a
+model.
 """
 
 from __future__ import annotations
@@ -159,13 +160,12 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     if weight.hadamard:
         x = _rotated(x.reshape(-1, columns), weight).view(x.shape)
     part, rows = weight.parts[0], weight.shape[0] // heads
-    if _by_kernels(count, part) and len(weight.parts) == 1:
-        if isinstance(part, Tensor):
-            dense_product(x, part, out)
-            return
-        if rows % 16 == 0:
-            product(quantize(x, fine=weight.fine), part, out)
-            return
+    if len(weight.parts) == 1 and isinstance(part, TiledMatrix) and rows % 16 == 0:
+        product(quantize(x, fine=weight.fine), part, out)
+        return
+    if len(weight.parts) == 1 and isinstance(part, Tensor) and _by_kernels(count, part):
+        dense_product(x, part, out)
+        return
     whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
     stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)
     out.copy_(torch.bmm(x, stacked.transpose(1, 2)))

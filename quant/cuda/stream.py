@@ -115,7 +115,6 @@ class CudaPass:
     trees: tuple[Tensor | None, ...]  # (rows, rows) int8
     longest: tuple[int, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    masks: dict[int, Tensor | None] = field(default_factory=dict)
     temperatures: dict[AttentionTemperature, Tensor] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed

@@ -192,9 +192,11 @@ def test_bias(emulator: Emulator) -> None:
 
 
 def test_a_matrix_for_each_head(emulator: Emulator) -> None:
-    weight, x = matrix("q8_0", 96, 64), torch.randn(3, 5, 64)
-    out = torch.zeros(3, 5, 32, dtype=torch.bfloat16)
+    weight, x = matrix("q8_0", 96, 64), torch.randn(3, 70, 64)
+    few, out = (torch.zeros(3, rows, 32, dtype=torch.bfloat16) for rows in (5, 70))
+    product(quantize(x[:, :5]), weight, few)
     product(quantize(x), weight, out)
+    assert torch.equal(out[:, :5], few)
     heads = weight.values.reshape(3, 32, 64)
     for head in range(3):
         wanted = values_of(quantize(x[head])) @ heads[head].T
