@@ -1,32 +1,34 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
-Short passes have two kernels for all changes of a product: a warp takes a rank of a row's A, then a
-thread a row of its B. Every row may have another adapter, and its bits depend on that row and its
-change alone; what a pass's rows need stays on the GPU for the next pass of the same kind. Such
-passes are not recorded as graphs. Long passes take a sequence at a time by torch. Where a placement
-has units on both sides, each side has a copy, in its own budget.
+Two kernels make all changes of a product: a warp takes a rank of a row's A, then a thread a row of
+its B. Every row may have another adapter, and its bits depend on that row and its change alone;
+what a pass's changes need stays on the GPU for the next pass of the same kind. Such passes are not
+recorded as graphs. Where a placement has units on both sides, each side has a copy, in its own
+budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_int, c_longlong, c_void_p
+from ctypes import Structure, c_int, c_longlong, c_void_p, sizeof
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.launch import launch, pointers, upload
-from localrt.quant.cuda.products import MOST_ROWS, OUT, Records
+from localrt.quant.cuda.products import OUT, Records
 from localrt.quant.cuda.programs import Program
+from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.ops.adapters import (
     Adapter,
     AdapterTable,
     LowRank,
     adapted_rows,
-    joined_factors,
+    joined,
 )
 from localrt.quant.ops.protocol import Batch
 
@@ -34,11 +36,11 @@ _THREADS = 256
 
 
 class Change(Structure):
-    """Of one row by one matrix; see ``quant/cuda/src/low_rank.cuh``. An array of them is
-    uploaded.
+    """Of ``count`` rows from ``row`` on, by one matrix; see ``quant/cuda/src/low_rank.cuh``. An
+    array of them is uploaded.
     """
 
-    _fields_ = fields((c_void_p, "a b factors"), (c_int, "rank rows row first"))
+    _fields_ = fields((c_void_p, "a b factors"), (c_int, "rank rows row count first"))
 
 
 class _Down(Structure):
@@ -55,30 +57,27 @@ def add_low_rank(
     y: Tensor,
     *,
     columns: int,
+    count: int,
     rank: int,
     rows: int,
     bias: Tensor | None = None,
 ) -> None:
     """Change y (R, n), bf16 or float32, in place; x (R, columns) is bf16 or records.
 
-    ``changes`` is an array of ``Change`` on the device, ``rank`` and ``rows`` the most of any.
-    ``bias`` (n,) is what y has of it already, float32.
+    ``changes`` is an array of ``Change`` on the device, ``count``, ``rank`` and ``rows`` the most
+    of any. ``bias`` (n,) is what y has of it already, float32.
     """
-    count = changes.numel() // _CHANGE_NBYTES
-    between = torch.empty(count, rank, dtype=torch.float32, device=y.device)
+    number = changes.numel() // sizeof(Change)
+    between = torch.empty(number, count, rank, dtype=torch.float32, device=y.device)
     recorded = isinstance(x, Records)
     data = x.data if isinstance(x, Records) else x
     stride = x.stride if isinstance(x, Records) else 2 * x.stride(0)
     fine = isinstance(x, Records) and x.fine
     down, up = low_rank_programs(y.dtype, records=recorded, fine=fine)
     first = _Down(changes.data_ptr(), data.data_ptr(), between.data_ptr(), stride, columns, rank)
-    launch(y.device, down, (count, -(-32 * rank // _THREADS), 1), _THREADS, first)
-    second = _Up(
-        *pointers(changes, between, bias, y),
-        y.stride(0),
-        rank,
-    )
-    launch(y.device, up, (count, -(-rows // _THREADS), 1), _THREADS, second)
+    launch(y.device, down, (count, -(-32 * rank // _THREADS), number), _THREADS, first)
+    second = _Up(*pointers(changes, between, bias, y), y.stride(0), rank)
+    launch(y.device, up, (count, -(-rows // _THREADS), number), _THREADS, second)
 
 
 def low_rank_programs(
@@ -89,7 +88,6 @@ def low_rank_programs(
     return down, Program.of("low_rank_up", OUT=OUT[out])
 
 
-_CHANGE_NBYTES = 40  # bytes of a Change
 _KEPT = 4  # kinds of passes whose changes stay on the device
 
 
@@ -107,15 +105,22 @@ class CudaLowRank:
         factors = 0 if self.factors is None else self.factors.nbytes
         return int(self.a.nbytes + self.b.nbytes + factors)
 
+    def on_host(self) -> LowRank:
+        """A copy in float32."""
+        bits = (each.cpu().view(torch.int16).numpy().view(np.uint16) for each in (self.a, self.b))
+        a, b = ((each.astype(np.uint32) << 16).view(np.float32) for each in bits)
+        return LowRank(a, b, None if self.factors is None else self.factors.cpu().numpy())
+
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """Of a product's rows in one kind of pass."""
 
     array: Tensor  # of ``Change``
-    rank: int  # the most of any
+    count: int  # the most of any; as rank and rows
+    rank: int
     rows: int
-    where: Tensor  # rows of the pass, each once
+    where: Tensor  # rows of the pass, each once, int64
 
 
 class CudaAdapters:
@@ -125,7 +130,7 @@ class CudaAdapters:
         self._device = device
         self.table = _Table(self)
         self.of_rows: list[tuple[slice, Adapter[CudaLowRank]]] = []
-        self._rows = 0
+        self.tokens: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of the pass
         # By the pass's adapters and rows, then by the matrix's tensors.
         self._kept: dict[tuple[object, ...], dict[tuple[str, ...], _Changes | None]] = {}
         self._changes: dict[tuple[str, ...], _Changes | None] = {}
@@ -133,7 +138,7 @@ class CudaAdapters:
     def begin(self, batch: Batch) -> None:
         """A pass begins."""
         self.of_rows = adapted_rows(self.table, batch.mixes)
-        self._rows = len(batch.tokens)
+        self.tokens = batch.tokens
         if not self.of_rows:
             return
         kind = tuple((part.start, part.stop, adapter) for part, adapter in self.of_rows)
@@ -159,29 +164,16 @@ class CudaAdapters:
         found = self._of(starts)
         if found is None:
             return
-        if isinstance(x, Records) or self._rows <= MOST_ROWS:
-            columns = x.columns if isinstance(x, Records) else x.shape[1]
-            if isinstance(x, Tensor) and x.stride(1) != 1:
-                x = x.contiguous()
-            add_low_rank(
-                found.array,
-                x,
-                y,
-                columns=columns,
-                rank=found.rank,
-                rows=found.rows,
-                bias=None if bias is None else bias.float(),
-            )
-            return
-        for name, first in starts.items():
-            for part, adapter in self.of_rows:
-                if (low := adapter.matrices.get(name)) is None:
-                    continue
-                own = y[part, first : first + len(low.b)]
-                if low.factors is not None:
-                    known = 0 if bias is None else bias[first : first + len(low.b)]
-                    own.copy_((own.float() - known) * low.factors + known)
-                own += ((x[part] @ low.a.T) @ low.b.T).to(own.dtype)
+        add_low_rank(
+            found.array,
+            x,
+            y,
+            columns=x.columns if isinstance(x, Records) else x.shape[1],
+            count=found.count,
+            rank=found.rank,
+            rows=found.rows,
+            bias=bias,
+        )
 
     def _of(self, starts: Mapping[str, int]) -> _Changes | None:
         if not self.of_rows:
@@ -193,24 +185,24 @@ class CudaAdapters:
 
     def _make(self, starts: Mapping[str, int]) -> _Changes | None:
         found = [
-            (row, first, low)
+            (part, first, low)
             for name, first in starts.items()
             for part, adapter in self.of_rows
             if (low := adapter.matrices.get(name)) is not None
-            for row in range(part.start, part.stop)
         ]
         if not found:
             return None
         array = (Change * len(found))()
-        for place, (row, first, low) in enumerate(found):
-            places = pointers(low.a, low.b, low.factors)
-            array[place] = Change(*places, len(low.a), len(low.b), row, first)
-        lows = [low for _, _, low in found]
+        for place, (part, first, low) in enumerate(found):
+            places, count = pointers(low.a, low.b, low.factors), part.stop - part.start
+            array[place] = Change(*places, len(low.a), len(low.b), part.start, count, first)
+        rows = np.concatenate([np.arange(part.start, part.stop) for part, _, _ in found])
         return _Changes(
             upload(np.frombuffer(bytes(array), np.uint8), self._device),
-            max(len(low.a) for low in lows),
-            max(len(low.b) for low in lows),
-            torch.tensor(sorted({row for row, _, _ in found}), device=self._device),
+            max(change.count for change in array),
+            max(change.rank for change in array),
+            max(change.rows for change in array),
+            upload(np.unique(rows), self._device),
         )
 
     def packed(self, matrices: Mapping[str, LowRank]) -> dict[str, CudaLowRank]:
@@ -218,36 +210,25 @@ class CudaAdapters:
         return {name: self._pack(part) for name, part in matrices.items()}
 
     def _pack(self, part: LowRank) -> CudaLowRank:
-        a, b = (
-            torch.from_numpy(np.ascontiguousarray(each)).to(self._device, torch.bfloat16)
-            for each in (part.a, part.b)
-        )
+        bits = (torch.from_numpy(bf16_bits(each)) for each in (part.a, part.b))
+        a, b = (each.view(torch.bfloat16).to(self._device) for each in bits)
         factors = None
         if part.factors is not None:
-            factors = torch.from_numpy(part.factors).to(self._device, torch.float32)
+            factors = torch.from_numpy(part.factors.astype(np.float32)).to(self._device)
         return CudaLowRank(a, b, factors)
+
+    def joined(self, parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:
+        """Several changes of one matrix as one, joined on the host."""
+        return self._pack(joined([(part.on_host(), weight) for part, weight in parts]))
 
 
 class _Table(AdapterTable[CudaLowRank]):
     """The adapters on a device; removed ones are freed at once."""
 
     def __init__(self, owner: CudaAdapters) -> None:
-        super().__init__(owner.packed, _joined)
+        super().__init__(owner.packed, owner.joined)
         self._owner = owner
 
     def remove(self, key: str) -> None:
         super().remove(key)
         self._owner.forget()
-
-
-def _joined(parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:
-    """Several changes of one matrix as one: their ranks side by side."""
-    a = torch.cat([part.a for part, _ in parts])
-    b = torch.cat([(part.b.float() * weight).bfloat16() for part, weight in parts], dim=1)
-    of_rows = [
-        (None if part.factors is None else part.factors.cpu().numpy(), weight)
-        for part, weight in parts
-    ]
-    factors = joined_factors(of_rows)
-    there = None if factors is None else torch.from_numpy(factors).to(a.device)
-    return CudaLowRank(a, b.contiguous(), there)

@@ -37,10 +37,7 @@ _UNPACKED = 8 << 20
 def reads_records(weight: CudaWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
-    if not packed or weight.hadamard or not _by_kernels(rows, weight.parts[0]):
-        return False
-    # Adapters change a prompt's rows by torch's products of bf16.
-    return rows <= MOST_ROWS or weight.adapters is None or not weight.adapters.of_rows
+    return packed and not weight.hadamard and _by_kernels(rows, weight.parts[0])
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
@@ -124,7 +121,7 @@ def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec)
     if weight.adapters is not None:
         changed = weight.adapters.changed_rows(weight.starts)
         if changed is not None:  # other rows keep the bits that they have without adapters
-            out[changed] = gate(linear(given, weight), activation)[changed]
+            gate(linear(given, weight), activation, out=out, rows=changed)
     return out
 
 

@@ -225,10 +225,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self._adapters.begin(batch)
 
     def adapt_tokens(self, x: Stream, step: CudaPass, scale: float) -> Stream:
-        for part, adapter in self._adapters.of_rows:
-            if (low := adapter.embedding) is not None:
-                a, b = (torch.from_numpy(each).to(self._device) for each in (low.a, low.b))
-                x.values[part] += (a[:, step.tokens[part]].T @ b.T) * scale
+        changes = [(p, low) for p, each in self._adapters.of_rows if (low := each.embedding)]
+        if changes:  # computed on the host
+            added = np.zeros(x.values.shape, np.float32)
+            for part, low in changes:
+                seen = low.a[:, self._adapters.tokens[part]]
+                added[part] = (seen.T @ low.b.T) * np.float32(scale)
+            x.add(upload(added, self._device))
         return x
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:

@@ -43,7 +43,7 @@ class _Rotate(Structure):
 
 
 class _Gate(Structure):
-    _fields_ = fields((c_void_p, "x y"), (c_int, "width"))
+    _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"))
 
 
 def norm(
@@ -132,14 +132,21 @@ def norm_gate(
     return out
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of gate_up (R, 2F), bf16, gate first: (R, F) in bf16."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
-    args = _Gate(gate_up.data_ptr(), y.data_ptr(), width)
+def gate(
+    gate_up: Tensor, activation: str, *, out: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """activation(gate) * up of gate_up (R, 2F), bf16, gate first: (R, F) in bf16.
+
+    With ``rows`` (n,), int64, only those are written to ``out``.
+    """
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty(count, width, dtype=torch.bfloat16, device=gate_up.device)
+    args = _Gate(*pointers(gate_up, out, rows), width)
     program = Program.of("gate", GATE=GATES[activation])
-    launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)
-    return y
+    grid = (-(-width // _THREADS), count if rows is None else len(rows), 1)
+    launch(out.device, program, grid, _THREADS, args)
+    return out
 
 
 def rotate_blocks(x: Tensor, size: int) -> Tensor:

@@ -130,9 +130,7 @@ def _tensor(
 def _cast(values: Floats, format_: Format, name: str) -> PackedTensor:
     rows = values.reshape(values.shape[0] if values.ndim > 1 else 1, -1)
     if format_ == BF16:
-        bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
-        # The upper half, rounded to nearest, ties to even.
-        packed = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+        packed = bf16_bits(rows)
         overflow = bool(((packed & 0x7FFF) == 0x7F80).any())
     else:
         with np.errstate(over="ignore"):
@@ -141,6 +139,18 @@ def _cast(values: Floats, format_: Format, name: str) -> PackedTensor:
     if overflow:
         raise OptionError(f"{name or 'a tensor'}: the weights are too large for {format_.name}")
     return PackedTensor(name, format_, values.shape, packed.view(np.uint8))
+
+
+def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
+    """float32 as the bits of bf16: the upper half, rounded to nearest, ties to even; NaN stays."""
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+    made = np.empty(flat.shape, "<u2")
+    for start in range(0, len(flat), _PIECE):
+        piece = flat[start : start + _PIECE]
+        bits = piece.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        made[start : start + _PIECE] = np.where(np.isnan(piece), 0x7FC0, rounded)
+    return made.reshape(values.shape)
 
 
 def unpack(tensor: PackedTensor) -> Floats:

@@ -25,6 +25,7 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
+from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.formats.ggml import GGUF_CODECS
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
@@ -213,6 +214,13 @@ def test_plain_floats_round_to_nearest(format_):
     step = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}[format_.name]
     assert (np.abs(unpack(packed) - values) <= np.abs(values) * step).all()
     assert np.array_equal(pack(unpack(packed), format_).data, packed.data)
+
+
+def test_bf16_bits():
+    """Ties to even, what is beyond becomes infinity, and NaN of any bits stays NaN."""
+    given = np.array([0x3F808000, 0x3F818000, 0xBF808001, 0x7F7FFFFF, 0x7F800000, 0x7F800001])
+    bits = bf16_bits(np.append(given, 0xFFFFFFFF).astype(np.uint32).view(np.float32))
+    assert bits.tolist() == [0x3F80, 0x3F82, 0xBF81, 0x7F80, 0x7F80, 0x7FC0, 0x7FC0]
 
 
 def test_plain_halves_that_overflow_are_refused():

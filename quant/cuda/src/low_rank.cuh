@@ -7,6 +7,6 @@ struct Change {
     const Bf16* b;         // (rows, rank)
     const float* factors;  // (rows,), or null
     i32 rank, rows;
-    i32 row;    // of x and y
-    i32 first;  // of y's columns
+    i32 row, count;  // of x and y: from which on, how many
+    i32 first;       // of y's columns
 };

@@ -1,4 +1,4 @@
-// What each change's `a` makes of its row of x. A warp takes a rank.
+// What each change's `a` makes of its rows of x. A warp takes a rank of a row.
 //
 //   RECORDS   1: x is records (records.cuh, with their FINE); 0: bf16
 #include "low_rank.cuh"
@@ -7,7 +7,7 @@
 struct LowRankDown {
     const Change* changes;
     const u8* x;
-    float* y;  // (changes, most)
+    float* y;  // (changes, gridDim.x, most)
     i64 x_stride;  // bytes
     int columns, most;
 };
@@ -29,10 +29,10 @@ FN float input(const u8* row, i64 stride, int column) {
 }
 
 extern "C" __global__ void low_rank_down(LowRankDown args) {
-    const Change change = args.changes[blockIdx.x];
-    const int rank = (blockIdx.y * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (rank >= change.rank) return;  // whole warps
-    const u8* x = args.x + (i64)change.row * (RECORDS ? RECORD_ROWS : 1) * args.x_stride;
+    const Change change = args.changes[blockIdx.z];
+    const int row = blockIdx.x, rank = (blockIdx.y * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= change.count || rank >= change.rank) return;  // whole warps
+    const u8* x = args.x + (i64)(change.row + row) * (RECORDS ? RECORD_ROWS : 1) * args.x_stride;
     const u32* a = (const u32*)(change.a + (i64)rank * args.columns);
     float sum = 0;
     for (int pair = lane; pair < args.columns / 2; pair += 32) {
@@ -42,5 +42,5 @@ extern "C" __global__ void low_rank_down(LowRankDown args) {
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));
-    if (lane == 0) args.y[(i64)blockIdx.x * args.most + rank] = sum;
+    if (lane == 0) args.y[((i64)blockIdx.z * gridDim.x + row) * args.most + rank] = sum;
 }

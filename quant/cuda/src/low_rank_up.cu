@@ -1,29 +1,29 @@
-// Each change's `b` times what its `a` gave, added to its row of y; factors leave the bias alone.
+// Each change's `b` times what its `a` gave, added to its rows of y; factors leave the bias alone.
 //
 //   OUT   float or Bf16
 #include "low_rank.cuh"
 
 struct LowRankUp {
     const Change* changes;
-    const float* x;  // (changes, most)
+    const float* x;  // (changes, gridDim.x, most)
     const float* bias;  // of y's columns, or null
     OUT* y;
     int y_stride, most;
 };
 
 extern "C" __global__ void low_rank_up(LowRankUp args) {
-    const Change change = args.changes[blockIdx.x];
-    const int row = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= change.rows) return;
-    const float* x = args.x + (i64)blockIdx.x * args.most;
-    const Bf16* b = change.b + (i64)row * change.rank;
+    const Change change = args.changes[blockIdx.z];
+    const int column = blockIdx.y * blockDim.x + threadIdx.x;
+    if ((int)blockIdx.x >= change.count || column >= change.rows) return;
+    const float* x = args.x + ((i64)blockIdx.z * gridDim.x + blockIdx.x) * args.most;
+    const Bf16* b = change.b + (i64)column * change.rank;
     float sum = 0;
     for (int rank = 0; rank < change.rank; rank++) sum = fused(value_of(b[rank]), x[rank], sum);
-    OUT* at = args.y + (i64)change.row * args.y_stride + change.first + row;
+    OUT* at = args.y + (i64)(change.row + (int)blockIdx.x) * args.y_stride + change.first + column;
     float value = value_of(*at);
     if (change.factors) {
-        const float bias = args.bias ? args.bias[change.first + row] : 0;
-        value = fused(value - bias, change.factors[row], bias);
+        const float bias = args.bias ? args.bias[change.first + column] : 0;
+        value = fused(value - bias, change.factors[column], bias);
     }
     store(at, plus(value, sum));
 }

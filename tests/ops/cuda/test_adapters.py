@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import Array
 from pathlib import Path
 
 import numpy as np
@@ -32,20 +33,30 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
     records = None if form == "bf16" else quantize(x, fine=form == "fine")
     seen = x.float() if records is None else records.values()[0].float()
     y, bias = torch.randn(4, width, device=DEVICE).to(out), torch.randn(width, device=DEVICE)
+    alone = y.clone()
     a = [torch.randn(rank, columns, device=DEVICE).bfloat16() for rank in ranks]
     b = [torch.randn(rows, rank, device=DEVICE).bfloat16() for rows, rank in ((300, 3), (20, 40))]
     factors = torch.rand(300, device=DEVICE)
     changes = (Change * 2)(
-        Change(a[0].data_ptr(), b[0].data_ptr(), factors.data_ptr(), 3, 300, 1, 0),
-        Change(a[1].data_ptr(), b[1].data_ptr(), None, 40, 20, 3, 270),
+        Change(a[0].data_ptr(), b[0].data_ptr(), factors.data_ptr(), 3, 300, 1, 1, 0),
+        Change(a[1].data_ptr(), b[1].data_ptr(), None, 40, 20, 2, 2, 270),
     )
-    array = torch.tensor(list(bytes(changes)), dtype=torch.uint8, device=DEVICE)
     wanted = y.float().clone()
     wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
-    wanted[3, 270:290] += b[1].float() @ (a[1].float() @ seen[3])
-    add_low_rank(array, records or x, y, columns=columns, rank=40, rows=300, bias=bias)
+    wanted[2:, 270:290] += seen[2:] @ a[1].float().T @ b[1].float().T
+
+    def change(array: Array[Change], y: torch.Tensor) -> None:
+        there = torch.frombuffer(bytearray(array), dtype=torch.uint8).to(DEVICE)
+        add_low_rank(there, records or x, y, columns=columns, count=2, rank=40, rows=300, bias=bias)
+
+    change(changes, y)
     close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
     torch.testing.assert_close(y.float(), wanted, **close)
+    for each in changes:  # a row at a time, to the same bits
+        for row in range(each.row, each.row + each.count):
+            one = Change(each.a, each.b, each.factors, each.rank, each.rows, row, 1, each.first)
+            change((Change * 1)(one), alone)
+    assert torch.equal(alone, y)
 
 
 def on_gpu(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
@@ -94,7 +105,7 @@ def test_long_passes_and_recordings(tmp_path: Path) -> None:
     whole.mix = long.mix = ((adapter.key, 1.0),)
     wanted = run(gpu, whole, ids[:60])
     rest = run(gpu, whole, ids[60:])
-    got = run(gpu, long, ids)  # more rows than the kernels take
+    got = run(gpu, long, ids)  # a prompt's rows
     assert relative_error(got[60:], rest) < 4e-2
     assert relative_error(got[:60], wanted) < 4e-2
 
