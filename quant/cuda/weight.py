@@ -9,7 +9,8 @@ Tiles of E4M3 codes as bf16, on the device: there is no kernel that multiplies t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import Structure, c_float, c_int, c_void_p
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 
@@ -17,10 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.adapters import CudaAdapters
 from localrt.quant.cuda.formats import is_packed
+from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.products import TiledMatrix
-from localrt.quant.formats import unpack
+from localrt.quant.cuda.programs import Program
+from localrt.quant.formats import BF16, unpack
+from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.formats.published import E4m3Codec
 from localrt.quant.formats.tiled import (
@@ -40,18 +45,16 @@ def is_e4m3_groups(block: TiledTensor) -> bool:
     return format_.name.startswith("e4m3-") and format_ == E4m3Codec(format_.block).format
 
 
-def unpack_e4m3(block: TiledTensor, data: Tensor) -> Tensor:
-    """``block`` (rows, columns) in bf16, from its tiles in ``data``, uint8."""
+class _UnpackE4m3(Structure):
+    _fields_ = fields((c_void_p, "w y"), (c_int, "rows columns group"), (c_float, "factor"))
+
+
+def unpack_e4m3(block: TiledTensor, data: Tensor, out: Tensor) -> None:
+    """out (rows, columns), contiguous, bf16: ``block`` from its tiles in ``data``, uint8."""
     rows, columns = block.shape
-    group = block.format.block
-    spans = data.view(-1, columns // group, TILE_ROWS * block.format.block_bytes)
-    head = 4 * TILE_ROWS
-    scales = spans[..., :head].contiguous().view(torch.float32)  # (tiles, spans, 16)
-    codes = spans[..., head:].contiguous().view(torch.float8_e4m3fn)
-    codes = codes.view(*scales.shape[:2], group // 4, TILE_ROWS, 4)
-    values = codes.float() * (scales * block.scale)[:, :, None, :, None]
-    whole = values.permute(0, 3, 1, 2, 4).reshape(-1, columns)  # tiles, rows of one, columns
-    return whole[:rows].to(torch.bfloat16)
+    args = _UnpackE4m3(*pointers(data, out), rows, columns, block.format.block, block.scale)
+    grid = (-(-columns // 64), -(-rows // TILE_ROWS), 1)
+    launch(out.device, Program.of("unpack_e4m3"), grid, 16 * TILE_ROWS, args)
 
 
 Tile = Callable[[PackedTensor], TiledTensor]
@@ -95,7 +98,7 @@ def build_weight(
     parts: list[TiledMatrix | Tensor] = []
     rotations: set[int] = set()
     starts: dict[str, int] = {}
-    building: _TiledPart | _DensePart | None = None
+    building: _TiledPart | _PlacedPart | _DensePart | None = None
     left = shape[0]
     pieces = (
         whole_tiles(named) for _, named in groupby(widened(blocks), key=lambda block: block.name)
@@ -103,18 +106,15 @@ def build_weight(
     for block in chain.from_iterable(pieces):
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
         starts.setdefault(block.name, shape[0] - left)
-        data: object = block.data
-        if isinstance(block, TiledTensor) and isinstance(data, Tensor):
-            _join(parts, _on_device(block, data))
-            left -= block.shape[0]
-            continue
         if building is None or not building.takes(block):
             if building is not None:
                 parts.append(building.done())
-            if is_packed(block.format, shape[1]):
-                building = _TiledPart(block, left, device, tile)
-            else:
+            if not is_packed(block.format, shape[1]):
                 building = _DensePart(block, left, device)
+            elif (data := _device_data(block)) is not None:
+                building = _PlacedPart(block, data)
+            else:
+                building = _TiledPart(block, left, device, tile)
         if block.shape[0] > left:
             raise ValueError(f"{block.name}: more rows than the matrix has")
         building.add(block)
@@ -129,49 +129,51 @@ def build_weight(
     return CudaWeight(shape, tuple(parts), rotation, fine, starts, adapters)
 
 
-def _on_device(block: TiledTensor, data: Tensor) -> TiledMatrix | Tensor:
-    """Tiles that lie on the device already, as a ring of the pipeline holds them: used in place."""
-    if is_e4m3_groups(block):
-        return unpack_e4m3(block, data)
-    if not is_packed(block.format, block.shape[1]):
-        plain = replace(block, data=data.cpu().numpy())
-        return torch.from_numpy(unpack(untile(plain))).to(data.device, torch.bfloat16)
-    factor = None
-    if block.scale != 1.0:
-        tiles = padded_rows(block.shape[0]) // TILE_ROWS
-        factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
-    return TiledMatrix(block.format.name, block.shape, data, factor)
+def _device_data(block: PackedTensor | TiledTensor) -> Tensor | None:
+    """Tiles that lie on the device already, as a ring of the pipeline holds them."""
+    data: object = block.data
+    return data if isinstance(block, TiledTensor) and isinstance(data, Tensor) else None
 
 
-def _join(parts: list[TiledMatrix | Tensor], new: TiledMatrix | Tensor) -> None:
-    """Add a part; where its tiles follow the last part's in memory the two are one, and one product
-    of the kernels: the queries, keys and values of a unit, a gate and what it lets through.
+def _factors(scales: Sequence[float], device: torch.device) -> Tensor | None:
+    """What multiplies each tile's values; None where it is 1."""
+    if all(scale == 1.0 for scale in scales):
+        return None
+    return upload(np.array(scales, np.float32), device)
+
+
+class _PlacedPart:
+    """Tiles of one format that follow one another on the device, used in place: one product of the
+    kernels for the queries, keys and values of a unit, for a gate and what it lets through.
     """
-    last = parts[-1] if parts else None
-    if (
-        not isinstance(last, TiledMatrix)
-        or not isinstance(new, TiledMatrix)
-        or last.format != new.format
-    ):
-        parts.append(new)
-        return
-    follows = last.data.data_ptr() + last.data.nbytes == new.data.data_ptr()
-    same = last.data.untyped_storage().data_ptr() == new.data.untyped_storage().data_ptr()
-    if not (follows and same) or last.shape[0] % TILE_ROWS:
-        parts.append(new)
-        return
-    data = last.data.as_strided((last.data.numel() + new.data.numel(),), (1,))
-    factor = None
-    if last.factor is not None or new.factor is not None:
-        factor = torch.cat([_factor(last), _factor(new)])
-    shape = (last.shape[0] + new.shape[0], last.shape[1])
-    parts[-1] = TiledMatrix(last.format, shape, data, factor)
 
+    def __init__(self, first: PackedTensor | TiledTensor, data: Tensor) -> None:
+        self._format, self._columns = first.format, first.shape[1]
+        self._data = data[:0]
+        self._scales: list[float] = []  # one per tile
+        self._rows = 0
 
-def _factor(tiles: TiledMatrix) -> Tensor:
-    if tiles.factor is not None:
-        return tiles.factor
-    return torch.ones(tiles.count, dtype=torch.float32, device=tiles.data.device)
+    def takes(self, block: PackedTensor | TiledTensor) -> bool:
+        """Whether the block continues this part: its tiles must follow in the same memory."""
+        last, new = self._data, _device_data(block)
+        return (
+            new is not None
+            and block.format == self._format
+            and self._rows % TILE_ROWS == 0
+            and last.data_ptr() + last.nbytes == new.data_ptr()
+            and last.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
+        )
+
+    def add(self, block: PackedTensor | TiledTensor) -> None:
+        new = _device_data(block)
+        assert new is not None, "a part takes what lies on the device"
+        self._data = self._data.as_strided((self._data.numel() + new.numel(),), (1,))
+        self._scales += [block.scale] * (padded_rows(block.shape[0]) // TILE_ROWS)
+        self._rows += block.shape[0]
+
+    def done(self) -> TiledMatrix:
+        factor = _factors(self._scales, self._data.device)
+        return TiledMatrix(self._format.name, (self._rows, self._columns), self._data, factor)
 
 
 class _TiledPart:
@@ -195,7 +197,8 @@ class _TiledPart:
 
     def takes(self, block: PackedTensor | TiledTensor) -> bool:
         """Whether the block continues this part: its rows must begin a tile."""
-        return block.format == self._format and self._rows % TILE_ROWS == 0
+        same = block.format == self._format and _device_data(block) is None
+        return same and self._rows % TILE_ROWS == 0
 
     def add(self, block: PackedTensor | TiledTensor) -> None:
         tiled = block if isinstance(block, TiledTensor) else self._tile(block)
@@ -208,11 +211,8 @@ class _TiledPart:
     def done(self) -> TiledMatrix:
         used = len(self._scales) * self._tile_bytes
         data = self._out if used == self._out.numel() else self._out[:used].clone()
-        factor = None
-        if any(scale != 1.0 for scale in self._scales):
-            factor = torch.tensor(self._scales, dtype=torch.float32, device=data.device)
-        shape = (self._rows, self._columns)
-        return TiledMatrix(self._format.name, shape, data, factor)
+        factor = _factors(self._scales, data.device)
+        return TiledMatrix(self._format.name, (self._rows, self._columns), data, factor)
 
 
 class _DensePart:
@@ -229,10 +229,24 @@ class _DensePart:
         return not is_packed(block.format, block.shape[1])
 
     def add(self, block: PackedTensor | TiledTensor) -> None:
-        plain = untile(block) if isinstance(block, TiledTensor) else block
-        rows = plain.shape[0]
-        self._out[self._rows : self._rows + rows] = torch.from_numpy(unpack(plain))
+        rows, data = block.shape[0], _device_data(block)
+        out = self._out[self._rows : self._rows + rows]
+        if isinstance(block, TiledTensor) and data is not None and is_e4m3_groups(block):
+            unpack_e4m3(block, data, out)
+        else:
+            out.copy_(_bf16_rows(block, data))
         self._rows += rows
 
     def done(self) -> Tensor:
         return self._out if self._rows == len(self._out) else self._out[: self._rows].clone()
+
+
+def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> Tensor:
+    """A block in bf16 on the host; ``data`` are its bytes if they lie on the device."""
+    if isinstance(block, TiledTensor):
+        block = untile(block if data is None else replace(block, data=data.cpu().numpy()))
+    if block.format == BF16 and block.scale == 1.0:
+        bits = block.data.view("<u2").reshape(block.shape)
+    else:
+        bits = bf16_bits(unpack(block))
+    return torch.from_numpy(bits).view(torch.bfloat16)

@@ -59,6 +59,7 @@ SMALL: dict[str, dict[str, object]] = {
     "router": {"GATE_IN": "Bf16"},
     "to_host": {},
     "unpack": {**format_macros("iq1_m"), "OUT": "float", "INDEXED": 1},
+    "unpack_e4m3": {},
 }
 
 
