@@ -22,11 +22,12 @@ from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.steps import norm, norm_gate, rotate_blocks
+from localrt.quant.cuda.steps import norm, norm_gate, rotary, rotate_blocks
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import (
     RUN,
     AttentionSpec,
+    AttentionTemperature,
     AttentionWeights,
     LatentSpec,
     Rope,
@@ -80,10 +81,10 @@ class Attention(Structure):
 
 class _RopeAppend(Structure):
     _fields_ = fields(
-        (c_void_p, "qkv q blocks held cos sin q_norm k_norm"),
+        (c_void_p, "qkv q gates blocks held cos sin q_norm k_norm positions"),
         (c_int64, "k_at v_at"),
-        (c_int, "row_stride step keys_at heads groups half joint last"),
-        (c_float, "eps"),
+        (c_int, "row_stride step keys_at heads groups half joint last length"),
+        (c_float, "eps beta"),
     )
 
 
@@ -106,7 +107,10 @@ def rope_append(
     eps: float,
     joint: bool = False,
     norms_last: bool = False,
-    gated: bool = False,
+    gates: Tensor | None = None,
+    head_gates: bool = False,
+    positions: Tensor | None = None,
+    temperature: AttentionTemperature | None = None,
     kv_format: KvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
@@ -114,15 +118,18 @@ def rope_append(
     its blocks, int64 on the device, ``place`` is the layer's in them.
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
-    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where it
-    is ``gated``, each head's query in qkv is followed by as many numbers that are left alone. A
-    quantized cache has rows of bytes, and queries against it are rotated.
+    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where
+    there are ``gates`` (n, H, E), each head's query in qkv is followed by as many numbers that go
+    there; or its one gate of H at the end of the row does, with ``head_gates``. ``temperature``
+    makes queries grow with ``positions`` (n,), int64. A quantized cache has rows of bytes, and
+    queries against it are rotated.
     """
     n, heads, size = q.shape
     groups = place.heads
-    step = 2 * size if gated else size
+    step = size if gates is None or head_gates else 2 * size
+    growing = None if temperature is None else positions
     args = _RopeAppend(
-        *pointers(qkv, q, blocks, held, cos, sin, q_norm, k_norm),
+        *pointers(qkv, q, gates, blocks, held, cos, sin, q_norm, k_norm, growing),
         place.keys_at,
         place.values_at,
         qkv.stride(0),
@@ -133,7 +140,9 @@ def rope_append(
         0 if cos is None else cos.shape[1],
         joint,
         norms_last,
+        1 if temperature is None else temperature.length,
         eps,
+        0.0 if temperature is None else temperature.beta,
     )
     grid = (-(-(heads + 2 * groups) // (_THREADS // 32)), n, 1)
     launch(q.device, rope_program(size, kv_format), grid, _THREADS, args)
@@ -153,11 +162,12 @@ def attend(
     longest: int,
     sinks: Tensor | None = None,
     kv_format: KvFormat = "bf16",
+    out: Tensor | None = None,
     records: Records | None = None,
     row: int = 0,
 ) -> Tensor:
-    """q (n, H, E) over a cache's keys and values: (n, H * E), bf16. ``blocks`` and ``place`` are as
-    for ``rope_append``.
+    """q (n, H, E) over a cache's keys and values: (n, H * E), bf16, in ``out`` if given. ``blocks``
+    and ``place`` are as for ``rope_append``.
 
     Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; what is returned
     then holds nothing.
@@ -173,7 +183,8 @@ def attend(
     split = n <= MOST_ROWS
     turned = turned_block(kv_format, value)
     runs = -(-longest // RUN) if split else 1
-    out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
+    if out is None:
+        out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
     target = records.data[0, row * records.count // records.rows :] if records else out
     chunk, partial, stats = n, None, None
     if split:
@@ -207,7 +218,7 @@ def attend(
         fine = records is not None and records.fine
         program = join_program(value, kv_format, records=records is not None, fine=fine)
         launch(q.device, program, (rows * heads, 1, 1), threads, args)
-    return out if split or turned == 1 else rotate_blocks(out, turned)
+    return out if split or turned == 1 else rotate_blocks(out, turned, out=out)
 
 
 def partial_results(
@@ -285,8 +296,7 @@ class Rotations:
             if rope not in self._frequencies:
                 values = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
                 self._frequencies[rope] = values
-            angles = step.positions.float()[:, None] * self._frequencies[rope]
-            step.tables[rope] = angles.cos() * rope.scale, angles.sin() * rope.scale
+            step.tables[rope] = rotary(step.positions, self._frequencies[rope], rope.scale)
         return step.tables[rope]
 
 
@@ -310,8 +320,7 @@ class AttentionSteps:
         rows = len(qkv)
         shape = (2 * rows if spec.has_gates else rows, spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=x.values.device)
-        if spec.has_gates:
-            q[rows:] = _gates(qkv, spec)
+        gates = q[rows:] if spec.has_gates else None
         cos, sin = self._rotations.of(spec.rope, step)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             rope_append(
@@ -327,11 +336,12 @@ class AttentionSteps:
                 eps=spec.eps,
                 joint=spec.joint_norms,
                 norms_last=spec.norms_last,
-                gated=spec.gated,
+                gates=None if gates is None else gates[first:stop],
+                head_gates=spec.head_gates,
+                positions=step.positions[first:stop],
+                temperature=spec.temperature,
                 kv_format=self.kv_format,
             )
-        if spec.temperature is not None:
-            q[:rows] *= step.factors(spec.temperature)
         return q
 
     def attention_output(
@@ -350,27 +360,25 @@ class AttentionSteps:
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
         few = all(span.rows <= MOST_ROWS for span in step.spans)  # a prompt's kernel writes none
         attended = records if gates is None and few else None
-        outputs = []
+        seen = torch.empty(0 if attended else len(q), width, dtype=torch.bfloat16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            outputs.append(
-                attend(
-                    q[first:stop],
-                    step.blocks[index],
-                    blocks_of(span).layers[layer],
-                    step.held[index:],
-                    step.positions[first:stop],
-                    scale=spec.scale,
-                    window=spec.window,
-                    softcap=spec.softcap,
-                    mask=step.trees[index],
-                    longest=step.longest[index],
-                    sinks=weights.sinks,
-                    kv_format=self.kv_format,
-                    records=attended,
-                    row=first,
-                )
+            attend(
+                q[first:stop],
+                step.blocks[index],
+                blocks_of(span).layers[layer],
+                step.held[index:],
+                step.positions[first:stop],
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                mask=step.trees[index],
+                longest=step.longest[index],
+                sinks=weights.sinks,
+                kv_format=self.kv_format,
+                out=seen[first:stop],
+                records=attended,
+                row=first,
             )
-        seen = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
             seen = norm_gate(seen, gates.flatten(1), records=records)
             attended = records
@@ -378,14 +386,6 @@ class AttentionSteps:
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
-
-
-def _gates(qkv: Tensor, spec: AttentionSpec) -> Tensor:
-    """(R, H, E), or (R, H, 1) of heads."""
-    if spec.head_gates:
-        return qkv[:, -spec.heads :, None]
-    both = qkv[:, : 2 * spec.heads * spec.head_dim]
-    return both.view(len(qkv), spec.heads, 2, spec.head_dim)[:, :, 1]
 
 
 def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: KvFormat) -> int:

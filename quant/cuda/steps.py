@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -39,11 +39,32 @@ class _NormGate(Structure):
 
 
 class _Rotate(Structure):
-    _fields_ = fields((c_void_p, "x y"), (c_int, "width size"), (c_float, "scale"))
+    _fields_ = fields(
+        (c_void_p, "x y"), (c_int64, "x_head x_stride"), (c_int, "width size"), (c_float, "scale")
+    )
 
 
 class _Gate(Structure):
     _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"))
+
+
+class _Rotary(Structure):
+    _fields_ = fields(
+        (c_void_p, "positions frequencies cos sin"), (c_int, "n half"), (c_float, "scale")
+    )
+
+
+def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions (R,), int64, times frequencies (F,), times ``scale``: (R, F), all
+    float32.
+    """
+    n, half = len(positions), len(frequencies)
+    tables = torch.empty(2, n, half, dtype=torch.float32, device=positions.device)
+    cos, sin = tables[0], tables[1]
+    args = _Rotary(*pointers(positions, frequencies, cos, sin), n, half, scale)
+    grid = (-(-n * half // _THREADS), 1, 1)
+    launch(positions.device, Program.of("rotary"), grid, _THREADS, args)
+    return cos, sin
 
 
 def norm(
@@ -149,20 +170,23 @@ def gate(
     return out
 
 
-def rotate_blocks(x: Tensor, size: int) -> Tensor:
-    """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
+def rotate_blocks(x: Tensor, size: int, *, out: Tensor | None = None) -> Tensor:
+    """Every ``size`` consecutive columns of x (R, D) or (H, R, D), bf16, times the Hadamard matrix
+    / sqrt(size): contiguous, in ``out`` if given, which may be x. Rows of x may lie apart.
 
     Natural order, as in ``quant/methods/rotation.py``; rounded to bf16.
 
     Raises:
         ValueError: ``size`` is not a power of two up to 256 that divides D.
     """
-    rows, width = x.shape
+    rows, width = x.shape[-2:]
+    heads = x.shape[0] if x.dim() == 3 else 1
     if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
         raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    args = _Rotate(x.data_ptr(), y.data_ptr(), width, size, size**-0.5)
-    grid = (-(-width // _MOST_HADAMARD), rows, 1)
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    x_head = x.stride(0) if heads > 1 else 0
+    args = _Rotate(*pointers(x, out), x_head, x.stride(-2), width, size, size**-0.5)
+    grid = (-(-width // _MOST_HADAMARD), rows, heads)
     launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
-    return y
+    return out

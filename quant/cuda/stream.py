@@ -18,7 +18,7 @@ from torch import Tensor
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import norm, norm_records
-from localrt.quant.ops.attention import AttentionTemperature, Rope
+from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 
@@ -115,16 +115,8 @@ class CudaPass:
     trees: tuple[Tensor | None, ...]  # (rows, rows) int8
     longest: tuple[int, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    temperatures: dict[AttentionTemperature, Tensor] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed
-
-    def factors(self, temperature: AttentionTemperature) -> Tensor:
-        """What the rows' queries are multiplied by: (R, 1, 1), float32."""
-        if temperature not in self.temperatures:
-            turns = torch.log1p((self.positions // temperature.length).float())
-            self.temperatures[temperature] = (1 + temperature.beta * turns)[:, None, None]
-        return self.temperatures[temperature]
 
     def layer_done(self, layer: int) -> None:
         """A recurrent layer's states are made."""

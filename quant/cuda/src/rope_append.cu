@@ -1,19 +1,21 @@
-// Norms of heads and the rotary embedding on rows of a projection: queries go to q, keys and values
-// behind the tokens that a cache holds. A warp takes one head of one row.
+// Norms of heads and the rotary embedding on rows of a projection: queries and their gates go to q,
+// keys and values behind the tokens that a cache holds. A warp takes one head of one row.
 //
 //   KEYS VALUES   how the cache keeps them (kv.cuh)
 #include "kv.cuh"
 
 struct RopeAppend {
     const Bf16* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
-    Bf16* q;          // (n, heads, size)
+    Bf16 *q, *gates;  // (n, heads, size); no gates are null
     u8* const* blocks;  // of the cache (kv.cuh)
     const i64* held;
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
+    const i64* positions;  // (n): queries grow by 1 + beta log(1 + position / length); null: they do not
     i64 k_at, v_at;
     int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms come behind the rotation
-    float eps;
+    int length;
+    float eps, beta;
 };
 
 FN float sum_of_warp(float sum) {
@@ -27,7 +29,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
     if (head >= args.heads + 2 * args.groups) return;
     const int at = head < args.heads ? head * args.step : args.keys_at + (head - args.heads) * SIZE;
-    const Bf16* from = args.qkv + (i64)row * args.row_stride + at;
+    const Bf16 *projected = args.qkv + (i64)row * args.row_stride, *from = projected + at;
     float x[PIECES], other[PIECES];  // a number, and the one it turns with: half a turn away
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -48,7 +50,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         float sum = 0;
         if (args.joint) {
             const int width = (query ? args.heads : args.groups) * SIZE;
-            const Bf16* all = args.qkv + (i64)row * args.row_stride + (query ? 0 : args.keys_at);
+            const Bf16* all = projected + (query ? 0 : args.keys_at);
             for (int e = lane; e < width; e += 32) sum = fused(value_of(all[e]), value_of(all[e]), sum);
             sum = sum_of_warp(sum) / (float)width;
             norm += (query ? head : head - args.heads) * SIZE;
@@ -82,8 +84,20 @@ extern "C" __global__ void rope_append(RopeAppend args) {
             if (lane + 32 * i < SIZE) x[i] = times(times(x[i], scale), norm[lane + 32 * i]);
     }
     if constexpr (KEYS::TURN > 1) rotate<KEYS::TURN>(x, lane);
-    if (key)
+    if (key) {
         KEYS::write(block + args.k_at + ((i64)(head - args.heads) * BLOCK + slot % BLOCK) * KEYS::BYTES, lane, x);
-    else
-        Bf16Numbers<SIZE>::write((u8*)(args.q + ((i64)row * args.heads + head) * SIZE), lane, x);
+        return;
+    }
+    if (args.positions) {
+        const float factor = plus(1.f, times(args.beta, log1pf((float)(args.positions[row] / args.length))));
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) x[i] = times(x[i], factor);
+    }
+    const i64 to = ((i64)row * args.heads + head) * SIZE;
+    Bf16Numbers<SIZE>::write((u8*)(args.q + to), lane, x);
+    if (!args.gates) return;
+    // As many as the head has numbers, behind them; or one of each head, behind all.
+    const bool each = args.step > SIZE;
+    const Bf16* gates = each ? from + SIZE : projected + args.keys_at + 2 * args.groups * SIZE + head;
+    for (int e = lane; e < SIZE; e += 32) args.gates[to + e] = gates[each ? e : 0];
 }

@@ -3,8 +3,9 @@
 #include "gates.cuh"
 
 struct Rotate {
-    const Bf16* x;
-    Bf16* y;
+    const Bf16* x;  // (heads, m, width), x_head and x_stride apart
+    Bf16* y;        // the same, one behind the other; may be x
+    i64 x_head, x_stride;
     int width, size;
     float scale;
 };
@@ -12,9 +13,9 @@ struct Rotate {
 extern "C" __global__ void rotate(Rotate args) {
     __shared__ float values[256];
     const int i = threadIdx.x, column = blockIdx.x * 256 + i;
-    const i64 at = (i64)blockIdx.y * args.width + column;
+    const i64 row = (i64)blockIdx.z * gridDim.y + blockIdx.y;
     const bool there = column < args.width;
-    float value = there ? value_of(args.x[at]) : 0;
+    float value = there ? value_of(args.x[blockIdx.z * args.x_head + blockIdx.y * args.x_stride + column]) : 0;
     for (int apart = 1; apart < args.size; apart *= 2) {
         values[i] = value;
         __syncthreads();
@@ -22,5 +23,5 @@ extern "C" __global__ void rotate(Rotate args) {
         value = i & apart ? other - value : value + other;
         __syncthreads();
     }
-    if (there) store(args.y + at, value * args.scale);
+    if (there) store(args.y + row * args.width + column, value * args.scale);
 }

@@ -25,8 +25,10 @@ void emulated_block();           // wait for all threads of the block
 void emulated_warp();            // and of the warp
 uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
 float fmaf(float, float, float);
+float cosf(float);
 float expf(float);
 float log1pf(float);
+float sinf(float);
 float exp2f(float);
 float sqrtf(float);
 float nearbyintf(float);

@@ -12,7 +12,7 @@ from torch import Tensor
 from localrt.quant.cuda.attention import attend, rope_append, row_nbytes
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace
 from localrt.quant.cuda.launch import noting
-from localrt.quant.ops.attention import scratch_nbytes
+from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import cache_of, kept, random
@@ -199,6 +199,33 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
     for part in (k_cache, v_cache):
         assert not part[:, :held].any()
         assert not part[:, held + n :].any()
+
+
+@pytest.mark.parametrize("head_gates", [False, True])
+def test_gates_and_queries_that_grow(emulator: Emulator, head_gates: bool) -> None:
+    n, groups, size = 3, 2, 80
+    queries, gates, rest = random(3, n, 4, size).bfloat16()  # keys and values are the rest
+    plain = torch.cat([queries, rest], 1).flatten(1)
+    gated = torch.cat([torch.stack([queries, gates], 2).flatten(1), rest.flatten(1)], 1)
+    if head_gates:
+        gates = gates[..., :1].expand(gates.shape)
+        gated = torch.cat([plain, gates[..., 0]], 1)
+    options: dict[str, Any] = {
+        **{"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6},
+        "positions": torch.tensor([0, 8, 100]),
+        "temperature": AttentionTemperature(beta=0.5, length=8),
+    }
+    there, results = torch.empty_like(queries), []
+    for qkv, own in ((plain, {}), (gated, {"gates": there, "head_gates": head_gates})):
+        cache, blocks = cache_of(*torch.zeros(2, groups, 256, size, dtype=torch.bfloat16))
+        q, held = torch.empty_like(queries), torch.tensor([0])
+        rope_append(qkv, q, blocks, cache.layers[0], held, **options, **own)
+        results.append((q, *kept(cache, n)))
+    assert torch.equal(there, gates)
+    assert all(map(torch.equal, *results))
+    factors = options["temperature"].factors(options["positions"].numpy())
+    wanted = queries.float() * torch.from_numpy(factors)[:, None, None]
+    torch.testing.assert_close(results[0][0], wanted.bfloat16())
 
 
 @pytest.mark.parametrize(

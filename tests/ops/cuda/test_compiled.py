@@ -55,6 +55,7 @@ SMALL: dict[str, dict[str, object]] = {
     "quantize": {"IN": "Bf16"},
     "rms_norm": {"OUT": "float", "RECORDS": 1},
     "plan": {},
+    "rotary": {},
     "rotate": {},
     "router": {"GATE_IN": "Bf16"},
     "to_host": {},

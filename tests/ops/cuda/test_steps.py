@@ -14,6 +14,7 @@ from localrt.quant.cuda.steps import (
     norm,
     norm_gate,
     norm_records,
+    rotary,
     rotate_blocks,
 )
 from localrt.quant.methods.rotation import block_hadamard
@@ -45,7 +46,12 @@ def test_gate(activation: str) -> None:
     both = random(3, 2 * 1100).bfloat16()
     g, up = both.float().chunk(2, -1)
     plain = F.silu(g) if activation == "silu" else F.gelu(g, approximate="tanh")
-    torch.testing.assert_close(gate(both, activation).float(), plain * up, **CLOSE)
+    got = gate(both, activation)
+    torch.testing.assert_close(got.float(), plain * up, **CLOSE)
+    out = torch.zeros_like(got)
+    gate(both, activation, out=out, rows=torch.tensor([2, 0], device=both.device))
+    assert torch.equal(out[::2], got[::2])
+    assert not out[1].any()
 
 
 @pytest.mark.parametrize("size", [2, 16, 64, 128])
@@ -56,9 +62,30 @@ def test_hadamard_is_the_quantizers(size: int) -> None:
     assert np.abs(got - wanted).max() < 2**-7 * np.abs(wanted).max()
 
 
+def test_hadamard_of_heads() -> None:
+    """Whose rows lie apart, and in place."""
+    x = random(5, 3, 80).bfloat16()[..., :64].transpose(0, 1)
+    plain = rotate_blocks(x.reshape(-1, 64), 16).view(3, 5, 64)
+    assert torch.equal(rotate_blocks(x, 16), plain)
+    own = x.contiguous()
+    assert rotate_blocks(own, 16, out=own) is own
+    assert torch.equal(own, plain)
+
+
 def test_hadamard_of_an_odd_size_is_refused() -> None:
     with pytest.raises(ValueError, match="in blocks of 48"):
         rotate_blocks(random(1, 96).bfloat16(), 48)
+
+
+def test_rotary() -> None:
+    """Of positions that are far too."""
+    positions = torch.tensor([0, 1, 77, 131071], device=target.DEVICE)
+    frequencies = 10000.0 ** -(torch.arange(33, device=target.DEVICE) / 33)
+    angles = positions.float()[:, None] * frequencies
+    for got, wanted in zip(
+        rotary(positions, frequencies, 1.2), (angles.cos(), angles.sin()), strict=True
+    ):
+        torch.testing.assert_close(got, wanted * 1.2)
 
 
 @pytest.mark.parametrize("width", [40, 640])
