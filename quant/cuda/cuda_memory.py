@@ -157,7 +157,8 @@ class CudaCopies:
 
     def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
         """The GPU's residual stream, or normed rows, as the CPU's activations (R, D)."""
-        with torch.inference_mode():
+        device = self._cuda.device(self._device) if self._real else contextlib.nullcontext()
+        with torch.inference_mode(), device:
             there = x if isinstance(x, Tensor) else x.settle()
             values: npt.NDArray[np.float32] = there.float().cpu().numpy()
         return values if self._real else values.copy()

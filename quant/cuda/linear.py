@@ -23,7 +23,7 @@ from localrt.quant.cuda.products import (
     quantize,
     unpack_rows,
 )
-from localrt.quant.cuda.steps import gate, rotate_blocks
+from localrt.quant.cuda.steps import converted, gate, rotate_blocks
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec
@@ -92,7 +92,7 @@ def normed_for(
 ) -> Tensor | Records:
     """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
     if weight is None:
-        return x.settle().bfloat16()
+        return converted(x.settle(), torch.bfloat16)
     if reads_records(reader, len(x.values)):
         return x.normed_records(weight, eps, fine=reader.fine)
     return x.normed(weight, eps)
@@ -154,8 +154,7 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     Rows of x and out may lie apart.
     """
     heads, count, columns = x.shape
-    if weight.hadamard:
-        x = _rotated(x.reshape(-1, columns), weight).view(x.shape)
+    x = _rotated(x, weight)
     part, rows = weight.parts[0], weight.shape[0] // heads
     if len(weight.parts) == 1 and isinstance(part, TiledMatrix) and rows % 16 == 0:
         product(quantize(x, fine=weight.fine), part, out)

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.cpu.ops import fast_tiler
@@ -41,7 +40,7 @@ from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
-from localrt.quant.cuda.steps import norm, rotate_blocks
+from localrt.quant.cuda.steps import converted, move_rows, norm, rotate_blocks
 from localrt.quant.cuda.stream import (
     CudaPass,
     Logits,
@@ -212,14 +211,14 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         assert each == 1, "models with rows for each layer compute with torch"
         ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
+        kind = torch.bfloat16 if table.hadamard else torch.float32
+        values = torch.empty(ids.shape[0], table.shape[1], dtype=kind, device=self._device)
         if isinstance(part, Tensor):
-            return Stream(F.embedding(ids, part).float() * scale)
-        shape = (ids.shape[0], table.shape[1])
-        values = torch.empty(shape, dtype=torch.float32, device=self._device)
+            return Stream(move_rows(part, values, index=ids, scale=scale))
         unpack_rows(part, values, index=ids, factor=scale)
         if table.hadamard:  # its own inverse
-            values = rotate_blocks(values.bfloat16(), table.hadamard).float()
-        return Stream(values)
+            values = rotate_blocks(values, table.hadamard, out=values)
+        return Stream(converted(values, torch.float32))
 
     def begin_adapters(self, batch: Batch) -> None:
         self._adapters.begin(batch)
@@ -255,10 +254,16 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     ) -> Stream:
         parts = zip((x, y), norms, strict=True)
         rows = [r.settle() if n is None else r.normed(n, eps, torch.float32) for r, n in parts]
-        return Stream(torch.cat(rows, 1))
+        first, second = rows
+        shape = len(first), first.shape[1] + second.shape[1]
+        joined = torch.empty(shape, dtype=torch.float32, device=self._device)
+        move_rows(first, joined[:, : first.shape[1]])
+        move_rows(second, joined[:, first.shape[1] :])
+        return Stream(joined)
 
     def projected(self, x: Stream, weight: CudaWeight) -> Stream:
-        return Stream(linear(x.settle().bfloat16(), weight, dtype=torch.float32))
+        rows = converted(x.settle(), torch.bfloat16)
+        return Stream(linear(rows, weight, dtype=torch.float32))
 
     # -- a mixture of experts --------------------------------------------------------------------
 
@@ -270,7 +275,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     ) -> tuple[Tensor, Routing]:
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
         normed = x.normed(weights.norm, spec.eps, torch.float32)
-        rows = normed.bfloat16()
+        rows = converted(normed, torch.bfloat16)
         return rows, route_rows(normed, rows, weights, spec)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
@@ -305,7 +310,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
         """In place. Rows of the CPU may come as a residual stream."""
         values = rows if isinstance(rows, Tensor) else rows.settle()
-        put_rows(values.float().contiguous(), index, slots)
+        put_rows(converted(values, torch.float32), index, slots)
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
@@ -317,8 +322,8 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return linear(normed, weight)
 
     def widen_latents(self, rows: Tensor, weight: CudaWeight, shared: Tensor | None) -> Tensor:
-        y = linear(rows.bfloat16(), weight, dtype=torch.float32)
-        return y if shared is None else y.add_(shared)
+        y = linear(converted(rows, torch.bfloat16), weight, dtype=torch.float32)
+        return y if shared is None else move_rows(shared, y, add=True)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
@@ -327,14 +332,14 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         y = linear(inner, weights.down, dtype=torch.float32)
         if gate is None:
             return y
-        return y * linear(normed, gate, dtype=torch.float32).sigmoid()
+        return move_rows(y, y, gates=linear(normed, gate, dtype=torch.float32))
 
     # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
         """The residual sum, made when it is next read."""
         assert total == 1.0, "models that scale their layers compute with torch"
-        x.add(y if scale == 1.0 else y * scale)
+        x.add(y, scale)
         return x
 
     def head(
@@ -348,6 +353,8 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         first_row: int = 0,
     ) -> Logits:
         """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
+        if not len(rows):
+            return np.zeros((0, weight.shape[0]), np.float32)
         chosen = x
         if self.recording is not None:
             wanted = self.recording.wanted
@@ -356,12 +363,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         else:
             wanted = None
         if wanted is not None:
-            chosen = Stream(x.settle()[wanted])
-        if not len(rows):
-            return np.zeros((0, weight.shape[0]), np.float32)
+            shape = len(wanted), x.values.shape[1]
+            some = torch.empty(shape, dtype=torch.float32, device=self._device)
+            chosen = Stream(move_rows(x.settle(), some, index=wanted))
         normed: Tensor | None = None
         if any(adapter.head for _, adapter in self._adapters.of_rows):
-            normed = Stream(chosen.settle().clone()).normed(norm, eps, torch.float32)
+            normed = chosen.normed(norm, eps, torch.float32)
         h = normed_for(chosen, norm, eps, weight)
         logits = linear(h, weight, dtype=torch.float32)
         if normed is not None:
@@ -369,9 +376,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             place = {row: at for at, row in enumerate(rows.tolist())}
             of_rows = self._adapters.of_rows
             head_deltas(of_rows, rows, lambda row: inputs[place[row]], first_row, changed)
-            logits = torch.from_numpy(changed).to(self._device)
+            logits = upload(changed, self._device)
         if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+            move_rows(logits, logits, softcap=softcap)
         if self.recording is not None:
             self.recording.logits = logits
             return np.zeros((len(rows), weight.shape[0]), np.float32)

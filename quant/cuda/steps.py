@@ -48,10 +48,53 @@ class _Gate(Structure):
     _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"))
 
 
+class _MoveRows(Structure):
+    _fields_ = fields(
+        (c_void_p, "x y index gates"),
+        (c_int64, "x_stride y_stride"),
+        (c_int, "width add"),
+        (c_float, "scale softcap"),
+    )
+
+
 class _Rotary(Structure):
     _fields_ = fields(
         (c_void_p, "positions frequencies cos sin"), (c_int, "n half"), (c_float, "scale")
     )
+
+
+def move_rows(
+    x: Tensor,
+    y: Tensor,
+    *,
+    index: Tensor | None = None,
+    scale: float = 1.0,
+    gates: Tensor | None = None,
+    softcap: float | None = None,
+    add: bool = False,
+) -> Tensor:
+    """x (R, D) times ``scale`` to y (R, D), or added to it; y is returned, and may be x.
+
+    Each is bf16 or float32; columns lie together, rows may lie apart. ``index`` (R,), int64 on the
+    device, says which rows of x are taken. With ``gates`` (R, 1), float32, a row is times its
+    gate's sigmoid; ``softcap`` bounds the result by softcap * tanh(x / softcap).
+    """
+    rows, width = y.shape
+    if not y.numel():  # a launch has blocks
+        return y
+    args = _MoveRows(
+        *pointers(x, y, index, gates), x.stride(0), y.stride(0), width, add, scale, softcap or 0.0
+    )
+    program = Program.of("move_rows", IN=OUT[x.dtype], OUT=OUT[y.dtype])
+    launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)
+    return y
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (R, D), bf16 or float32, in ``dtype`` and contiguous: x itself if it is."""
+    if x.dtype == dtype and x.is_contiguous():
+        return x
+    return move_rows(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:

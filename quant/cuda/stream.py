@@ -1,7 +1,7 @@
 """What the CUDA implementation carries from step to step of a pass.
 
 Rows lie one sequence after another. Lengths and positions are on the device, where kernels and
-recorded CUDA graphs read them. It knows no kernels but the norm.
+recorded CUDA graphs read them. It knows no kernels but the norm and the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
-from localrt.quant.cuda.steps import norm, norm_records
+from localrt.quant.cuda.steps import move_rows, norm, norm_records
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
@@ -36,15 +36,18 @@ class Stream:
     values: Tensor
     pending: Tensor | None = None
 
-    def add(self, y: Tensor) -> None:
-        """Add y (R, D): now or with the next norm."""
+    def add(self, y: Tensor, scale: float = 1.0) -> None:
+        """Add y (R, D), float32, times ``scale``: now or with the next norm."""
         self.settle()
-        self.pending = y
+        if scale == 1.0:
+            self.pending = y
+        else:
+            move_rows(y, self.values, scale=scale, add=True)
 
     def settle(self) -> Tensor:
         """The sum, with nothing pending."""
         if self.pending is not None:
-            self.values += self.pending
+            move_rows(self.pending, self.values, add=True)
             self.pending = None
         return self.values
 

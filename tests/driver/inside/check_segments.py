@@ -271,7 +271,7 @@ def test_launches_and_waits_of_a_token(
             events.append([*gpu.launches, *copies])
             assert len(waits) == 2  # before the CPU's unit, and for the logits
     norm, product, *rest = ATTENTION
-    first, settle = [norm, product, "rotary", *rest], "aten::add_"
+    first, settle = [norm, product, "rotary", *rest], "move_rows"
     to, within, back = ("cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync")
     steps = [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
     assert events[0] == [*steps, to, to, back, to, back]

@@ -29,6 +29,7 @@ float cosf(float);
 float expf(float);
 float log1pf(float);
 float sinf(float);
+float tanhf(float);
 float exp2f(float);
 float sqrtf(float);
 float nearbyintf(float);

@@ -50,6 +50,7 @@ SMALL: dict[str, dict[str, object]] = {
     "gate": {"GATE": 1},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
     "low_rank_up": {"OUT": "Bf16"},
+    "move_rows": {"IN": "Bf16", "OUT": "float"},
     "move_tokens": {},
     "norm_gate": {"IN": "Bf16", "RECORDS": 1},
     "quantize": {"IN": "Bf16"},

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from localrt.quant.cuda.products import empty_records, quantize
 from localrt.quant.cuda.steps import (
+    converted,
     gate,
+    move_rows,
     norm,
     norm_gate,
     norm_records,
@@ -75,6 +77,33 @@ def test_hadamard_of_heads() -> None:
 def test_hadamard_of_an_odd_size_is_refused() -> None:
     with pytest.raises(ValueError, match="in blocks of 48"):
         rotate_blocks(random(1, 96).bfloat16(), 48)
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_moved_rows(kind: torch.dtype, into: torch.dtype) -> None:
+    """Rows that lie apart: chosen, scaled, added."""
+    x, y = random(4, 400).to(kind)[:, 50:350], random(3, 600, seed=1).to(into)[:, 300:]
+    index = torch.tensor([3, 0, 3], device=x.device)
+    wanted = (x[index].float() * 0.3).to(into)
+    assert torch.equal(move_rows(x, torch.empty_like(y), index=index, scale=0.3), wanted)
+    total = (y.float() + x[index].float() * 0.3).to(into)
+    assert move_rows(x, y, index=index, scale=0.3, add=True) is y
+    assert torch.equal(y, total)
+    assert torch.equal(converted(x, into), x.to(into))
+    assert converted(y.contiguous(), kind).is_contiguous()
+    own = x.contiguous()
+    assert converted(own, kind) is own
+    nothing = torch.empty(0, 300, device=x.device)
+    assert move_rows(nothing, nothing) is nothing
+
+
+def test_rows_under_a_gate_or_a_cap() -> None:
+    x, gates = random(3, 300), random(3, 1, seed=1)
+    torch.testing.assert_close(move_rows(x, x.clone(), gates=gates), x * gates.sigmoid())
+    wanted = torch.tanh(x / 0.7) * 0.7
+    assert move_rows(x, x, softcap=0.7) is x
+    torch.testing.assert_close(x, wanted)
 
 
 def test_rotary() -> None:

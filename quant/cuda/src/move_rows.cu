@@ -1,0 +1,26 @@
+// Rows to other rows: converted, chosen, scaled, or added to what is there.
+//
+//   IN OUT   float or Bf16
+#include "gates.cuh"
+
+struct MoveRows {
+    const IN* x;         // rows of `width` numbers, x_stride apart
+    OUT* y;              // (n, width), rows y_stride apart; may be x
+    const i64* index;    // (n): which rows of x; null is all in order
+    const float* gates;  // (n): a row is times its gate's sigmoid; or null
+    i64 x_stride, y_stride;
+    int width, add;
+    float scale, softcap;  // 0 is no cap
+};
+
+extern "C" __global__ void move_rows(MoveRows args) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 row = blockIdx.y;
+    if (i >= args.width) return;
+    const i64 from = args.index ? args.index[row] : row;
+    float value = times(value_of(args.x[from * args.x_stride + i]), args.scale);
+    if (args.gates) value = times(value, sigmoid(args.gates[row]));
+    if (args.softcap) value = times(tanhf(value / args.softcap), args.softcap);
+    OUT* y = args.y + row * args.y_stride + i;
+    store(y, args.add ? plus(value_of(*y), value) : value);
+}
