@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_packed_heads(folder: Path) -> None:
-    """Few rows, and a prompt that unpacks its weights and attends on torch."""
+    """A prompt, then few rows."""
     ours = shallow(folder, lambda c: Packed(c, "int4-g32m"))
     plain = shallow(folder, lambda c: Restored(c, "int4-g32m"), TorchOps(compute_format="f32"))
     ids = tokens(75)
