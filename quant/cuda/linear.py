@@ -28,7 +28,6 @@ from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
-from localrt.quant.reference.experts import gated
 
 # Weights unpacked at once for a long pass: 16 MB, which stay in the cache of the GPUs that do so.
 _UNPACKED = 8 << 20
@@ -98,13 +97,24 @@ def normed_for(
     return x.normed(weight, eps)
 
 
-def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec) -> Tensor:
+def gate_up(
+    x: Tensor | Records,
+    weight: CudaWeight,
+    spec: MlpSpec | ExpertSpec,
+    bias: Tensor | None = None,
+) -> Tensor:
     """activation(gate) * up of stacked halves, (R, rows / 2) in bf16: in one kernel where they are
     whole tiles. Without a gate, the activation of all rows.
     """
-    if not spec.gated or (isinstance(spec, MlpSpec) and spec.gate_scale != 1.0):
-        return gated(linear(x, weight, dtype=torch.float32), spec).bfloat16()
-    activation = spec.activation
+    activation, scale, limit = spec.activation, 1.0, 0.0
+    if isinstance(spec, MlpSpec):
+        assert spec.cutoff is None, "models that cut gates off compute with torch"
+        scale = spec.gate_scale
+    else:
+        limit = spec.limit
+    if bias is not None or scale != 1.0 or activation not in ("silu", "gelu_tanh"):
+        both = linear(x, weight, bias, dtype=torch.float32)
+        return gate(both, activation, scale=scale, limit=limit)
     part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
     if (
         len(weight.parts) > 1

@@ -63,7 +63,6 @@ from localrt.quant.ops.experts import (
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
-from localrt.quant.reference.experts import gated
 from localrt.quant.reference.ops import free_gpu_memory
 
 
@@ -300,11 +299,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         """One expert's results of its rows, (n, D), by products of its own."""
-        if weights.gate_up_bias is None and spec.activation != "swiglu_oai":
-            inner = gate_up(rows, weights.gate_up, spec)
-        else:
-            both = linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
-            inner = gated(both, spec).bfloat16()
+        inner = gate_up(rows, weights.gate_up, spec, weights.gate_up_bias)
         return linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
 
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:

@@ -45,7 +45,7 @@ class _Rotate(Structure):
 
 
 class _Gate(Structure):
-    _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"))
+    _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"), (c_float, "scale limit"))
 
 
 class _MoveRows(Structure):
@@ -197,17 +197,25 @@ def norm_gate(
 
 
 def gate(
-    gate_up: Tensor, activation: str, *, out: Tensor | None = None, rows: Tensor | None = None
+    gate_up: Tensor,
+    activation: str,
+    *,
+    scale: float = 1.0,
+    limit: float = 0.0,
+    out: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """activation(gate) * up of gate_up (R, 2F), bf16, gate first: (R, F) in bf16.
+    """activation(scale * gate) * up of gate_up (R, 2F), bf16 or float32, gate first: (R, F) in
+    bf16. Of ``relu2``, which has no gate, the activation of (R, F).
 
-    With ``rows`` (n,), int64, only those are written to ``out``.
+    ``limit`` is ``swiglu_oai``'s. With ``rows`` (n,), int64, only those are written to ``out``.
     """
-    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    count, width = gate_up.shape
+    width //= 1 if activation == "relu2" else 2
     if out is None:
         out = torch.empty(count, width, dtype=torch.bfloat16, device=gate_up.device)
-    args = _Gate(*pointers(gate_up, out, rows), width)
-    program = Program.of("gate", GATE=GATES[activation])
+    args = _Gate(*pointers(gate_up, out, rows), width, scale, limit)
+    program = Program.of("gate", GATE=GATES[activation], IN=OUT[gate_up.dtype])
     grid = (-(-width // _THREADS), count if rows is None else len(rows), 1)
     launch(out.device, program, grid, _THREADS, args)
     return out

@@ -1,19 +1,30 @@
-// A row of gates and as many ups to gate(g) * up.
+// A row of gates and as many ups to gate(g) * up; without a gate, the activation of a row.
 //
 //   GATE   see gates.cuh
+//   IN     float or Bf16
 #include "gates.cuh"
 
+constexpr int PARTS = GATE == RELU2 ? 1 : 2;
+
 struct Gate {
-    const Bf16* x;  // (m, 2 width)
+    const IN* x;      // (m, PARTS width)
     Bf16* y;          // (m, width)
     const i64* rows;  // those that are written, or null
     int width;
+    float scale;  // of gates
+    float limit;  // see gates.cuh
 };
 
 extern "C" __global__ void gate(Gate args) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= args.width) return;
     const i64 row = args.rows ? args.rows[blockIdx.y] : blockIdx.y;
-    const Bf16* x = args.x + row * 2 * args.width;
-    store(args.y + row * args.width + i, gated<GATE>(value_of(x[i]), value_of(x[args.width + i]), 0));
+    const IN* x = args.x + row * PARTS * args.width;
+    const float first = value_of(x[i]);
+    float value;
+    if constexpr (GATE == RELU2)
+        value = first > 0 ? first * first : first == first ? 0 : first;
+    else
+        value = gated<GATE>(times(args.scale, first), value_of(x[args.width + i]), args.limit);
+    store(args.y + row * args.width + i, value);
 }

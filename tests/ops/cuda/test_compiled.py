@@ -47,7 +47,7 @@ SMALL: dict[str, dict[str, object]] = {
     "combine": {},
     "dense": {"OUT": "Bf16"},
     "from_host": {},
-    "gate": {"GATE": 1},
+    "gate": {"GATE": 3, "IN": "float"},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
     "low_rank_up": {"OUT": "Bf16"},
     "move_rows": {"IN": "Bf16", "OUT": "float"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,9 @@ from localrt.quant.cuda.steps import (
     rotate_blocks,
 )
 from localrt.quant.methods.rotation import block_hadamard
+from localrt.quant.ops.experts import ExpertActivation, ExpertSpec
+from localrt.quant.ops.protocol import MlpSpec
+from localrt.quant.reference.experts import gated
 from tests.ops.cuda import target
 
 # bf16 results: 8 bits.
@@ -43,17 +48,24 @@ def test_norm_keeps_the_sum(width: int) -> None:
     assert torch.equal(records.data[:, :3], quantize(exact).data[:, :3])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gate(activation: str) -> None:
-    both = random(3, 2 * 1100).bfloat16()
-    g, up = both.float().chunk(2, -1)
-    plain = F.silu(g) if activation == "silu" else F.gelu(g, approximate="tanh")
-    got = gate(both, activation)
-    torch.testing.assert_close(got.float(), plain * up, **CLOSE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", get_args(ExpertActivation))
+def test_gate(activation: ExpertActivation, dtype: torch.dtype) -> None:
+    both = random(3, 2 * 1100).to(dtype)
+    wanted = gated(both.float(), ExpertSpec(activation=activation, limit=0.5))
+    got = gate(both, activation, limit=0.5)
+    torch.testing.assert_close(got.float(), wanted, **CLOSE)
     out = torch.zeros_like(got)
-    gate(both, activation, out=out, rows=torch.tensor([2, 0], device=both.device))
+    rows = torch.tensor([2, 0], device=both.device)
+    gate(both, activation, limit=0.5, out=out, rows=rows)
     assert torch.equal(out[::2], got[::2])
     assert not out[1].any()
+
+
+def test_scaled_gates() -> None:
+    both = random(3, 2 * 40)
+    wanted = gated(both, MlpSpec(activation="silu", eps=0.0, gate_scale=0.7))
+    torch.testing.assert_close(gate(both, "silu", scale=0.7).float(), wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("size", [2, 16, 64, 128])
