@@ -20,9 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.formats import HEAVY, format_macros
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     GATES,
@@ -33,14 +35,28 @@ from localrt.quant.cuda.products import (
     quantize,
 )
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.routing import MOST_EXPERTS, CudaRouting, choose, on_gpu, router_logits
-from localrt.quant.cuda.steps import rotate_blocks
+from localrt.quant.cuda.routing import (
+    MOST_EXPERTS,
+    CudaRouting,
+    choose,
+    on_gpu,
+    put_rows,
+    router_logits,
+)
+from localrt.quant.cuda.steps import move_rows, rotate_blocks
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
-from localrt.quant.reference.experts import TorchExpertTable, route, run_each
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertWeights,
+    PlainExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+    slots_of,
+)
 
 ENTRY = 9
 """Words of an expert's entry: the number of its kind, from 1 on, or 0 if it is not there; addresses
@@ -241,10 +257,19 @@ class ExpertKind:
     fine: bool
 
 
-class CudaExpertTable(TorchExpertTable):
-    """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1."""
+class CudaExpertTable(PlainExpertTable):
+    """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1.
+
+    Raises:
+        OptionError: a layer has more experts than the kernels choose among.
+    """
 
     def __init__(self, count: int) -> None:
+        if count > MOST_EXPERTS:
+            raise OptionError(
+                f"a GPU chooses among {MOST_EXPERTS} experts of a layer at most, and this has "
+                f"{count}: use {option('device', 'cpu')}"
+            )
         super().__init__(count)
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
@@ -255,16 +280,16 @@ class CudaExpertTable(TorchExpertTable):
         self._entries: Tensor | None = None
 
     @property
-    def capturable(self) -> bool:  # type: ignore[override]
+    def capturable(self) -> bool:
         return bool((self.kind_of >= 0).all())
 
     @property
-    def sharable(self) -> bool | None:  # type: ignore[override]
+    def sharable(self) -> bool | None:
         return False if self._apart else True if self.kinds else None
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
         super().put(expert, weights)
-        described = _describe(weights) if len(self.kind_of) <= MOST_EXPERTS else None
+        described = _describe(weights)
         if described is None:
             self._apart = True
             self._leave(expert)
@@ -366,9 +391,6 @@ def route_rows(
             stop = first + len(part)
             router_logits(normed, part, logits[:, first:stop])
             first = stop
-    if spec.count > MOST_EXPERTS:
-        biased = logits if weights.gate_bias is None else logits + weights.gate_bias
-        return route(biased, weights.choice_bias, spec)
     results = choose(logits, weights.gate_bias, weights.choice_bias, spec)
     return CudaRouting(results, len(logits), spec.ranked, spec.used)
 
@@ -394,7 +416,11 @@ def run_kinds(
         wanted[:] = False
         wanted[asked[asked < len(kinds)]] = True
     if (others := wanted & (kinds < 0)).any():
-        run_each(normed, routing, slots, others.nonzero()[0].tolist(), apart)
+        for expert, filled in slots_of(routing, others.nonzero()[0].tolist()):
+            index = upload(filled // routing.used, normed.device)
+            shape = len(index), normed.shape[1]
+            rows = torch.empty(shape, dtype=normed.dtype, device=normed.device)
+            put_rows(apart(expert, move_rows(normed, rows, index=index)), filled, slots)
     chosen: Tensor | None = None
     for number, kind in enumerate(table.kinds):
         if not (same := wanted & (kinds == number)).any():

@@ -9,7 +9,7 @@ Shapes: R rows, D hidden size, E experts, K used experts, W ranked experts, F an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -141,6 +141,19 @@ class Routing:
         return np.bincount(self.chosen.reshape(-1), minlength=count)
 
 
+def slots_of(
+    routing: Routing, experts: Sequence[int] | npt.NDArray[np.int32] | None
+) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Each of ``experts`` (default: all) that is chosen, with its slots in rising order."""
+    chosen = routing.chosen.reshape(-1)
+    order = np.argsort(chosen, kind="stable")
+    found, starts = np.unique(chosen[order], return_index=True)
+    wanted = None if experts is None else {int(expert) for expert in experts}
+    for expert, slots in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
+        if wanted is None or expert in wanted:
+            yield expert, slots
+
+
 class ExpertTable(Protocol):
     """The experts of a layer that are in an implementation's memory, by number."""
 
@@ -163,6 +176,35 @@ class ExpertTable(Protocol):
 
     def holds(self, expert: int) -> bool:
         """Whether ``expert`` can be computed."""
+
+
+class PlainExpertTable:
+    """See ``ExpertTable``: the weights in a list."""
+
+    def __init__(self, count: int) -> None:
+        self._weights: list[ExpertWeights | None] = [None] * count
+
+    @property
+    def capturable(self) -> bool:
+        return False
+
+    @property
+    def sharable(self) -> bool | None:
+        return False
+
+    def put(self, expert: int, weights: ExpertWeights) -> None:
+        self._weights[expert] = weights
+
+    def drop(self, expert: int) -> None:
+        self._weights[expert] = None
+
+    def holds(self, expert: int) -> bool:
+        return self._weights[expert] is not None
+
+    def __getitem__(self, expert: int) -> ExpertWeights:
+        weights = self._weights[expert]
+        assert weights is not None, f"expert {expert} is not in the table"
+        return weights
 
 
 class Share(Protocol):

@@ -6,7 +6,7 @@ their weights are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,39 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertWeights,
-    RouterSpec,
-    Routing,
-)
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing, slots_of
 from localrt.quant.ops.protocol import MlpSpec
 
 _GATE_SIGMOID = 1.702  # ``swiglu_oai``
 _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
-
-
-class TorchExpertTable:
-    """See ``ExpertTable``."""
-
-    capturable = sharable = False
-
-    def __init__(self, count: int) -> None:
-        self._weights: list[ExpertWeights | None] = [None] * count
-
-    def put(self, expert: int, weights: ExpertWeights) -> None:
-        self._weights[expert] = weights
-
-    def drop(self, expert: int) -> None:
-        self._weights[expert] = None
-
-    def holds(self, expert: int) -> bool:
-        return self._weights[expert] is not None
-
-    def __getitem__(self, expert: int) -> ExpertWeights:
-        weights = self._weights[expert]
-        assert weights is not None, f"expert {expert} is not in the table"
-        return weights
 
 
 def route(
@@ -87,19 +59,6 @@ def route(
         scores.gather(1, order).cpu().numpy(),
         weights.cpu().numpy(),
     )
-
-
-def slots_of(
-    routing: Routing, experts: Sequence[int] | npt.NDArray[np.int32] | None
-) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """Each of ``experts`` (default: all) that is chosen, with its slots in rising order."""
-    chosen = routing.chosen.reshape(-1)
-    order = np.argsort(chosen, kind="stable")
-    found, starts = np.unique(chosen[order], return_index=True)
-    wanted = None if experts is None else {int(expert) for expert in experts}
-    for expert, slots in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
-        if wanted is None or expert in wanted:
-            yield expert, slots
 
 
 def run_each(

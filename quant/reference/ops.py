@@ -40,6 +40,7 @@ from localrt.quant.ops.attention import (
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
+    PlainExpertTable,
     RouterSpec,
     RouterWeights,
     Routing,
@@ -58,7 +59,6 @@ from localrt.quant.reference.attention import (
     visible_keys,
 )
 from localrt.quant.reference.experts import (
-    TorchExpertTable,
     combined,
     cut_gates,
     gated,
@@ -375,8 +375,8 @@ class TorchOps(StreamSteps):
 
     # -- a mixture of experts --------------------------------------------------------------------
 
-    def expert_table(self, count: int) -> TorchExpertTable:
-        return TorchExpertTable(count)
+    def expert_table(self, count: int) -> PlainExpertTable:
+        return PlainExpertTable(count)
 
     def norm_route(
         self, x: Tensor, weights: RouterWeights, spec: RouterSpec
@@ -403,7 +403,7 @@ class TorchOps(StreamSteps):
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
         """One expert after another."""
-        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
+        assert isinstance(table, PlainExpertTable), "tables belong to one implementation"
 
         def compute(expert: int, rows: Tensor) -> Tensor:
             weights = table[expert]

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.common.errors import OptionError
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.weight import CudaWeight
@@ -223,6 +224,11 @@ def test_experts_of_several_kinds(ops: CudaOps) -> None:
     for group in ([5, 1, 3], [], np.array([0, 2, 4], np.int32)):
         ops.run_experts(x, routing, table, ExpertSpec(), slots, group)
     assert torch.equal(slots, got)
+
+
+def test_too_many_experts(ops: CudaOps) -> None:
+    with pytest.raises(OptionError, match="1024 experts of a layer at most, and this has 1025"):
+        ops.expert_table(1025)
 
 
 def test_only_those_asked_for_are_computed(ops: CudaOps) -> None:
