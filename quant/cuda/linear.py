@@ -56,8 +56,10 @@ def linear(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``.
+    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``, or to
+    ``out``, whose rows may lie apart.
 
     The adapters of the pass are added.
     """
@@ -66,7 +68,8 @@ def linear(
         x = _rotated(x, weight)
         if reads_records(weight, len(x)):
             x = quantize(x, fine=weight.fine)
-    out = torch.empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
+    if out is None:
+        out = torch.empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
     first = 0
     for part in weight.parts:
         rows = part.shape[0]

@@ -18,16 +18,15 @@ from torch import Tensor
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
-from localrt.quant.cuda.products import Records, empty_records
+from localrt.quant.cuda.products import Records, empty_records, quantize
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.steps import norm, norm_gate
+from localrt.quant.cuda.steps import converted, move_rows, norm, norm_gate
 from localrt.quant.cuda.stream import CudaPass, Sequences, Stream
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
-from localrt.quant.reference.recurrent import widen
 
 SEQUENCE_NUMBERS = 13
 """Of a sequence's record: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
@@ -55,7 +54,7 @@ def mix_rows(
     places: tuple[int, int],
     records: Records | None = None,
 ) -> Tensor:
-    """(R, H V), bf16, from projected rows (R, ...), float32; writes states and rows to their sets.
+    """(R, H V), bf16, from rows of ``wide_rows``, float32; writes states and rows to their sets.
 
     ``places`` are where the layer's state lies in a set, and its ring in numbers of one row. Few
     rows may go to ``records`` instead, if ``fits_records``; what is returned then holds nothing.
@@ -143,10 +142,25 @@ def _form(records: Records | None) -> tuple[int, int]:
     return (0, 0) if records is None else (1, int(records.fine))
 
 
+def wide_rows(spec: RecurrentSpec) -> int:
+    """Numbers of a row as projected. With a ``low_rank``, what is projected in two steps comes last
+    once more: gates, then decays.
+    """
+    second = spec.inner + spec.factors - spec.heads
+    return spec.mix_rows + (second if spec.low_rank else 0)
+
+
 def _columns(spec: RecurrentSpec) -> dict[str, int]:
     """Where the parts of a row as projected begin: see ``RecurrentWeights``."""
     if spec.kind == "conv":
         return {"channels_at": 0, "gates_at": spec.width, "strengths_at": 0, "decays_at": 0}
+    if spec.low_rank:
+        return {
+            "channels_at": 0,
+            "gates_at": spec.mix_rows,
+            "strengths_at": spec.channels + spec.low_rank,
+            "decays_at": spec.mix_rows + spec.inner,
+        }
     steps = spec.channels + spec.inner
     delta = spec.kind == "delta"
     return {
@@ -276,11 +290,19 @@ def mix_and_project(
     layer: int,
 ) -> Tensor:
     """(R, D), float32, of normed rows; the caches have the states."""
-    mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
+    rows = h.rows if isinstance(h, Records) else len(h)
+    device = h.data.device if isinstance(h, Records) else h.device
+    mixed = torch.empty(rows, wide_rows(spec), dtype=torch.float32, device=device)
+    first = mixed[:, : spec.mix_rows]
+    linear(h, weights.mix, weights.mix_bias, out=first)
     if weights.mix_scale is not None:
-        mixed *= weights.mix_scale
-    mixed = widen(mixed, weights, spec, _wide_linear)
-    out, rows = weights.out, len(mixed)
+        move_rows(first, first, scales=weights.mix_scale)
+    if spec.low_rank:
+        at, gates, stop = spec.channels, spec.mix_rows, spec.mix_rows + spec.inner
+        _widen(mixed[:, at : at + spec.low_rank], weights.gate_up, mixed[:, gates:stop])
+        at += spec.low_rank + spec.heads
+        _widen(mixed[:, at : at + spec.low_rank], weights.decay_up, mixed[:, stop:])
+    out = weights.out
     # Where the product that follows reads records, they are written at once.
     direct = fits_records(spec) and reads_records(out, rows)
     records = None
@@ -303,6 +325,9 @@ def _sequences(step: CudaPass, device: torch.device) -> Sequences:
     return step.sequences
 
 
-def _wide_linear(x: Tensor, weight: CudaWeight) -> Tensor:
-    """(R, rows), float32, of some columns of float32 rows."""
-    return linear(x.bfloat16().contiguous(), weight, dtype=torch.float32)
+def _widen(x: Tensor, weight: CudaWeight | None, out: Tensor) -> None:
+    """The second projection of some columns of float32 rows."""
+    assert weight is not None, "a low rank has two projections"
+    direct = reads_records(weight, len(x))
+    rows = quantize(x, fine=weight.fine) if direct else converted(x, torch.bfloat16)
+    linear(rows, weight, out=out)

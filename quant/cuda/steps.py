@@ -50,7 +50,7 @@ class _Gate(Structure):
 
 class _MoveRows(Structure):
     _fields_ = fields(
-        (c_void_p, "x y index gates"),
+        (c_void_p, "x y index gates scales"),
         (c_int64, "x_stride y_stride"),
         (c_int, "width add"),
         (c_float, "scale softcap"),
@@ -70,20 +70,28 @@ def move_rows(
     index: Tensor | None = None,
     scale: float = 1.0,
     gates: Tensor | None = None,
+    scales: Tensor | None = None,
     softcap: float | None = None,
     add: bool = False,
 ) -> Tensor:
     """x (R, D) times ``scale`` to y (R, D), or added to it; y is returned, and may be x.
 
     Each is bf16 or float32; columns lie together, rows may lie apart. ``index`` (R,), int64 on the
-    device, says which rows of x are taken. With ``gates`` (R, 1), float32, a row is times its
-    gate's sigmoid; ``softcap`` bounds the result by softcap * tanh(x / softcap).
+    device, says which rows of x are taken. Columns are times ``scales`` (D,), float32. With
+    ``gates`` (R, 1), float32, a row is times its gate's sigmoid; ``softcap`` bounds the result by
+    softcap * tanh(x / softcap).
     """
     rows, width = y.shape
     if not y.numel():  # a launch has blocks
         return y
     args = _MoveRows(
-        *pointers(x, y, index, gates), x.stride(0), y.stride(0), width, add, scale, softcap or 0.0
+        *pointers(x, y, index, gates, scales),
+        x.stride(0),
+        y.stride(0),
+        width,
+        add,
+        scale,
+        softcap or 0.0,
     )
     program = Program.of("move_rows", IN=OUT[x.dtype], OUT=OUT[y.dtype])
     launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)

@@ -8,6 +8,7 @@ struct MoveRows {
     OUT* y;              // (n, width), rows y_stride apart; may be x
     const i64* index;    // (n): which rows of x; null is all in order
     const float* gates;  // (n): a row is times its gate's sigmoid; or null
+    const float* scales;  // (width): of columns; or null
     i64 x_stride, y_stride;
     int width, add;
     float scale, softcap;  // 0 is no cap
@@ -19,6 +20,7 @@ extern "C" __global__ void move_rows(MoveRows args) {
     if (i >= args.width) return;
     const i64 from = args.index ? args.index[row] : row;
     float value = times(value_of(args.x[from * args.x_stride + i]), args.scale);
+    if (args.scales) value = times(value, args.scales[i]);
     if (args.gates) value = times(value, sigmoid(args.gates[row]));
     if (args.softcap) value = times(tanhf(value / args.softcap), args.softcap);
     OUT* y = args.y + row * args.y_stride + i;

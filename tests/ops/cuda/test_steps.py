@@ -110,6 +110,14 @@ def test_moved_rows(kind: torch.dtype, into: torch.dtype) -> None:
     assert move_rows(nothing, nothing) is nothing
 
 
+def test_scaled_columns() -> None:
+    rows, scales = random(3, 400), random(300, seed=1)
+    x = rows[:, 50:350]
+    wanted = x * scales
+    assert move_rows(x, x, scales=scales) is x
+    assert torch.equal(x, wanted)
+
+
 def test_rows_under_a_gate_or_a_cap() -> None:
     x, gates = random(3, 300), random(3, 1, seed=1)
     torch.testing.assert_close(move_rows(x, x.clone(), gates=gates), x * gates.sigmoid())
