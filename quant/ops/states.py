@@ -12,7 +12,7 @@ and to each of the few tokens before it, without computing; for any other place,
 nearest kept set are computed again, and ``trim`` returns how many are still held. Sets are kept at
 the end of every pass of a prompt and every 256 tokens of an answer, as many as fit 256 MB, at least
 one; the set that saves the least recomputation is dropped first. This module knows no devices:
-arrays come from an implementation.
+arrays come from an implementation, and are only read and written in contiguous slices.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class StateSet:
             return None
         tokens = np.arange(self.layout.first(position), length)
         rings = map(self.ring_of, range(len(self.positions)))
-        parts = [self.states, *(ring[tokens % self.ring] for ring in rings)]
+        held = runs(tokens % self.ring)
+        parts = [self.states, *(ring[run] for ring in rings for (run,) in held)]
         data = np.concatenate([to_host(part).reshape(-1) for part in parts])
         return SavedState(position, length, data.view(np.uint8))
 
@@ -179,13 +180,16 @@ class StateSet:
             self.states = states  # no one else uses this memory, and fresh memory is slow
         else:
             put_from_host(self.states, states)
-        at = self.layout.states[-1]
+        at, held = self.layout.states[-1], runs(tokens % self.ring)
         for layer, (first, last) in enumerate(pairwise(self.layout.rows)):
             count = len(tokens) * (last - first)
             rows = numbers[at : at + count].reshape(len(tokens), -1)
             ring = self.ring_of(layer)
-            for token, row in zip(tokens.tolist(), rows, strict=True):
-                put_from_host(ring[token % self.ring], row)
+            done = 0
+            for (run,) in held:
+                stop = done + run.stop - run.start
+                put_from_host(ring[run], rows[done:stop])
+                done = stop
             at += count
         self.positions[:], self.length = saved.position, saved.length
 
@@ -195,8 +199,25 @@ class StateSet:
         tokens = np.arange(max(0, length - self.ring), length)
         before, self.ring = self.ring, self.layout.ring(waiting)
         self.rows = alloc(self.ring * self.layout.rows[-1])
+        moves = runs(tokens % before, tokens % self.ring)
         for layer, rows in enumerate(old):
-            self.ring_of(layer)[tokens % self.ring] = rows[tokens % before]
+            ring = self.ring_of(layer)
+            for source, target in moves:
+                ring[target] = rows[source]
+
+
+def runs(*indices: npt.NDArray[np.int64]) -> list[tuple[slice, ...]]:
+    """Rows (n,) of as many arrays as slices, each of rows that are consecutive in all; if there are
+    no rows, one empty slice.
+    """
+    if not len(indices[0]):
+        return [tuple(slice(0, 0) for _ in indices)]
+    steps = np.array([np.diff(index) for index in indices])
+    ends = [0, *(np.flatnonzero((steps != 1).any(0)) + 1).tolist(), len(indices[0])]
+    return [
+        tuple(slice(int(index[a]), int(index[a]) + b - a) for index in indices)
+        for a, b in pairwise(ends)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +278,9 @@ class StateCache:
         """The last ``count`` tokens held, or all if fewer, as an ``ngram`` layer stores them."""
         now = self._now
         tokens = np.arange(max(0, self._length - count), self._length)
-        return to_host(now.ring_of(layer)[tokens % now.ring][:, -1]).astype(np.int64)
+        ring = now.ring_of(layer)
+        rows = [to_host(ring[run]) for (run,) in runs(tokens % now.ring)]
+        return np.concatenate(rows)[:, -1].astype(np.int64)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -385,10 +408,12 @@ class StateCache:
         if not now.position <= first <= self._length:
             raise ValueError(f"cannot select from token {first} of {self._length}")
         if rows and rows[-1] >= len(rows):
-            index = first + np.asarray(rows)
+            moves = [(first + row, first + i) for i, row in enumerate(rows) if row != i]
             for layer in range(len(now.positions)):
                 ring = now.ring_of(layer)
-                ring[(first + np.arange(len(rows))) % now.ring] = ring[index % now.ring]
+                for token, to in moves:  # in order: no row is in the place of a later one
+                    source, target = token % now.ring, to % now.ring
+                    ring[target : target + 1] = ring[source : source + 1]
         self._length = first + len(rows)
 
     # -- parts -----------------------------------------------------------------------------------

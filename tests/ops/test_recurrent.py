@@ -15,7 +15,7 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops import states
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.states import StateCache
+from localrt.quant.ops.states import StateCache, runs
 from localrt.quant.reference.ops import TorchOps
 from tests.ops.oracles import read_in
 from tests.ops.recurrent_layers import SPECS, Layer, check_tree, random_rows, tree_mask
@@ -186,3 +186,14 @@ def test_changed_turn(ends: list[int], turn: int) -> None:
         length = cache.length
         changed = max(0, length - turn)
         assert cache.trim(changed) >= changed - 512
+
+
+@given(ring=st.integers(1, 12), other=st.integers(1, 12), first=st.integers(0, 30), data=st.data())
+def test_runs(ring: int, other: int, first: int, data: st.DataObject) -> None:
+    """Rings of two sizes: slices name the same rows, and end only where a ring does."""
+    tokens = np.arange(first, first + data.draw(st.integers(0, min(ring, other))))
+    found = runs(tokens % ring, tokens % other)
+    for place, size in enumerate((ring, other)):
+        rows = [row for slices in found for row in range(size)[slices[place]]]
+        assert rows == (tokens % size).tolist()
+    assert len(found) <= 3
