@@ -57,9 +57,9 @@ CUDA_CONTEXT_NBYTES = 400 << 20
 """CUDA's context and kernels' code in GPU memory, before any allocation."""
 
 SPARE_VRAM_NBYTES = (128 + 40 + 32 + 150) << 20
-"""Of a real GPU: torch rounds each of about 64 allocations up by 2 MB at most, and takes small
-ones from blocks of 20 MB, of weights and of activations; cuBLAS has 32 MB; 150 MB stay free, below
-which other programs are given memory back.
+"""Of a real GPU: CUDA rounds each of about 64 allocations up by 2 MB at most; pools have up to 40
+MB that nobody uses; cuBLAS, where it is, has 32 MB; 150 MB stay free, below which other programs
+are given memory back.
 """
 
 PREFILL_ROWS = 512
@@ -75,7 +75,7 @@ FIRST_CONTEXT = 512
 SMALLEST_CONTEXT = 512
 """The smallest context that is chosen automatically."""
 
-_TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
+_OTHER_SCRATCH_NBYTES = 256 << 20  # of a pass of torch or on a GPU, with its libraries
 _UNPACKED_AT_ONCE = 8 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
 _RECORDED_PART_NBYTES = 80 << 10  # of a graph, by the driver: about 16 KB for each launch
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: read while that is computed
@@ -319,7 +319,7 @@ def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ct
         activations = activation_nbytes(PassSizes.of_config(config), PREFILL_ROWS)
         scratch = activations + KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES + MARGIN_NBYTES
     else:
-        scratch = _TORCH_SCRATCH_NBYTES
+        scratch = _OTHER_SCRATCH_NBYTES
     return Account.of(
         [
             ("ram", "weights", weight_nbytes(checkpoint, ops)),

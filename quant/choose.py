@@ -44,12 +44,8 @@ def make_ops(
     ours = latent or any(isinstance(spec, IndexSpec) for spec in attention)
     if device == "auto":
         device = _default_device()
-        # Such attention on packed weights needs our kernels: without them, it is the CPU's. So is
-        # attention that none of our GPU kernels support: the CPU keeps it packed and may stream it.
-        if compute_format is None and device != "cpu":
-            lacking = _kernels_fit(attention) and missing_on_gpu(attention)
-            if lacking or (ours and _limit(attention, 0)):
-                device = "cpu"
+        if device != "cpu" and not _worth_it(attention, compute_format, needs_ours=ours):
+            device = "cpu"
     kept = parse_kv_format(kv_format)
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.cpu.kv import cache_format
@@ -65,6 +61,23 @@ def make_ops(
     on_gpu = device.startswith("cuda") and compute_format is None
     if kept != "bf16" and (latent or not on_gpu):
         raise OptionError(_no_kv_format(kv_format))
+    if device.startswith("cuda"):
+        from localrt.quant.cuda.device import count_gpus
+
+        index, found = device.removeprefix("cuda").removeprefix(":") or "0", count_gpus()
+        if not found:
+            raise OptionError(
+                f"there is no NVIDIA GPU for {option('device', device)}, or its driver, or "
+                f"localrt[gpu]: use {option('device', 'cpu')}"
+            )
+        if not index.isdecimal() or int(index) >= found:
+            raise OptionError(f"there is no GPU {device!r}: {found} found")
+        limit = _limit(attention, int(index)) if compute_format is None else ""
+        if compute_format is None and not limit:
+            from localrt.quant.cuda.ops import CudaOps
+
+            fine = activations == "bf16"
+            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
     try:
         import torch
     except ImportError as error:
@@ -77,15 +90,6 @@ def make_ops(
                 f"torch finds no CUDA GPU for {option('device', device)}: "
                 f"use {option('device', 'cpu')}"
             )
-        index = device.removeprefix("cuda").removeprefix(":") or "0"
-        if not index.isdecimal() or int(index) >= torch.cuda.device_count():
-            raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
-        limit = _limit(attention, int(index)) if compute_format is None else ""
-        if compute_format is None and not limit:
-            from localrt.quant.cuda.ops import CudaOps
-
-            fine = activations == "bf16"
-            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
         if kept != "bf16":
             raise OptionError(_no_kv_format(kept))
         if latent and compute_format is None:
@@ -108,13 +112,31 @@ def _no_kv_format(name: str | None) -> str:
     )
 
 
-def _default_device() -> str:
-    """``"cuda"`` if a GPU can be used; torch is imported only if a driver is installed."""
-    if not _has_driver() or find_spec("torch") is None:
-        return "cpu"
+def _worth_it(
+    attention: Sequence[LayerSpec], compute_format: str | None, *, needs_ours: bool
+) -> bool:
+    """Whether the first GPU takes a model better than the CPU does."""
+    if compute_format is None:
+        if not _limit(attention, 0):
+            return True
+        # Such attention on packed weights needs our kernels. Attention that none of those for GPUs
+        # support is the CPU's too: it keeps weights packed, and may stream them.
+        if needs_ours or (_kernels_fit(attention) and missing_on_gpu(attention)):
+            return False
+    if find_spec("torch") is None:
+        return False
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cuda.is_available()
+
+
+def _default_device() -> str:
+    """``"cuda"`` if a GPU can be used; NVIDIA's bindings are imported only if there is a driver."""
+    if not _has_driver() or find_spec("cuda") is None:
+        return "cpu"
+    from localrt.quant.cuda.device import count_gpus
+
+    return "cuda" if count_gpus() else "cpu"
 
 
 def _has_driver() -> bool:
@@ -148,15 +170,12 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
 
     A broken installation counts as none: torch can compute on unpacked weights.
     """
-    import torch
-
     from localrt.quant.cuda.attention import takes_heads
+    from localrt.quant.cuda.device import device_of
     from localrt.quant.cuda.latent import takes_latents
     from localrt.quant.cuda.programs import NO_COMPILER, OLDEST, has_compiler
 
-    if torch.version.hip is not None:
-        return "they are for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = device_of(f"cuda:{index}").capability
     if 10 * major + minor < OLDEST:
         return f"they need a GPU of compute capability {OLDEST / 10}, and this has {major}.{minor}"
     if missing := missing_on_gpu(attention):
@@ -205,7 +224,7 @@ def _take_latents(spec: LatentSpec) -> bool:
 
 def _advice(device: str, compute_format: str | None) -> str:
     if device.startswith("cuda"):
-        return "a GPU needs torch: pip install 'localrt[gpu]'"
+        return "this model, or this format, needs torch on a GPU: pip install 'localrt[torch]'"
     if compute_format is not None:
         return f"format {compute_format} computes with torch: pip install 'torch>=2.11'"
     if find_library() is None:

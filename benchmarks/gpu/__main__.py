@@ -1,4 +1,5 @@
-"""Every check that needs a CUDA GPU, from a bare checkout with torch, CUDA's compiler and numpy.
+"""Every check that needs a CUDA GPU, from a bare checkout with numpy, torch to compare with, and
+NVIDIA's bindings and compiler.
 
     scripts/gpu_check [--out FILE] [--device cpu] [--only NAME,...]
 
@@ -29,7 +30,7 @@ import torch
 from benchmarks.gpu.timing import Result, one_by_one
 from localrt.common.files import write_text
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
@@ -24,6 +23,8 @@ from benchmarks.gpu.timing import (
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.tensor import widened
+from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
@@ -38,10 +39,9 @@ BOUND = 0.05  # of a whole model in bf16
 def check_adapters(device: str) -> list[Result]:
     """Results, then speeds."""
     results: list[Result] = []
-    with torch.inference_mode():
-        for kind, check in (("model", _model), ("decode", _decode)):
-            name = f"adapters, {kind}"
-            results += guarded(name, lambda n=name, c=check: [c(n, device)])
+    for kind, check in (("model", _model), ("decode", _decode)):
+        name = f"adapters, {kind}"
+        results += guarded(name, lambda n=name, c=check: [c(n, device)])
     return results
 
 
@@ -50,9 +50,8 @@ def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRa
     rng = np.random.default_rng([seed, rows, columns])
 
     def values(shape: tuple[int, int], size: float) -> np.ndarray:
-        made = torch.from_numpy(rng.standard_normal(shape, np.float32) * np.float32(size))
-        found: np.ndarray = made.bfloat16().float().numpy()
-        return found
+        made = rng.standard_normal(shape, np.float32) * np.float32(size)
+        return widened(bf16_bits(made))
 
     a, b = values((RANK, columns), columns**-0.5), values((rows, RANK), 0.1 * RANK**-0.5)
     factors = rng.uniform(0.8, 1.2, rows).astype(np.float32) if dora else None

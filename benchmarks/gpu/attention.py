@@ -1,7 +1,7 @@
 """Checks and speeds of attention: with a window and a soft cap, with sinks, and latent.
 
-Compares each with float64 on a tree, checks that a row has the same bits alone and among others,
-and times one row over a long cache against a copy and against torch.
+Compares each with torch's float64 on the CPU, on a tree, checks that a row has the same bits alone
+and among others, and times one row over a long cache against a copy and against torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.exchange import back, there
 from benchmarks.gpu.timing import (
     Result,
     copies_beyond_cache,
     copy_bandwidth,
     guarded,
     launch_seconds,
+    torch_seconds,
 )
 from localrt.quant.cuda.attention import attend
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.latent import attend_latent_rows
+from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty, upload
 
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's
+# Of torch's tensors on the CPU.
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
@@ -42,7 +47,7 @@ def check_attention(device: str) -> list[Result]:
                 seconds = launch_seconds(run, device)
                 values[f"us_{n}"] = seconds * 1e6
                 values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
-                values[f"against_sdpa_{n}"] = launch_seconds(plain, device) / seconds
+                values[f"against_sdpa_{n}"] = torch_seconds(plain, device) / seconds
             name = f"attention {heads}/{groups}x{size} over {length}"
             results.append(Result(name, True, values=values))
     return results
@@ -52,9 +57,8 @@ def check_mixture_attention(device: str) -> list[Result]:
     """Check gpt-oss's heads, with sinks and a window, and DeepSeek's latent attention."""
     kinds = {"attention with sinks": sinks, "latent attention": latents}
     results: list[Result] = []
-    with torch.inference_mode():
-        for name, kind in kinds.items():
-            results += guarded(name, lambda n=name, k=kind: [k(n, device)])
+    for name, kind in kinds.items():
+        results += guarded(name, lambda n=name, k=kind: [k(n, device)])
     return results
 
 
@@ -73,7 +77,7 @@ def windowed(name: str, device: str) -> Result:
 
 def sinks(name: str, device: str) -> Result:
     """gpt-oss's heads: a window and sinks."""
-    sinks = torch.linspace(-3, 6, 16, device=device)
+    sinks = torch.linspace(-3, 6, 16)
     return heads_against_float64(name, device, heads=16, size=64, window=128, sinks=sinks)
 
 
@@ -90,15 +94,18 @@ def heads_against_float64(
     """Compare a tree over 300 keys of two groups with float64."""
     n, groups, held, scale = 7, 2, 300, 0.125
     cache, blocks = random_cache(groups, 512, (size, size), device)
-    k, v = (torch.cat(parts, 1) for parts in zip(*cache.parts(0), strict=True))
+    k, v = (torch.cat([*map(back, parts)], 1) for parts in zip(*cache.parts(0), strict=True))
+    gpu = device_of(device)
+    sinks_there = None if sinks is None else there(sinks, gpu)
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
-        place = torch.full((len(q),), at, device=device)
-        place += torch.arange(len(q), device=device) if mask is None else mask.sum(1) - 1
-        return attend(
-            q, blocks, cache.layers[0], torch.tensor([at], device=device), place,
-            scale=scale, window=window, softcap=softcap, mask=mask, longest=512, sinks=sinks,
-        )  # fmt: skip
+        place = at + (torch.arange(len(q)) if mask is None else mask.sum(1) - 1)
+        tree = None if mask is None else there(mask, gpu)
+        return back(attend(
+            there(q, gpu), blocks, cache.layers[0], there(torch.tensor([at]), gpu),
+            there(place, gpu), scale=scale, window=window, softcap=softcap, mask=tree, longest=512,
+            sinks=sinks_there,
+        ))  # fmt: skip
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
         keys, values = (
@@ -111,47 +118,47 @@ def heads_against_float64(
         at = torch.cat([torch.arange(held), places])
         seen = places[:, None] - at < window
         seen[:, held:] &= tree
-        scores.masked_fill_(~seen[:, None].to(device), float("-inf"))
+        scores.masked_fill_(~seen[:, None], float("-inf"))
         if sinks is not None:
             own = sinks.double()[None, :, None].expand(n, heads, 1)
             scores = torch.cat([scores, own], -1)
         shares = scores.softmax(-1)[..., : held + n]
         return torch.einsum("nhl,hle->nhe", shares, values).flatten(1)
 
-    q = torch.randn(n, heads, size, device=device).bfloat16()
+    q = torch.randn(n, heads, size).bfloat16()
     return compared(name, device, q, held, run, exact)
 
 
 def latents(name: str, device: str) -> Result:
     n, heads, held = 7, 16, 300
+    gpu = device_of(device)
     cache, blocks = random_cache(1, 512, (ROPE + LATENT, 0), device)
     scale = (ROPE + LATENT) ** -0.5
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
-        here = torch.tensor([at], device=device)
-        out = torch.empty(len(q), heads, LATENT, dtype=torch.bfloat16, device=device)
+        out = empty(len(q), heads, LATENT, dtype=BFLOAT16, device=gpu)
         attend_latent_rows(
-            q,
+            there(q, gpu),
             blocks,
             cache.layers[0],
-            here,
-            at + torch.arange(len(q), device=device),
+            there(torch.tensor([at]), gpu),
+            there(at + torch.arange(len(q)), gpu),
             out,
             rope=ROPE,
             scale=scale,
-            mask=mask,
+            mask=None if mask is None else there(mask, gpu),
             longest=512,
         )
-        return out.flatten(1)
+        return back(out).flatten(1)
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
-        rows = torch.cat([keys for keys, _ in cache.parts(0)], 1)[0, : held + n].double()
+        rows = torch.cat([back(keys) for keys, _ in cache.parts(0)], 1)[0, : held + n].double()
         scores = torch.einsum("nhe,le->nhl", q.double(), rows) * scale
         seen = torch.cat([torch.ones(n, held, dtype=torch.bool), tree], 1)
-        scores.masked_fill_(~seen[:, None].to(device), float("-inf"))
+        scores.masked_fill_(~seen[:, None], float("-inf"))
         return torch.einsum("nhl,le->nhe", scores.softmax(-1), rows[:, ROPE:]).flatten(1)
 
-    q = torch.randn(n, heads, ROPE + LATENT, device=device).bfloat16()
+    q = torch.randn(n, heads, ROPE + LATENT).bfloat16()
     return compared(name, device, q, held, run, exact)
 
 
@@ -160,7 +167,7 @@ def compared(
 ) -> Result:
     """Compare a tree with float64, and each row of a chain alone and among the others."""
     tree = tree_of(len(q))
-    got, wanted = run(q, held, tree.to(torch.int8).to(device)), exact(q, tree)
+    got, wanted = run(q, held, tree.to(torch.int8)), exact(q, tree)
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
     values: dict[str, Any] = {"relative_error": error, "bound": BOUND}
     ok = error < BOUND
@@ -173,15 +180,21 @@ def compared(
 
 
 def random_cache(
-    groups: int, length: int, sizes: tuple[int, int], device: str
-) -> tuple[BlockedCache, torch.Tensor]:
-    """A cache of one layer of bf16, and the addresses of its blocks on the device."""
-    cache = BlockedCache([(groups, *sizes)], length, torch.bfloat16, torch.device(device))
+    groups: int, length: int, sizes: tuple[int, int], device: str, *, alike: bool = False
+) -> tuple[BlockedCache, Tensor]:
+    """A cache of one layer of bf16, and the addresses of its blocks on the device. Where only speed
+    matters, its blocks may be ``alike``.
+    """
+    gpu = device_of(device)
+    cache = BlockedCache([(groups, *sizes)], length, BFLOAT16, gpu)
     cache.reserve(length)
+    drawn = list[Tensor]()
     for parts in cache.parts(0):
-        for part in parts:
-            part.copy_(torch.randn(part.shape, device=device))
-    return cache, torch.from_numpy(cache.addresses).to(device)
+        if not (drawn and alike):
+            drawn = [there(torch.randn(part.shape).bfloat16(), gpu) for part in parts]
+        for part, numbers in zip(parts, drawn, strict=True):
+            part.put(numbers)
+    return cache, upload(cache.addresses, gpu)
 
 
 def attention_launches(
@@ -190,19 +203,21 @@ def attention_launches(
     """Our launches, torch's, and the bytes of keys and values."""
     nbytes = 2 * groups * length * size * 2
     count = copies_beyond_cache(nbytes, device)
-    q = torch.randn(n, heads, size, device=device).bfloat16()
-    caches = [random_cache(groups, length, (size, size), device) for _ in range(count)]
+    q = torch.randn(n, heads, size).bfloat16()
+    caches = [random_cache(groups, length, (size, size), device, alike=True) for _ in range(count)]
     rows = [
         [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
         for _ in range(count)
     ]
-    held = torch.tensor([length - n], device=device)
-    positions = torch.arange(length - n, length, device=device)
+    gpu = device_of(device)
+    queries, held = there(q, gpu), there(torch.tensor([length - n]), gpu)
+    positions = there(torch.arange(length - n, length), gpu)
+    q = q.to(device)
     mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
 
-    def ours(cache: BlockedCache, blocks: torch.Tensor) -> Any:
+    def ours(cache: BlockedCache, blocks: Tensor) -> Any:
         return attend(
-            q, blocks, cache.layers[0], held, positions,
+            queries, blocks, cache.layers[0], held, positions,
             scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
         )  # fmt: skip
 

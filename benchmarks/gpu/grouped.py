@@ -14,13 +14,16 @@ import numpy as np
 import torch
 
 from benchmarks.common.random_store import random_packed
+from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import Result, guarded
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.steps import move_rows
+from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty, upload
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
-from localrt.quant.reference.experts import run_each
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing, slots_of
 
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
 DISTINCT = 3  # experts with weights of their own; the others are copies
@@ -63,10 +66,8 @@ def check_grouped(device: str) -> list[Result]:
             layer = Layer(shape, device)
             return [layer.results(f"experts together {name}", rows)]
 
-        with torch.inference_mode():
-            results += guarded(f"experts together {name}", both)
-        if cuda:
-            torch.cuda.empty_cache()
+        results += guarded(f"experts together {name}", both)
+        device_of(device).trim()
     return results
 
 
@@ -74,7 +75,7 @@ class Layer:
     """Random experts on the device."""
 
     def __init__(self, shape: Shape, device: str) -> None:
-        self.shape, self.device = shape, device
+        self.shape, self.gpu = shape, device_of(device)
         self.ops = CudaOps(device=device)
         self.values: list[list[np.ndarray]] = []
         self.weights: list[ExpertWeights] = []
@@ -107,10 +108,10 @@ class Layer:
         return [tile_tensor(tensor) for tensor in packed]
 
     def _elsewhere(self, tiles: Any) -> Any:
-        return replace(tiles, data=torch.from_numpy(np.asarray(tiles.data)).to(self.device))
+        return replace(tiles, data=upload(np.asarray(tiles.data), self.gpu))
 
-    def inputs(self, rows: int) -> torch.Tensor:
-        return torch.randn(rows, self.shape.hidden, device=self.device).bfloat16()
+    def inputs(self, rows: int) -> Tensor:
+        return there(torch.randn(rows, self.shape.hidden).bfloat16(), self.gpu)
 
     def routing(self, rows: int, seed: int = 0) -> Routing:
         """Each row's experts by chance; those of few rows are all different."""
@@ -131,27 +132,28 @@ class Layer:
         for rows in many:
             x, routing = self.inputs(rows), self.routing(rows)
             got = self.together(x, routing)
-            apart = torch.empty_like(got)
-            self.one_by_one(x, routing, apart)
+            apart = self.one_by_one(x, routing)
             values[f"against_apart_{rows}"] = relative(got, apart)
             values[f"relative_error_{rows}"] = self.error(x, routing, got)
             ok &= values[f"against_apart_{rows}"] < 2 * BOUND
             ok &= values[f"relative_error_{rows}"] < BOUND
-        if self.device.startswith("cuda"):
+        if self.gpu.is_gpu:
             values["rows_bitwise_equal"] = same = self.rows_are_equal()
             ok &= same
         return Result(name, bool(ok), values=values)
 
-    def together(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        slots = self.ops.expert_slots(x, routing).fill_(float("nan"))
+    def together(self, x: Tensor, routing: Routing) -> np.ndarray:
+        """The slots."""
+        slots = self.ops.expert_slots(x, routing)
+        slots.put(np.full(slots.shape, np.nan, np.float32))
         self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
-        return slots
+        return slots.to_host()
 
-    def error(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> float:
+    def error(self, x: Tensor, routing: Routing, slots: np.ndarray) -> float:
         """Of the first rows' slots."""
         rows = min(len(x), 4)
-        inputs, used = x[:rows].double().cpu().numpy(), routing.used
-        got = slots[: rows * used].double().cpu().numpy()
+        inputs, used = x[:rows].to_host().astype(np.float64), routing.used
+        got = slots[: rows * used].astype(np.float64)
         wanted = [
             self.expected(inputs[slot // used], int(routing.chosen.reshape(-1)[slot]))
             for slot in range(rows * used)
@@ -178,19 +180,21 @@ class Layer:
         for rows in (1, 2, 7, 33):
             first = 64 - rows
             part = Routing(routing.experts[first:], routing.scores[first:], routing.weights[first:])
-            same &= torch.equal(self.together(x[first:], part), whole[first * used :])
+            same &= np.array_equal(self.together(x[first:], part), whole[first * used :])
         return bool(same)
 
-    def one_by_one(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
-        """Fill slots with products of each expert's own."""
+    def one_by_one(self, x: Tensor, routing: Routing) -> np.ndarray:
+        """The slots by products of each expert's own."""
+        slots = np.empty((len(x) * routing.used, x.shape[1]), np.float32)
+        for expert, filled in slots_of(routing, None):
+            rows = empty(len(filled), x.shape[1], dtype=BFLOAT16, device=self.gpu)
+            move_rows(x, rows, index=upload(filled // routing.used, self.gpu))
+            found = self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
+            slots[filled] = found.to_host()
+        return slots
 
-        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            return self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
 
-        run_each(x, routing, slots, None, compute)
-
-
-def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative(got: np.ndarray, wanted: np.ndarray) -> float:
     """Largest difference over the largest magnitude; NaN counts as infinite."""
-    off = float((got - wanted).abs().max() / wanted.abs().max())
+    off = float(np.abs(got - wanted).max() / np.abs(wanted).max())
     return off if off == off else float("inf")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
@@ -74,8 +73,7 @@ def _widened(info: Any, times: int) -> Any:
 
 def check_heads(device: str) -> list[Result]:
     """Results, then speeds."""
-    with torch.inference_mode():
-        return guarded("head", lambda: [_check(device)])
+    return guarded("head", lambda: [_check(device)])
 
 
 def _check(device: str) -> Result:

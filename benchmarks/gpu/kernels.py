@@ -19,16 +19,19 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.random_store import random_packed
+from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import (
     Result,
     copies_beyond_cache,
     copy_bandwidth,
     guarded,
     launch_seconds,
+    torch_seconds,
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
-from localrt.quant.cuda.cuts import Cut, best_cut, processors_of
+from localrt.quant.cuda.cuts import Cut, best_cut
+from localrt.quant.cuda.device import Device, device_of
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,
@@ -36,6 +39,7 @@ from localrt.quant.cuda.products import (
     unpack_rows,
 )
 from localrt.quant.cuda.programs import machine_code
+from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, empty, upload
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
@@ -59,10 +63,11 @@ _REPEATED = 8  # times that the same tiles follow one another where only speed m
 def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
     """Weights as the kernels take them, so many times one below the other."""
     rows, columns = times * tensor.shape[0], tensor.shape[1]
-    data = torch.from_numpy(np.tile(tile(tensor).reshape(-1), times)).to(device)
+    gpu = device_of(device)
+    data = upload(np.tile(tile(tensor).reshape(-1), times), gpu)
     factor = None
     if tensor.scale != 1.0:
-        factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
+        factor = upload(np.full(-(-rows // 16), tensor.scale, np.float32), gpu)
     return TiledMatrix(tensor.format.name, (rows, columns), data, factor)
 
 
@@ -90,17 +95,17 @@ def product(name: str, device: str) -> Result:
     rows, columns, most = (352, 2048, 64) if cuda else (20, 256, 3)
     tensor = random_packed(name, rows, columns)
     weight, values = put(tensor, device), unpack(tensor)
-    x = torch.randn(most, columns, device=device).bfloat16()
+    x = random_rows(most, columns, device)
     records = quantize(x)
-    wanted = records.values()[0].cpu().numpy() @ values.T.astype(np.float64)
-    out = torch.full((most, rows), float("nan"), device=device)
+    wanted = records.values()[0] @ values.T.astype(np.float64)
+    out = undefined(most, rows, x.device)
     products.product(records, weight, out)
-    error = float(np.abs(out.cpu().numpy() - wanted).max() / np.abs(wanted).max())
+    error = float(np.abs(out.to_host() - wanted).max() / np.abs(wanted).max())
     cuts: list[dict[str, Any]] = [{}, {"cut": PARTS}, {"gate": "silu"}] if cuda else []
     same = all(rows_are_equal(x, weight, **cut) for cut in cuts)
-    dense = torch.empty(rows, columns, device=device)
+    dense = empty(rows, columns, device=x.device)
     unpack_rows(weight, dense)
-    unpacked = float(np.abs(dense.cpu().numpy() - values).max() / np.abs(values).max())
+    unpacked = float(np.abs(dense.to_host() - values).max() / np.abs(values).max())
     # NF4's levels are 127ths; all else is exact but for the rounding of float32 sums.
     rounded = name in ("nf4", "nf4-f32")
     bound = 8e-3 if rounded else 1e-5
@@ -110,20 +115,30 @@ def product(name: str, device: str) -> Result:
     return Result(f"product {name}", ok, values=found)
 
 
-def rows_are_equal(x: torch.Tensor, weight: TiledMatrix, **how: Any) -> bool:
+def random_rows(rows: int, columns: int, device: str) -> Tensor:
+    """Normal numbers in bf16."""
+    return there(torch.randn(rows, columns).bfloat16(), device_of(device))
+
+
+def undefined(rows: int, columns: int, device: Device) -> Tensor:
+    """NaN, in float32."""
+    return upload(np.full((rows, columns), np.nan, np.float32), device)
+
+
+def rows_are_equal(x: Tensor, weight: TiledMatrix, **how: Any) -> bool:
     """Whether a row's bits are the same with any number of rows before it."""
     most, width = len(x), weight.shape[0] // (2 if "gate" in how else 1)
 
-    def multiply(rows: torch.Tensor, **how: Any) -> torch.Tensor:
-        out = torch.full((len(rows), width), float("nan"), device=x.device)
+    def multiply(rows: Tensor, **how: Any) -> np.ndarray:
+        out = undefined(len(rows), width, x.device)
         products.product(quantize(rows), weight, out, **how)
-        return out
+        return out.to_host()
 
     gate = {"gate": how["gate"]} if "gate" in how else {}
     whole = multiply(x, **gate)
     counts = range(1, 9 if "cut" in how else most + 1)
     parts = ((count, multiply(x[most - count :], **how)) for count in counts)
-    return all(torch.equal(part, whole[most - count :]) for count, part in parts)
+    return all(np.array_equal(part, whole[most - count :]) for count, part in parts)
 
 
 def check_one_row(device: str) -> list[Result]:
@@ -189,18 +204,19 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
 
         results += guarded(f"batches {name}", batches)
     _kept.clear()  # others need the memory
+    device_of(device).trim()
     return results
 
 
 def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
     """Compile the kernels that come next beside one another: in turn they take a minute."""
-    major, minor = torch.cuda.get_device_capability()
+    gpu = device_of("cuda")
+    major, minor = gpu.capability
     folder = Settings.from_environment().cache_dir / "kernels"
-    processors = processors_of(torch.device("cuda"))
     programs = set()
     for name, rows in itertools.product(names, BATCHES):
-        cut = best_cut(name, rows, shape[0] // 16, processors)
-        programs.add(linear_program(name, rows, cut, None, torch.bfloat16))
+        cut = best_cut(name, rows, shape[0] // 16, gpu.processors)
+        programs.add(linear_program(name, rows, cut, None, BFLOAT16))
     started = time.perf_counter()
     with ThreadPoolExecutor() as threads:
         codes = list(threads.map(lambda p: machine_code(p, 10 * major + minor, folder), programs))
@@ -216,7 +232,7 @@ def check_unpacking(device: str) -> list[Result]:
     results = []
     for name in ("int4-g32", "q4_k", "nvfp4") if cuda else ("int4-g32",):
         copies = rotating(name, rows, columns, device)
-        dense = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        dense = empty(rows, columns, dtype=BFLOAT16, device=device_of(device))
         launches = [lambda w=w, out=dense: unpack_rows(w, out) for w in copies]
         seconds = launch_seconds(launches, device)
         moved = copies[0].data.nbytes + dense.nbytes
@@ -233,7 +249,11 @@ def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatri
     times = _REPEATED if rows % (16 * _REPEATED) == 0 else 1
     weight = put(random_packed(name, rows // times, columns), device, times)
     count = copies_beyond_cache(weight.data.nbytes, device)
-    return [weight, *(replace(weight, data=weight.data.clone()) for _ in range(count - 1))]
+    return [weight, *(replace(weight, data=_copied(weight.data)) for _ in range(count - 1))]
+
+
+def _copied(data: Tensor) -> Tensor:
+    return empty(*data.shape, dtype=UINT8, device=data.device).put(data)
 
 
 _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
@@ -248,9 +268,9 @@ def product_launches(
         _kept.clear()
         _kept[key] = rotating(*key, device)
     copies = _kept[key]
-    x = torch.randn(rows, shape[1], device=device).bfloat16()
-    y = torch.empty(rows, shape[0], device=device, dtype=torch.bfloat16)
-    records = quantize(x)  # once for all matrices that share its rows
+    y = empty(rows, shape[0], dtype=BFLOAT16, device=device_of(device))
+    # Once for all matrices that share its rows.
+    records = quantize(random_rows(rows, shape[1], device))
     launches = [lambda w=w: products.product(records, w, y) for w in copies]
     return launches, copies[0].data.nbytes
 
@@ -260,4 +280,4 @@ def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
     count = copies_beyond_cache(2 * shape[0] * shape[1], device)
     weights = [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
     x = torch.randn(rows, shape[1], device=device).bfloat16()
-    return launch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)
+    return torch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)

@@ -8,7 +8,6 @@ logits wherever they are; bit for bit, if the GPU computes all of them.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common.random_store import write_store
+from benchmarks.gpu.memory import free_memory
 from benchmarks.gpu.timing import Result, guarded
 
 FORMAT = "int4-g32"
@@ -173,13 +172,6 @@ class Loaded:
         return Result(
             f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
         )
-
-
-def free_memory() -> int:
-    """Bytes of the GPU's memory, without what this process keeps for later."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import numpy as np
 
 import localrt
 from benchmarks.gpu.configs import random_ids
+from benchmarks.gpu.memory import watch
 from localrt.api import Model
 from localrt.engine.types import Chunk
+from localrt.quant.cuda.device import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72
@@ -31,6 +33,7 @@ def main(arguments: list[str]) -> None:
     if job.get("link_bytes_s"):
         throttle(job["link_bytes_s"])
     started = time.perf_counter()
+    peak = watch(device_of("cuda"), job["free_before"]) if "free_before" in job else None
     with localrt.load(job["model"], draft="off", ctx=job["ctx"], **job["load"]) as model:
         found: dict[str, Any] = {"load_s": time.perf_counter() - started}
         found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
@@ -38,8 +41,8 @@ def main(arguments: list[str]) -> None:
         if job["logits"] is not None:  # before other caches take the GPU's memory
             save_logits(model, job["logits"])
         found |= answers(model, job)
-        if "free_before" in job:
-            found["peak_vram_bytes"] = peak_memory(job["free_before"])
+        if peak is not None:
+            found["peak_vram_bytes"] = peak()
     print(json.dumps(found))
 
 
@@ -131,21 +134,11 @@ def counted(model: Model) -> dict[str, Any]:
     return {f"{name}_per_token": value for name, value in per_token.items()} | shares
 
 
-def peak_memory(free_before: int) -> int:
-    """Peak GPU memory of torch, and what CUDA took besides."""
-    import torch
-
-    beside = free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-    return int(torch.cuda.max_memory_reserved() + max(0, beside))
-
-
 def throttle(link_bytes_s: float) -> None:
     """Simulate a slower link: send extra bytes after every copy to the GPU.
 
     Measured and saved rates of the GPU do not change.
     """
-    import torch
-
     from localrt.quant.cuda import cuda_memory, measuring
 
     plain, gpu_rates = cuda_memory.CudaCopies, measuring.gpu_rates
@@ -153,22 +146,22 @@ def throttle(link_bytes_s: float) -> None:
     class Throttled(plain):
         """Sends extra bytes, which are discarded, after each copy."""
 
-        def __init__(self, device: str = "cuda") -> None:
-            super().__init__(device)
+        def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:
+            super().__init__(device, most_pinned=most_pinned)
             rate, _ = plain(device).measure()
             self._times = max(0.0, rate / link_bytes_s - 1)
-            self._filler = torch.empty(_THROTTLE_SAMPLE, dtype=torch.uint8, pin_memory=True)
-            self._sink = torch.empty(_THROTTLE_SAMPLE, dtype=torch.uint8, device=device)
+            self._filler = self._device.pinned((_THROTTLE_SAMPLE,), np.uint8)
+            self._sink = self.alloc(_THROTTLE_SAMPLE)
 
         def copy_in(self, source: Any, out: Any, after: Any, *, wait: bool = True) -> Any:
             event = super().copy_in(source, out, after, wait=False)
             rest = int(source.nbytes * self._times)
-            with self._lock, torch.cuda.stream(self._stream):
+            with self._lock:
                 while rest > 0:
                     part = min(rest, _THROTTLE_SAMPLE)
-                    self._sink[:part].copy_(self._filler[:part], non_blocking=True)
+                    self._device.copy_in(self._sink.address, self._filler[:part], self._stream)
                     rest -= part
-                event = self._cuda.Event(blocking=True)
+                event = self._device.event(sleeps=True)
                 event.record(self._stream)
             if wait:
                 event.synchronize()

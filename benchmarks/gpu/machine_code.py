@@ -12,13 +12,12 @@ import tempfile
 from dataclasses import dataclass
 from importlib.resources import files
 
-import torch
-
 from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
 from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 
@@ -51,12 +50,12 @@ class Build:
 def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, Cut]:
     """The variant that a long matrix in ``format_`` takes for ``rows`` rows."""
     cut = best_cut(format_, rows, _MANY_TILES, 24)
-    return linear_program(format_, rows, cut, _GATE if gate else None, torch.float32), cut
+    return linear_program(format_, rows, cut, _GATE if gate else None, FLOAT32), cut
 
 
 def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
     """The variant that experts in ``format_`` take for ``slots`` rows of each."""
-    out = torch.bfloat16 if gate else torch.float32
+    out = BFLOAT16 if gate else FLOAT32
     return grouped_program(format_, slots, _GATE if gate else None, out)
 
 
@@ -78,7 +77,7 @@ class ManyBuild:
 
 def build_many(format_: str, target: int) -> ManyBuild:
     """Compile ``many_program``."""
-    compiled = compile_program(many_program(format_, None, torch.float32), target)
+    compiled = compile_program(many_program(format_, None, FLOAT32), target)
     loops = [body for body in _loops(_instructions(compiled.code)) if _products(body)]
     inner, outer = min(loops, key=len), max(loops, key=len)
     products = 6 if halves_steps(format_) else 8

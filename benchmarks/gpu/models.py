@@ -6,13 +6,11 @@ pass, and a row the same bits alone, with others, or in a tree.
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import (
@@ -25,9 +23,11 @@ from benchmarks.gpu.configs import (
     random_ids,
     random_model,
 )
+from benchmarks.gpu.memory import free_memory, watch, watch_torch
 from benchmarks.gpu.timing import RUNS, Result, guarded, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
@@ -105,12 +105,10 @@ def _config(device: str) -> dict[str, Any]:
 def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
     """Time prefill and decode; with our kernels also captured graphs (same bits) and a tree."""
     cuda = "cuda" in ops.device
-    before = 0
     if cuda:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        free = free_memory(ops.device)
+        ours = isinstance(ops, CudaOps)
+        peak = watch(device_of(ops.device), free) if ours else watch_torch()
     model = load_decoder(checkpoint, ops, read_config(checkpoint))
     matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
     weights = sum(ops.weight_nbytes(info.shape, info.format) for info in matrices)
@@ -146,9 +144,8 @@ def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
     values["graph_is_bitwise_equal"] = ok
     if cuda:
         estimate = weights + ops.kv_nbytes(model.config.memory, 2 * length) + (256 << 20)
-        peak = torch.cuda.max_memory_allocated() - before
-        values |= {"peak_vram_bytes": peak, "estimate_bytes": estimate}
-        ok &= peak <= estimate
+        values |= {"peak_vram_bytes": peak(), "estimate_bytes": estimate}
+        ok &= values["peak_vram_bytes"] <= estimate
     results = [Result(f"resident {name}", ok, values=values)]
     if "graph" in ways:
         cache.trim(0)

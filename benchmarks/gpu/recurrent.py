@@ -1,40 +1,43 @@
 """Checks and speeds of recurrent layers, without their projections.
 
-Compares each with a plain torch version, checks that a row has the same bits alone and in a longer
-pass, and times one row, a tree and a prompt.
+Compares each with a plain torch version on the CPU, and checks that a row has the same bits alone
+and in a longer pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.attention import tree_of
+from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import (
     Result,
     guarded,
 )
+from localrt.quant.cuda.device import Device, device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.recurrent import SequenceTable, mix_rows
+from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.reference.ops import TorchOps
 from localrt.quant.reference.recurrent import mix_rows as textbook
 
 BOUND = 0.01
-TREE = 16
-PROMPT = 512
 
 
 def check_recurrent(device: str) -> list[Result]:
     """Check one layer of every kind; small ones for the comparison."""
     results: list[Result] = []
-    with torch.inference_mode():
-        for name in _SHAPES:
-            small = _spec(name, small=True)
-            results += guarded(name, lambda n=name, s=small: [_compared(n, s, device)])
+    for name in _SHAPES:
+        small = _spec(name, small=True)
+        results += guarded(name, lambda n=name, s=small: [_compared(n, s, device)])
     return results
 
 
@@ -60,11 +63,11 @@ def _spec(name: str, *, small: bool) -> RecurrentSpec:
     )  # fmt: skip
 
 
-def _weights(spec: RecurrentSpec, device: str) -> RecurrentWeights:
-    """Random weights, without the projections."""
+def _weights(spec: RecurrentSpec) -> RecurrentWeights:
+    """Random weights of torch's, without the projections."""
 
     def vector(size: int, scale: float = 0.5, offset: float = 0.0) -> torch.Tensor:
-        return torch.randn(size, device=device) * scale + offset
+        return torch.randn(size) * scale + offset
 
     stateful = spec.kind != "conv"
     width = spec.value_size if spec.kind == "delta" else spec.inner
@@ -81,23 +84,30 @@ def _weights(spec: RecurrentSpec, device: str) -> RecurrentWeights:
     )
 
 
+def _on(gpu: Device, weights: RecurrentWeights) -> RecurrentWeights:
+    """The same on a device."""
+    vectors = {each.name: getattr(weights, each.name) for each in fields(weights)}
+    moved = {k: there(v, gpu) for k, v in vectors.items() if isinstance(v, torch.Tensor)}
+    return replace(weights, **moved)
+
+
 class _Pass:
     """A pass of ``rows`` rows that has begun and can be run repeatedly."""
 
-    def __init__(self, cache: KVCache, rows: int, mask: Any, device: str) -> None:
+    def __init__(self, cache: KVCache, rows: int, mask: Any, gpu: Device) -> None:
         cache.reserve(cache.length + rows)
         self.spans = (Span(cache, rows, mask),)
         self.states = begin_states(self.spans)
         table, self._cache = SequenceTable.of(self.spans), states_of(cache)
         table.fill(self.spans, self.states)
-        self.sequences = table.split(table.upload(torch.device(device)))
+        self.sequences = table.split(table.upload(gpu))
 
-    def run(self, mixed: torch.Tensor, weights: RecurrentWeights, layer: int = 0) -> torch.Tensor:
+    def run(self, mixed: Tensor, weights: RecurrentWeights, layer: int = 0) -> np.ndarray:
         """Run our kernels."""
         layout = self._cache.layout
         places = layout.states[layer], layout.rows[layer]
         spec = layout.specs[layer]
-        return mix_rows(mixed, weights, spec, self.sequences, layer, places)
+        return mix_rows(mixed, weights, spec, self.sequences, layer, places).to_host()
 
     def done(self) -> None:
         """End the pass: its rows count as held."""
@@ -109,25 +119,28 @@ class _Pass:
 
 def _compared(name: str, spec: RecurrentSpec, device: str) -> Result:
     """Compare a prompt, single rows and a tree."""
-    ops, weights = CudaOps(device=device), _weights(spec, device)
-    tree = tree_of(7).numpy()
-    mixed = torch.randn(26, spec.projected_rows, device=device)
-    ours, alone, theirs = (ops.kv_cache([spec], 64) for _ in range(3))
+    gpu, plain = device_of(device), _weights(spec)
+    weights, tree = _on(gpu, plain), tree_of(7).numpy()
+    mixed = torch.randn(26, spec.projected_rows)
+    ours, alone = (CudaOps(device=device).kv_cache([spec], 64) for _ in range(2))
+    theirs = TorchOps(compute_format="f32", device="cpu").kv_cache([spec], 64)
     worst, same = 0.0, True
     for first, stop, mask in ((0, 17, None), (17, 18, None), (18, 19, None), (19, 26, tree)):
         rows = mixed[first:stop]
-        step = _Pass(ours, len(rows), mask, device)
-        found = step.run(rows, weights)
+        given = there(rows, gpu)
+        step = _Pass(ours, len(rows), mask, gpu)
+        found = step.run(given, weights)
         step.done()
         spans = (Span(theirs, len(rows), mask),)
         theirs.reserve(stop)
-        wanted = textbook(rows, weights, spec, spans, begin_states(spans), 0)
+        wanted = textbook(rows, plain, spec, spans, begin_states(spans), 0).numpy()
         theirs.advance(len(rows))
-        worst = max(worst, float((found.float() - wanted).abs().max() / wanted.abs().max()))
+        worst = max(worst, float(np.abs(found - wanted).max() / np.abs(wanted).max()))
         if mask is not None:
             continue
         for row in range(len(rows)):
-            one = _Pass(alone, 1, None, device)
-            same = same and torch.equal(one.run(rows[row : row + 1], weights)[0], found[row])
+            one = _Pass(alone, 1, None, gpu)
+            bits = one.run(given[row : row + 1], weights)[0]
+            same = same and np.array_equal(bits, found[row])
             one.done()
     return Result(name, worst < BOUND and same, values={"worst": worst, "same_bits": same})

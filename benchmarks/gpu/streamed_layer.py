@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import Record, save, setting
 from benchmarks.common.stubbed_layers import (
@@ -37,7 +35,7 @@ from localrt.offload.device.gpu import Clock, Event
 from localrt.offload.placement import Placement, Where
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import Grid, emulate
+from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Cut
@@ -142,11 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resident", action="store_true", help="with all layers on the GPU")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     runs = [of_a_layer(resident=args.resident) for _ in range(args.runs)]
     median = middle(runs)
     record: Record = {
-        **setting(cited_command("gpu.streamed_layer", arguments), "torch", "numpy"),
+        **setting(cited_command("gpu.streamed_layer", arguments), "numpy"),
         "runs": runs,
         **median,
     }

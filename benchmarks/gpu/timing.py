@@ -1,7 +1,8 @@
 """Timing on a CUDA GPU, and results: what the sections of ``scripts/gpu_check`` share.
 
 Kernels are timed as decode runs them: many launches in one recorded CUDA graph, over inputs that
-together exceed the second-level cache. Off a GPU a launch is timed once, to try the script.
+together exceed the second-level cache. Ours run on our stream, torch's on torch's. Off a GPU a
+launch is timed once, to try the script.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from localrt.quant.cuda.capture import Capture, record
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import Cuda, Event
+from localrt.quant.cuda.stream import Cut
+from localrt.quant.cuda.tensor import UINT8, zeros
+
 RUNS = 5
+_COPIED = 1 << 30
 
 
 @dataclass
@@ -51,7 +60,7 @@ def one_by_one(name: str, check: Callable[[], Iterable[Result]]) -> Iterator[Res
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds of ``work``, device work included."""
+    """Seconds of ``work``, device work included: torch waits for the streams of all."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -62,38 +71,73 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def launch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
-    """Median seconds of one of ``launches``, run one after another."""
-    if not device.startswith("cuda"):
+    """Median seconds of one of our ``launches``, run one after another."""
+    gpu = device_of(device)
+    if not gpu.is_gpu:
         return timed(launches[0])
     for launch in launches[:2]:  # compiles
         launch()
+    gpu.synchronize()
+
+    def body(cut: Cut) -> None:
+        for launch in launches:
+            launch()
+
+    replay = record(body, _capture(gpu))
+    return _median(replay, lambda: gpu.event(timed=True), Event.ms_until) / len(launches)
+
+
+def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
+    """The same of torch's."""
+    if not device.startswith("cuda"):
+        return timed(launches[0])
+    for launch in launches[:2]:
+        launch()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, kind = torch.cuda.CUDAGraph(), torch.cuda.Event
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    return _median(graph.replay, lambda: kind(enable_timing=True), kind.elapsed_time) / len(
+        launches
+    )
+
+
+@cache
+def _capture(gpu: Cuda) -> Capture:
+    """Where all graphs of a GPU are recorded: a stream stays for as long as the process lives."""
+    return Capture(gpu)
+
+
+def _median(
+    replay: Callable[[], Any], event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]
+) -> float:
+    """Seconds of a replay between two events."""
     samples = []
     for _ in range(RUNS + 2):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = event(), event()
         first.record()
-        graph.replay()
+        replay()
         last.record()
         last.synchronize()
-        samples.append(first.elapsed_time(last) / 1e3 / len(launches))
+        samples.append(elapsed_ms(first, last) / 1e3)
     return statistics.median(samples[2:])
 
 
 def copies_beyond_cache(nbytes: int, device: str) -> int:
     """How many inputs of ``nbytes`` are several times the second-level cache."""
-    if not device.startswith("cuda"):
+    gpu = device_of(device)
+    if not gpu.is_gpu:
         return 1
-    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-    return max(4, -(-max(8 * cache, 512 << 20) // nbytes))
+    return max(4, -(-max(8 * int(gpu.cache_nbytes), 512 << 20) // nbytes))
 
 
 def copy_bandwidth(device: str) -> float:
     """Bytes per second of a device copy, read and written counted: the ceiling."""
-    size = (1 << 30) if device.startswith("cuda") else (16 << 20)
-    a = torch.empty(size, dtype=torch.uint8, device=device)
-    b = torch.empty_like(a)
-    return 2 * size / launch_seconds([lambda: b.copy_(a)] * 4, device)
+    gpu = device_of(device)
+    size = _COPIED if gpu.is_gpu else _COPIED >> 6
+    a, b = (zeros(size, dtype=UINT8, device=gpu) for _ in range(2))
+    seconds = launch_seconds([partial(b.put, a)] * 4, device)
+    del a, b
+    gpu.trim()  # others need the memory
+    return 2 * size / seconds

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import Record, save, setting
@@ -44,7 +43,7 @@ from localrt.offload.placement import Placement, Where
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import Grid, emulate
+from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.sharing import CudaShare
@@ -316,10 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.3, help="of the experts, on the GPU")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     median = middle([of_a_layer(args.share) for _ in range(args.runs)])
     record: Record = {
-        **setting(cited_command("moe.hybrid", arguments), "torch", "numpy"),
+        **setting(cited_command("moe.hybrid", arguments), "numpy"),
         "experts": COUNT,
         "used": USED,
         "share": args.share,

@@ -34,9 +34,9 @@ EXAMPLES: Examples = (
 )
 
 _PACKAGES = (
-    ("torch", "gpu", "NVIDIA GPUs, and computing in bf16 or f32"),
-    ("cuda-bindings", "gpu", "compiles kernels for NVIDIA GPUs"),
-    ("bitsandbytes", "gpu", "kernels on NVIDIA GPUs without CUDA's compiler"),
+    ("cuda-bindings", "gpu", "NVIDIA GPUs"),
+    ("torch", "torch", "computing in bf16 or f32, and long prompts of bf16 weights on a GPU"),
+    ("bitsandbytes", "torch", "kernels on NVIDIA GPUs without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
@@ -147,11 +147,9 @@ def _advice(
         )
         if torch is None:
             yield "without them the native engine needs torch: pip install 'torch>=2.11'"
-    if torch is None and gpu:
+    if gpu and versions["cuda-bindings"] is None:
         yield "there is a GPU: to use it, pip install 'localrt[gpu]'"
-    elif torch is not None and gpu and "+cpu" in torch:
-        yield f"there is a GPU, but torch {torch} cannot use it: install a CUDA build of torch"
-    if gpu and torch is not None and not has_compiler():
+    elif gpu and not has_compiler():
         yield NO_COMPILER
     missing = {extra for name, extra, _ in _PACKAGES if versions[name] is None}
     uses = {

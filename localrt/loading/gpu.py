@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
@@ -84,7 +86,7 @@ def _cuda(
     formats: Iterable[str],
     progress: ProgressCallback | None,
 ) -> OpenGpu:
-    # These two import torch.
+    # These two import the driver.
     from localrt.offload.device.cuda import CudaGpu
     from localrt.quant.cuda.cuda_memory import CudaCopies
 
@@ -93,7 +95,13 @@ def _cuda(
     unused = spilling_nbytes(copies.total_nbytes)
     free = max(0, (ops.free_memory() or 0) - unused)
     asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
-    capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
+    capacity = min(free - SPARE_VRAM_NBYTES, asked)
+    if capacity <= 0:
+        least = format_bytes(CUDA_CONTEXT_NBYTES if asked <= 0 else SPARE_VRAM_NBYTES)
+        raise MemoryBudgetError(
+            f"the GPU has no room for weights: {least} of {option('gpu_memory')} are for CUDA "
+            f"itself; close other programs that use it, give more, or use {option('device', 'cpu')}"
+        )
     if unused:
         copies.keep_free(unused)
     clock = Clock()

@@ -186,7 +186,7 @@ def compiled_meanwhile(
     if ops.name != "cuda":
         yield
         return
-    from localrt.quant.cuda.ops import CudaOps  # these two import torch
+    from localrt.quant.cuda.ops import CudaOps  # these two import the driver
     from localrt.quant.cuda.sketch import SketchOps
 
     assert isinstance(ops, CudaOps), "no others have their name"

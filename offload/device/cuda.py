@@ -1,4 +1,4 @@
-"""A CUDA GPU with torch's memory and streams and our kernels.
+"""A CUDA GPU, and the copies to it.
 
 Copies go through one stream of their own from pinned RAM, kernels through another; each waits for
 the events that it needs, and nothing waits for the whole device.

@@ -1,8 +1,8 @@
 """A GPU as the pipeline sees it: memory of a fixed size, copies, kernels, and events between them.
 
 An event is a point in a GPU's work that copies, kernels or the host can wait for. ``cuda.py``
-implements a GPU with torch. Also here: slabs, each one allocation for several units, which is freed
-as a whole, and the clock, which sums the busy times of SSD, link, CPU and GPU.
+implements a GPU by CUDA. Also here: slabs, each one allocation for several units, which is freed as
+a whole, and the clock, which sums the busy times of SSD, link, CPU and GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ SLABS = 64
 
 
 class Event(Protocol):
-    """A point in a GPU's work; ``torch.cuda.Event`` is one. None stands for one that has passed."""
+    """A point in a GPU's work; None stands for one that has passed."""
 
     def query(self) -> bool:
         """Whether the work up to it has ended, without waiting."""

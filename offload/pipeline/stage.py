@@ -47,7 +47,7 @@ class PassingParts:
     def at(self, memories: Sequence[Any], make: Callable[[], Part]) -> Part:
         """The part on these bytes, made once for each place as long as it is cached."""
         places = tuple(
-            int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+            int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.address)
             for memory in memories
         )
         if (part := self._parts.get(places)) is not None:

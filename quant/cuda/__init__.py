@@ -1,10 +1,13 @@
 """The CUDA Ops: our own kernels on packed weights, CUDA graphs.
 
 It does not know who calls it. Start reading at ``ops.py``: the steps, which call the files of their
-names. ``linear.py`` chooses between our products and torch's, ``products.py`` has ours, and
-``launch.py`` starts what ``programs.py`` compiles.
+names. ``linear.py`` chooses between our products and cuBLAS, ``products.py`` has ours, and
+``launch.py`` starts what ``programs.py`` compiles. Beneath them ``driver.py`` has every call of
+CUDA's driver, ``memory.py`` pools of a GPU's memory, and ``tensor.py`` numbers in it, which know
+their shape and compute nothing. torch is asked for two things, where it is installed: cuBLAS, and a
+profiler.
 
-``CudaOps`` computes on the same tiles, as torch tensors. Packed weights are multiplied by CUDA
+``CudaOps`` computes on the same tiles as the CPU. Packed weights are multiplied by CUDA
 kernels of our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; what was compiled
 is kept on the disk. Which ones a model needs is found by passes through its parts without weights,
 on ``Ops`` that note what they would launch (``localrt/loading/kernels.py``,
@@ -29,8 +32,8 @@ are joined as a tree. Their number follows from the columns alone, so a row's bi
 among any others, and however the work is cut. Short matrices share a chain's columns among blocks
 (``quant/cuda/cuts.py``). A format is two structs (``formats.cuh``): one unpacks its words, the
 other reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts
-registers, spills and instructions per byte. Beyond 64 rows weights are unpacked to bf16 and torch
-multiplies.
+registers, spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
+(``linear_many.cu``); data centers' GPUs unpack them to bf16 for cuBLAS.
 
 Attention (``quant/cuda/src/attention.cu``) passes keys and values through registers only: 16 query
 rows of the heads that share them are multiplied at once. Up to 64 rows are split over fixed runs of

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.products import OUT, Records
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty, upload
 from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.ops.adapters import (
     Adapter,
@@ -67,21 +67,21 @@ def add_low_rank(
     ``changes`` is an array of ``Change`` on the device, ``count``, ``rank`` and ``rows`` the most
     of any. ``bias`` (n,) is what y has of it already, float32.
     """
-    number = changes.numel() // sizeof(Change)
-    between = torch.empty(number, count, rank, dtype=torch.float32, device=y.device)
+    number = changes.size // sizeof(Change)
+    between = empty(number, count, rank, dtype=FLOAT32, device=y.device)
     recorded = isinstance(x, Records)
     data = x.data if isinstance(x, Records) else x
-    stride = x.stride if isinstance(x, Records) else 2 * x.stride(0)
+    stride = x.stride if isinstance(x, Records) else 2 * x.strides[0]
     fine = isinstance(x, Records) and x.fine
     down, up = low_rank_programs(y.dtype, records=recorded, fine=fine)
-    first = _Down(changes.data_ptr(), data.data_ptr(), between.data_ptr(), stride, columns, rank)
+    first = _Down(changes.address, data.address, between.address, stride, columns, rank)
     launch(y.device, down, (count, -(-32 * rank // _THREADS), number), _THREADS, first)
-    second = _Up(*pointers(changes, between, bias, y), y.stride(0), rank)
+    second = _Up(*pointers(changes, between, bias, y), y.strides[0], rank)
     launch(y.device, up, (count, -(-rows // _THREADS), number), _THREADS, second)
 
 
 def low_rank_programs(
-    out: torch.dtype, *, records: bool = False, fine: bool = False
+    out: Dtype, *, records: bool = False, fine: bool = False
 ) -> tuple[Program, Program]:
     """What is launched."""
     down = Program.of("low_rank_down", RECORDS=int(records), FINE=int(fine))
@@ -107,9 +107,8 @@ class CudaLowRank:
 
     def on_host(self) -> LowRank:
         """A copy in float32."""
-        bits = (each.cpu().view(torch.int16).numpy().view(np.uint16) for each in (self.a, self.b))
-        a, b = ((each.astype(np.uint32) << 16).view(np.float32) for each in bits)
-        return LowRank(a, b, None if self.factors is None else self.factors.cpu().numpy())
+        factors = None if self.factors is None else self.factors.to_host()
+        return LowRank(self.a.to_host(), self.b.to_host(), factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class _Changes:
 class CudaAdapters:
     """Adds adapters' changes to a GPU's products in the latest pass."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self.table = _Table(self)
         self.of_rows: list[tuple[slice, Adapter[CudaLowRank]]] = []
@@ -210,11 +209,14 @@ class CudaAdapters:
         return {name: self._pack(part) for name, part in matrices.items()}
 
     def _pack(self, part: LowRank) -> CudaLowRank:
-        bits = (torch.from_numpy(bf16_bits(each)) for each in (part.a, part.b))
-        a, b = (each.view(torch.bfloat16).to(self._device) for each in bits)
+        device = self._device
+        a, b = (
+            upload(bf16_bits(each), device, dtype=BFLOAT16, pool=device.kept)
+            for each in (part.a, part.b)
+        )
         factors = None
         if part.factors is not None:
-            factors = torch.from_numpy(part.factors.astype(np.float32)).to(self._device)
+            factors = upload(part.factors.astype(np.float32), device, pool=device.kept)
         return CudaLowRank(a, b, factors)
 
     def joined(self, parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:

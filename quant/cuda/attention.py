@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace, blocks_of
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
@@ -24,6 +24,7 @@ from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm, norm_gate, rotary, rotate_blocks
 from localrt.quant.cuda.stream import CudaPass, Stream
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, UINT8, Dtype, Tensor, empty, upload, zeros
 from localrt.quant.ops.attention import (
     RUN,
     AttentionSpec,
@@ -34,12 +35,11 @@ from localrt.quant.ops.attention import (
     rows_together,
     run_nbytes,
 )
-from localrt.quant.ops.hybrid_cache import split_layers
+from localrt.quant.ops.hybrid_cache import HybridCache, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import KvFormat, head_nbytes
 from localrt.quant.ops.protocol import LayerSpec, ranges
-from localrt.quant.ops.states import StateLayout
-from localrt.quant.reference.kv import with_states
+from localrt.quant.ops.states import StateCache, StateLayout
 
 _MOST_TURNED = 128
 
@@ -132,7 +132,7 @@ def rope_append(
         *pointers(qkv, q, gates, blocks, held, cos, sin, q_norm, k_norm, growing),
         place.keys_at,
         place.values_at,
-        qkv.stride(0),
+        qkv.strides[0],
         step,
         heads * step,
         heads,
@@ -184,7 +184,7 @@ def attend(
     turned = turned_block(kv_format, value)
     runs = -(-longest // RUN) if split else 1
     if out is None:
-        out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
+        out = empty(0 if records else n, heads * value, dtype=BFLOAT16, device=q.device)
     target = records.data[0, row * records.count // records.rows :] if records else out
     chunk, partial, stats = n, None, None
     if split:
@@ -222,14 +222,14 @@ def attend(
 
 
 def partial_results(
-    n: int, runs: int, heads: int, value: int, device: torch.device
+    n: int, runs: int, heads: int, value: int, device: Device
 ) -> tuple[int, Tensor, Tensor]:
     """Room for what rows see of each run of keys, of so many of the n rows at once that it stays
     small: how many, their sums (runs, rows * H, value), and (2, runs, rows * H) to join them by.
     """
     rows = rows_together(n, run_nbytes(runs, heads, value))
-    sums = torch.empty(runs, rows * heads, value, dtype=torch.float32, device=device)
-    return rows, sums, torch.empty(2, runs, rows * heads, dtype=torch.float32, device=device)
+    sums = empty(runs, rows * heads, value, dtype=FLOAT32, device=device)
+    return rows, sums, empty(2, runs, rows * heads, dtype=FLOAT32, device=device)
 
 
 def fits_records(heads: int, value: int) -> bool:
@@ -284,7 +284,7 @@ def rope_program(size: int, kv_format: KvFormat = "bf16") -> Program:
 class Rotations:
     """The rotary tables of a device's passes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._frequencies: dict[Rope, Tensor] = {}
 
@@ -294,8 +294,8 @@ class Rotations:
             return None, None
         if rope not in step.tables:
             if rope not in self._frequencies:
-                values = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
-                self._frequencies[rope] = values
+                values = np.array(rope.inv_freq, np.float32)
+                self._frequencies[rope] = upload(values, self._device, pool=self._device.kept)
             step.tables[rope] = rotary(step.positions, self._frequencies[rope], rope.scale)
         return step.tables[rope]
 
@@ -319,7 +319,7 @@ class AttentionSteps:
         qkv = linear(h, weights.qkv, weights.qkv_bias)
         rows = len(qkv)
         shape = (2 * rows if spec.has_gates else rows, spec.heads, spec.head_dim)
-        q = torch.empty(shape, dtype=torch.bfloat16, device=x.values.device)
+        q = empty(*shape, dtype=BFLOAT16, device=x.values.device)
         gates = q[rows:] if spec.has_gates else None
         cos, sin = self._rotations.of(spec.rope, step)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
@@ -353,14 +353,15 @@ class AttentionSteps:
         layer: int,
         chosen: None = None,
     ) -> Tensor:
-        q, gates = q.chunk(2) if spec.has_gates else (q, None)
+        rows = len(q) // 2 if spec.has_gates else len(q)
+        q, gates = q[:rows], q[rows:] if spec.has_gates else None
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
         few = all(span.rows <= MOST_ROWS for span in step.spans)  # a prompt's kernel writes none
         attended = records if gates is None and few else None
-        seen = torch.empty(0 if attended else len(q), width, dtype=torch.bfloat16, device=q.device)
+        seen = empty(0 if attended else len(q), width, dtype=BFLOAT16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             attend(
                 q[first:stop],
@@ -380,12 +381,12 @@ class AttentionSteps:
                 row=first,
             )
         if gates is not None:
-            seen = norm_gate(seen, gates.flatten(1), records=records)
+            seen = norm_gate(seen, gates.view(rows, -1), records=records)
             attended = records
-        y = linear(attended or seen, weights.out, weights.out_bias, dtype=torch.float32)
+        y = linear(attended or seen, weights.out, weights.out_bias, dtype=FLOAT32)
         if weights.post_norm is None:
             return y
-        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
 
 
 def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: KvFormat) -> int:
@@ -398,22 +399,25 @@ def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: KvFormat) 
 
 
 def new_cache(
-    layers: Sequence[LayerSpec], capacity: int, kv_format: KvFormat, device: torch.device
+    layers: Sequence[LayerSpec], capacity: int, kv_format: KvFormat, device: Device
 ) -> KVCache:
     """An empty one."""
     attending, states = split_layers(layers)
     shapes, dtype = _kept(attending, kv_format)
-    return with_states(BlockedCache(shapes, capacity, dtype, device), states, device)
+    kv = BlockedCache(shapes, capacity, dtype, device)
+
+    def alloc(count: int) -> Tensor:
+        return zeros(count, device=device, pool=device.kept)
+
+    return HybridCache(kv, StateCache(states, kv.capacity, alloc)) if states else kv
 
 
 def _kept(
     layers: Sequence[AttentionSpec], kv_format: KvFormat
-) -> tuple[list[tuple[int, int, int]], torch.dtype]:
+) -> tuple[list[tuple[int, int, int]], Dtype]:
     """Each layer's heads, and what a key and a value of each are in memory; and in what type."""
     latent = any(isinstance(spec, LatentSpec) for spec in layers)
     if latent or kv_format == "bf16":
         shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        return shapes, torch.bfloat16
-    return [
-        (spec.cached_heads, *row_nbytes(kv_format, spec.head_dim)) for spec in layers
-    ], torch.uint8
+        return shapes, BFLOAT16
+    return [(spec.cached_heads, *row_nbytes(kv_format, spec.head_dim)) for spec in layers], UINT8

@@ -1,6 +1,6 @@
 """Capturing CUDA graphs: what a body launches, cut where the host has its part, and its replay.
 
-It knows torch's streams, graphs and memory pools, and nothing of passes.
+It knows nothing of passes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
-import torch
-
+from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.quant.cuda.driver import Cuda, Graph
+from localrt.quant.cuda.memory import Pool
 from localrt.quant.cuda.stream import Between, Cut
 
 _MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
@@ -25,48 +26,35 @@ class Capture:
     they share a stream and their scratch memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda: Any = torch.cuda  # not typed throughout
-        self.device, self.stream = device, self._cuda.Stream(device)
-        self._pool: Any = None
-        self._graphs: WeakSet[Any] = WeakSet()
-        self._pool_nbytes = self._executable_nbytes = self._recorded = 0
+    def __init__(self, device: Cuda) -> None:
+        self.device, self.stream = device, device.new_stream()
+        self.pool = Pool(device.alloc, device.free)
+        self._graphs: WeakSet[Graph] = WeakSet()
+        self._executable_nbytes = self._recorded = 0
 
-    def begin(self) -> Any:
-        """A graph that records the current stream until ``capture_end``."""
-        if not self._graphs:  # torch ends a pool with its last graph
-            self._pool, self._pool_nbytes = self._cuda.graph_pool_handle(), 0
-        graph = self._cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+    def end(self) -> Graph:
+        """What has been recorded since the device's ``begin_graph``."""
+        graph = self.device.end_graph()
         self._graphs.add(graph)
         self._recorded += 1
         return graph
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Notes what is recorded within takes of the GPU's memory."""
-        free, reserved = self._memory()
+        """Notes what the driver takes of the GPU's memory for what is recorded within."""
+        (free, _), taken = self.device.memory(), self.device.taken_nbytes
         yield
-        now_free, now_reserved = self._memory()
-        pool = max(0, now_reserved - reserved)
-        self._pool_nbytes += pool
+        (now, _), ours = self.device.memory(), self.device.taken_nbytes - taken
         # More is another program's.
-        self._executable_nbytes += min(max(0, free - now_free - pool), _MOST_NBYTES)
-
-    def _memory(self) -> tuple[int, int]:
-        free, _ = self._cuda.mem_get_info(self.device)
-        return free, self._cuda.memory_reserved(self.device)
-
-    @property
-    def pool_nbytes(self) -> int:
-        """The graphs' scratch memory, which torch keeps for them."""
-        return self._pool_nbytes if self._graphs else 0
+        self._executable_nbytes += min(max(0, free - now - ours), _MOST_NBYTES)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take: their scratch, and what the driver keeps of each."""
+        if not self._graphs:
+            self.pool.trim()
         mean = self._executable_nbytes // max(1, self._recorded)
-        return self.pool_nbytes + len(self._graphs) * mean
+        return self.pool.nbytes + len(self._graphs) * mean
 
 
 class Replay(Protocol):
@@ -80,16 +68,14 @@ def record(body: Callable[[Cut], None], capture: Capture | None) -> Replay:
     replays them. Where ``capture`` is None, which means no GPU, that calls ``body``.
 
     Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
-    ``torch.cuda.graph`` would wait for the whole device, give back all memory that torch keeps, and
-    record every GPU's kernels on a stream of the first one.
     """
     if capture is None:
         return partial(_rerun, body)
     with capture.measured():
         try:
             return _record(body, capture)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # which torch does not do by itself while it records
+        except MemoryBudgetError:
+            capture.device.trim()  # which waits for the GPU, as no recording may
             return _record(body, capture)
 
 
@@ -106,28 +92,23 @@ def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
 
 def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
     steps: list[Between] = []
-    graph: Any = None
-
-    def begin() -> None:
-        nonlocal graph
-        graph = capture.begin()
+    device = capture.device
 
     def end() -> None:
-        graph.capture_end()
-        steps.append(partial(_ignore_check, graph.replay))
+        steps.append(partial(_ignore_check, capture.end().replay))
 
     def cut(between: Between) -> None:
         end()
         steps.append(between)
-        begin()
+        device.begin_graph()
 
-    with torch.cuda.stream(capture.stream):
-        begin()
+    with device.record_on(capture.stream, capture.pool):
+        device.begin_graph()
         try:
             body(cut)
         except BaseException:
-            with suppress(RuntimeError):  # of the recording, which is of no use any more
-                graph.capture_end()
+            with suppress(LocalrtError):  # of the recording, which is of no use any more
+                device.end_graph()
             raise
         end()
 

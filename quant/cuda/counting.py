@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 _WAITS = frozenset({
     *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
@@ -42,11 +40,18 @@ class GpuUse:
 
 
 def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
-    """Run ``work`` and count its GPU use; None if no GPU was seen."""
+    """Run ``work`` and count its GPU use; None if no GPU was seen, or torch for GPUs is not
+    installed.
+    """
+    try:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError:
+        work()
+        return None
     if not torch.cuda.is_available():
         work()
         return None
-    from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities):  # the first takes seconds to begin

@@ -1,13 +1,12 @@
-"""A CUDA GPU's memory and copies for the offloading pipeline, on torch.
+"""A CUDA GPU's memory and copies for the offloading pipeline.
 
-One stream copies to the GPU, one to the host, torch's current stream computes; they wait for each
-other's events. The host waits only for copies whose source it will change, and for results it
-needs. On ``device="cpu"`` the same calls copy in RAM, for tests without a GPU.
+One stream copies to the GPU, one to the host, the GPU's own computes; they wait for each other's
+events. The host waits only for copies whose source it will change, and for results it needs. On
+``device="cpu"`` the same calls copy in RAM, for tests without a GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,17 +14,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from localrt.quant.cuda.launch import FullGpu, upload
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import array_of
+from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, upload, widened
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 
 _PAGE = 4096
 _SAMPLE = 256 << 20
+_RETURNED = 1 << 20  # pinned at once
 
 
 class CudaCopies:
@@ -34,59 +36,51 @@ class CudaCopies:
     """
 
     def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:
-        self._device = torch.device(device)
-        self._real = self._device.type == "cuda"
-        self.name = torch.cuda.get_device_name(self._device) if self._real else "cpu"
-        cuda: Any = torch.cuda  # not typed throughout
-        self._cuda = cuda
-        self._stream = cuda.Stream(self._device) if self._real else None
-        self._back = cuda.Stream(self._device) if self._real else None
+        self._device: Any = device_of(device)
+        self._real = self._device.is_gpu
+        self.name = self._device.name
+        self._stream, self._back = (
+            self._device.new_stream() if self._real else None for _ in range(2)
+        )
         self._lock = threading.Lock()
         self._pinned: dict[int, Bytes] = {}  # by address
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
+        if self._real:  # what comes back is written in order
+            self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
 
     @property
     def total_nbytes(self) -> int:
         """The GPU's memory."""
-        return int(self._cuda.mem_get_info(self._device)[1]) if self._real else 0
+        return int(self._device.memory()[1]) if self._real else 0
 
     def keep_free(self, nbytes: int) -> None:
-        """Have torch refuse to take the last ``nbytes`` of what is free now."""
-        free, total = self._cuda.mem_get_info(self._device)
-        most = max(0, self._cuda.memory_reserved(self._device) + free - nbytes)
-        self._cuda.set_per_process_memory_fraction(min(1.0, most / total), self._device)
+        """Never take the last ``nbytes`` of what is free now."""
+        free, _ = self._device.memory()
+        self._device.most_nbytes = max(0, self._device.taken_nbytes + free - nbytes)
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Uninitialized bytes on the GPU.
+        """Uninitialized bytes on the GPU: of their own, which ``free`` gives back.
 
         Raises:
             MemoryBudgetError: not enough memory is free.
         """
-        with FullGpu():
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if self._stream is not None:
-            # Running kernels may still read the old contents of these bytes.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return memory
+        device = self._device
+        block = Block(device.alloc(max(1, nbytes)), nbytes, device.free)
+        return Tensor(device, block, block.address, (nbytes,), (1,), UINT8)
 
     def free(self, memory: Tensor) -> None:
         """Free the memory even if the tensor is still referenced: it is empty afterwards."""
-        if self._stream is not None:
-            self._stream.synchronize()  # what is still being copied there
-            memory.untyped_storage().resize_(0)
-            torch.cuda.empty_cache()  # torch would keep it, and other programs would not see it
-            return
-        with contextlib.suppress(RuntimeError):  # what numpy has seen of RAM cannot be resized
-            memory.untyped_storage().resize_(0)
+        if self._real:
+            self._device.synchronize(self._stream)  # what is still being copied there
+        assert memory.block is not None, "it is what was allocated"
+        memory.block.free()
 
     def host_buffer(self, nbytes: int) -> Bytes:
-        """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up.
+        """Pinned RAM, page-aligned.
 
         If the system refuses pinning it is plain RAM, from which copies are slower.
         """
-        from localrt.quant.ops.arrays import aligned_buffer
-
         data = aligned_buffer(nbytes)
         if self._real and nbytes:
             if self._pin(data):
@@ -98,12 +92,7 @@ class CudaCopies:
     def _pin(self, data: Bytes) -> bool:
         if self._may_pin is not None and data.nbytes > self._may_pin:
             return False
-        with self._cuda.device(self._device):  # otherwise the first GPU gets a context too
-            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, data.nbytes, 0)
-        if int(status) != 0:
-            # CUDA remembers the error, and torch would raise it at the next kernel.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
+        if not self._device.register(data):
             return False
         if self._may_pin is not None:
             self._may_pin -= data.nbytes
@@ -115,15 +104,15 @@ class CudaCopies:
         Kernels may wait for the returned event. Without ``wait`` it also says when ``source`` may
         be changed.
         """
-        tensor = torch.from_numpy(source)
-        if self._stream is None:
-            out.copy_(tensor)
+        assert out.nbytes == source.nbytes, "all of it is written"
+        if not self._real or not source.nbytes:
+            self._device.copy_in(out.address, source)
             return None
-        with self._lock, torch.cuda.stream(self._stream):
+        with self._lock:
             if after is not None:
-                self._stream.wait_event(after)
-            out.copy_(tensor, non_blocking=True)
-            event = self._cuda.Event(blocking=True)
+                self._device.wait(self._stream, after)
+            self._device.copy_in(out.address, source, self._stream)
+            event = self._device.event(sleeps=True)
             event.record(self._stream)
         if wait:
             event.synchronize()
@@ -131,24 +120,23 @@ class CudaCopies:
 
     def settled(self, event: Any) -> None:
         """Return when ``event`` has happened."""
-        if self._real and event is not None:
+        if event is not None:
             event.synchronize()
 
     def ended(self, event: Any) -> bool:
         """Whether ``event`` has happened."""
-        return not self._real or event is None or bool(event.query())
+        return event is None or bool(event.query())
 
     def wait(self, event: Any) -> None:
         """Kernels started from now on wait for ``event``."""
-        if self._real and event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        if event is not None:
+            self._device.wait(self._device.stream, event)
 
     def record(self) -> Any:
         """An event after all kernels started so far."""
-        if not self._real:
-            return None
-        event = self._cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._device.event()
+        if event is not None:
+            event.record()
         return event
 
     def to_gpu(self, x: npt.NDArray[np.float32]) -> Stream:
@@ -157,11 +145,7 @@ class CudaCopies:
 
     def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
         """The GPU's residual stream, or normed rows, as the CPU's activations (R, D)."""
-        device = self._cuda.device(self._device) if self._real else contextlib.nullcontext()
-        with torch.inference_mode(), device:
-            there = x if isinstance(x, Tensor) else x.settle()
-            values: npt.NDArray[np.float32] = there.float().cpu().numpy()
-        return values if self._real else values.copy()
+        return (x if isinstance(x, Tensor) else x.settle()).to_host()
 
     def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
         """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
@@ -169,28 +153,27 @@ class CudaCopies:
         The returned function waits for both and gives the rows as the CPU's activations (R, D). For
         as long as it may be called they must stay: their memory would be used again.
         """
-        if self._back is None:
+        if not self._real:
             return lambda: self.to_host(x)
-        event = self._cuda.Event()
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.inference_mode(), torch.cuda.stream(self._back):
-            rows = self._pinned_copy(x)
-            if isinstance(routing, CudaRouting):
-                routing.copy_to(self._pinned_copy(routing.results), event)
-            event.record(self._back)
+        event, made = self._device.event(), self.record()
+        self._device.wait(self._back, made)
+        rows = self._begin_copy(x)
+        if isinstance(routing, CudaRouting):
+            routing.copy_to(self._begin_copy(routing.results), event)
+        event.record(self._back)
 
         def received() -> npt.NDArray[np.float32]:
             event.synchronize()
-            with torch.inference_mode():
-                values: npt.NDArray[np.float32] = rows.float().numpy()
-            return values
+            return widened(rows) if x.dtype is BFLOAT16 else rows
 
         return received
 
-    def _pinned_copy(self, there: Tensor) -> Tensor:
-        """A pinned copy in RAM, made when the current stream reaches it."""
-        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-        here.copy_(there, non_blocking=True)
+    def _begin_copy(self, there: Tensor) -> npt.NDArray[Any]:
+        """A pinned copy in RAM, made when it comes to it."""
+        assert there.is_contiguous, "it is one copy"
+        nbytes = max(1, there.nbytes)
+        here = array_of(self._returned.take(nbytes), there.shape, there.dtype.numpy)
+        self._device.copy_out(here, there.address, self._back)
         return here
 
     def measure(self) -> tuple[float, float]:
@@ -207,9 +190,8 @@ class CudaCopies:
             self.copy_in(source, out, None)
             link.append(time.perf_counter() - started)
             started = time.perf_counter()
-            other.copy_(out)
-            if self._real:
-                torch.cuda.current_stream(self._device).synchronize()
+            other.put(out)
+            self._device.synchronize()
             memory.append(time.perf_counter() - started)
         self.free_host(source)
         self.free(out)
@@ -217,19 +199,18 @@ class CudaCopies:
         return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
 
     def close(self) -> None:
-        """Unpin the RAM, and give torch's cached memory back to the GPU."""
+        """Unpin the RAM, and give memory that nobody uses back to the GPU."""
         for data in list(self._pinned.values()):
             self.free_host(data)
         if self._real:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
+            self._device.synchronize(self._back)
+            self._returned.trim()
+        self._device.trim()
 
     def free_host(self, data: Bytes) -> None:
         """Unpin a buffer of ``host_buffer``; it is freed with its last reference."""
         if self._pinned.pop(data.ctypes.data, None) is not None:
-            if self._stream is not None:
-                self._stream.synchronize()  # what is still being copied from there
-            with self._cuda.device(self._device):
-                self._cuda.cudart().cudaHostUnregister(data.ctypes.data)
+            self._device.synchronize(self._stream)  # what is still being copied from there
+            self._device.unregister(data)
             if self._may_pin is not None:
                 self._may_pin += data.nbytes

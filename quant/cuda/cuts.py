@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from localrt.quant.cuda.formats import halves_steps
 
 # Of linear_many.cu: tiles of a block, rows of records that blocks have at once in the GPU's cache.
@@ -59,11 +57,3 @@ def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int
 def groups_of(rows: int) -> int:
     """Rows in eights that a warp multiplies at once, at most; records have room for so many."""
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
-
-
-@cache
-def processors_of(device: torch.device) -> int:
-    """A GPU's multiprocessors; 1 for the CPU, which runs kernels in tests."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

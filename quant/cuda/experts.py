@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_float, c_int, c_int64, c_ubyte, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     GATES,
@@ -44,6 +43,17 @@ from localrt.quant.cuda.routing import (
     router_logits,
 )
 from localrt.quant.cuda.steps import move_rows, rotate_blocks
+from localrt.quant.cuda.tensor import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    Dtype,
+    Tensor,
+    empty,
+    upload,
+    zeros,
+)
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
@@ -127,7 +137,7 @@ def write_entries(
     """
     for first in range(0, len(experts), _MOST_ENTRIES):
         some = slice(first, first + _MOST_ENTRIES)
-        args = _Entries(table.data_ptr())
+        args = _Entries(table.address)
         count = len(experts[some])
         np.ctypeslib.as_array(args.words)[: count * ENTRY] = entries[some].reshape(-1)
         np.ctypeslib.as_array(args.experts)[:count] = experts[some]
@@ -144,14 +154,14 @@ def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[n
     size = rows_at_once(rows, used, len(wanted))
     whole = (slots + min(experts, slots) * (size - 1)) // size
     most = max(1, min(whole, experts * -(-rows // size)))
-    parts = torch.empty(most, 3, dtype=torch.int32, device=chosen.device)
-    order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
+    parts = empty(most, 3, dtype=INT32, device=chosen.device)
+    order = empty(slots, dtype=INT32, device=chosen.device)
     bits = np.packbits(wanted, bitorder="little")
     args = _Plan(
         *pointers(table, chosen, parts, order),
         slots,
         used,
-        chosen.stride(0),
+        chosen.strides[0],
         most,
         size,
         number,
@@ -177,7 +187,7 @@ def grouped_gate_up(
     Of ``relu2``, which has no gate, activation(up).
     """
     slots = len(plan.slots)
-    out = torch.empty(slots, side.rows, dtype=torch.bfloat16, device=table.device)
+    out = empty(slots, side.rows, dtype=BFLOAT16, device=table.device)
     _launch(x, out, plan, table, side, activation, limit, plan.used)
     return out
 
@@ -189,7 +199,7 @@ def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: S
 
 @cache
 def grouped_program(
-    format_: str, size: int, gate: str | None, out: torch.dtype, *, fine: bool = False
+    format_: str, size: int, gate: str | None, out: Dtype, *, fine: bool = False
 ) -> Program:
     """The variant of the kernel for ``size`` slots of an expert at once."""
     size *= 2 if fine else 1
@@ -221,7 +231,7 @@ def _launch(
         *pointers(x.data, y, table, plan.parts, plan.slots),
         _tile_bytes(side.format, side.columns),
         x.stride,
-        y.stride(0),
+        y.strides[0],
         per,
         side.rows,
         tiles,
@@ -312,7 +322,7 @@ class CudaExpertTable(PlainExpertTable):
             self.present[expert], self._places[expert] = False, 0
             self._moved.add(expert)
 
-    def entries(self, device: torch.device) -> Tensor:
+    def entries(self, device: Device) -> Tensor:
         """(E, ENTRY) int64 on the device: where experts lie, for kernels that start now."""
         entries = self.memory(device)
         if self._moved:
@@ -321,10 +331,10 @@ class CudaExpertTable(PlainExpertTable):
             self._moved.clear()
         return entries
 
-    def memory(self, device: torch.device) -> Tensor:
+    def memory(self, device: Device) -> Tensor:
         """Where the entries are; they may not have been written yet."""
         if self._entries is None:
-            self._entries = torch.zeros(self._places.shape, dtype=torch.int64, device=device)
+            self._entries = zeros(*self._places.shape, dtype=INT64, device=device, pool=device.kept)
         return self._entries
 
 
@@ -358,19 +368,19 @@ def _gate_and_up(
     first = tiles[0] if tiles else None
     if first is None or len(tiles) != len(weight.parts):
         return None
-    at, factor = first.data.data_ptr(), _address(first.factor)
+    at, factor = first.data.address, _address(first.factor)
     if len(tiles) == 1 and weight.shape[0] == inner:
         return (at, factor), (0, 0), first.format
     if len(tiles) == 1 and inner % 16 == 0:
         up = at + inner // 16 * first.tile_bytes
         return (at, factor), (up, factor and factor + inner // 16 * 4), first.format
     if len(tiles) == 2 and tiles[1].shape[0] == inner and tiles[1].format == first.format:
-        return (at, factor), (tiles[1].data.data_ptr(), _address(tiles[1].factor)), first.format
+        return (at, factor), (tiles[1].data.address, _address(tiles[1].factor)), first.format
     return None
 
 
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None else tensor.address
 
 
 def route_rows(
@@ -382,10 +392,10 @@ def route_rows(
     """The experts of normed rows (R, D), float32; ``rows`` are the same in bf16."""
     gate: Any = weights.gate
     if gate.hadamard or not all(isinstance(part, Tensor) for part in gate.parts):
-        logits = linear(rows, gate, dtype=torch.float32)
+        logits = linear(rows, gate, dtype=FLOAT32)
     else:
         shape = (len(normed), gate.shape[0])
-        logits = torch.empty(shape, dtype=torch.float32, device=normed.device)
+        logits = empty(*shape, dtype=FLOAT32, device=normed.device)
         first = 0
         for part in gate.parts:
             stop = first + len(part)
@@ -417,10 +427,7 @@ def run_kinds(
         wanted[asked[asked < len(kinds)]] = True
     if (others := wanted & (kinds < 0)).any():
         for expert, filled in slots_of(routing, others.nonzero()[0].tolist()):
-            index = upload(filled // routing.used, normed.device)
-            shape = len(index), normed.shape[1]
-            rows = torch.empty(shape, dtype=normed.dtype, device=normed.device)
-            put_rows(apart(expert, move_rows(normed, rows, index=index)), filled, slots)
+            run_apart(normed, filled, routing.used, slots, partial(apart, expert))
     chosen: Tensor | None = None
     for number, kind in enumerate(table.kinds):
         if not (same := wanted & (kinds == number)).any():
@@ -430,6 +437,19 @@ def run_kinds(
             entries = table.entries(normed.device)
         plan = plan_slots(chosen, entries, number + 1, same)
         run_kind(normed, plan, entries, kind, spec, slots)
+
+
+def run_apart(
+    normed: Tensor,
+    filled: npt.NDArray[np.intp],
+    used: int,
+    slots: Tensor,
+    compute: Callable[[Tensor], Tensor],
+) -> None:
+    """Fill the slots ``filled`` (n,) of one expert by what it computes of their rows."""
+    rows = empty(len(filled), normed.shape[1], dtype=normed.dtype, device=normed.device)
+    move_rows(normed, rows, index=upload(filled // used, normed.device))
+    put_rows(compute(rows), filled, slots)
 
 
 def run_present(

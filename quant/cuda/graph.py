@@ -17,12 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cuda.capture import Capture, Check, Replay, record
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.kv import blocks_of
-from localrt.quant.cuda.launch import upload
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.routing import CudaRouting
@@ -36,6 +34,7 @@ from localrt.quant.cuda.stream import (
     Recording,
     Stream,
 )
+from localrt.quant.cuda.tensor import INT64, Tensor, empty, upload, zeros
 from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
@@ -140,7 +139,7 @@ class Recordings:
 
         logits = static.run(key, step, settled, before, check)
         x.values = values
-        return None if logits is None else np.array(logits.cpu().numpy())
+        return None if logits is None else logits.to_host()
 
     def forget(self, key: object | None = None) -> None:
         if key is None:
@@ -276,12 +275,12 @@ class StaticPass:
         (span,) = batch.spans
         self._ops = ops
         self.wanted = list(shape.wanted)
-        self._device = device = torch.device(ops.device)
+        self._device = device = device_of(ops.device)
         self._numbers = Numbers(span.rows, [shape.blocks])
-        self._inputs = torch.zeros_like(self._numbers.staged, device=device)
+        self._inputs = zeros(*self._numbers.staged.shape, dtype=INT64, device=device)
         self._tree = None if span.mask is None else ops.tree(span.mask)
         whole = self.wanted == list(range(span.rows))
-        self._index = None if whole else torch.tensor(self.wanted, device=device)
+        self._index = None if whole else upload(np.array(self.wanted, np.int64), device)
         self._limit = (shape.blocks * BLOCK_TOKENS,)
         self._table: SequenceTable | None = None
         if isinstance(span.cache, HybridCache):
@@ -291,7 +290,7 @@ class StaticPass:
             )
         self._sequences: Tensor | None = None  # the table's copy
         self._values: Tensor | None = None
-        self._host: Tensor | None = None
+        self._host: Logits | None = None
         self._runs: dict[object, _Run] = {}
         self._kept: dict[Any, Any] = {}
 
@@ -299,10 +298,10 @@ class StaticPass:
         """Begin a pass of ``batch``, which has this shape."""
         (span,) = batch.spans
         self._numbers.fill(batch.tokens, batch.positions, batch.spans)
-        upload(self._numbers.staged.numpy(), self._device, out=self._inputs)
+        self._inputs.put(self._numbers.staged)
         if self._tree is not None:
             assert span.mask is not None
-            upload(np.ascontiguousarray(span.mask, np.int8), self._device, out=self._tree)
+            self._tree.put(np.ascontiguousarray(span.mask, np.int8))
         numbers = self._numbers.split(self._inputs)
         step = StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
         if self._table is not None:
@@ -317,7 +316,7 @@ class StaticPass:
     def values(self, like: Tensor) -> Tensor:
         """The residual stream's values, where recordings read and write it."""
         if self._values is None:
-            self._values = torch.empty_like(like)
+            self._values = empty(*like.shape, device=self._device, pool=self._device.kept)
         return self._values
 
     def has(self, key: object) -> bool:
@@ -344,7 +343,8 @@ class StaticPass:
         """
         made = self._runs.get(key)
         if made is None or made.recording.stale:
-            kept = None if x is None else x.clone()  # it is run before it is recorded
+            # It is run before it is recorded.
+            kept = None if x is None else empty(*x.shape, device=self._device).put(x)
             self._load(x)
             made = self._runs[key] = self._record(step, body)
             x = kept
@@ -361,19 +361,16 @@ class StaticPass:
     def to_host(self, logits: Tensor) -> Logits:
         """Copy to the host through pinned RAM."""
         if self._host is None:
-            pinned = self._device.type == "cuda"
-            self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
-        self._host.copy_(logits, non_blocking=True)
-        if self._host.is_pinned():
-            torch.cuda.current_stream(self._device).synchronize()
-        host: Logits = self._host.numpy().copy()
-        return host
+            self._host = self._device.pinned(logits.shape, np.float32)
+        self._device.copy_out(self._host, logits.address)
+        self._device.synchronize()
+        return self._host.copy()
 
     def _load(self, x: Tensor | None) -> None:
         if x is not None:
             values = self.values(x)
             if x is not values:
-                values.copy_(x)
+                values.put(x)
 
     def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
         fresh = replace(step, tables={}, mixed=set())

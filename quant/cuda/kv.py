@@ -14,12 +14,12 @@ from itertools import accumulate, chain, groupby
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import UINT8, Dtype, Tensor, upload, zeros
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity, read_pieces
@@ -58,8 +58,8 @@ class BlockedCache(GrowingCache):
         self,
         shapes: Sequence[tuple[int, int, int]],
         capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
     ) -> None:
         super().__init__(capacity)
         self._dtype, self._device = dtype, device
@@ -89,7 +89,7 @@ class BlockedCache(GrowingCache):
             f"{len(list(same))}x{heads}x{key}x{value}"
             for (heads, key, value), same in groupby(self._shapes)
         )
-        return f"blocks 1 {self._dtype} {shapes}".replace("torch.", "")
+        return f"blocks 1 {self._dtype} {shapes}"
 
     @property
     def block_bytes(self) -> int:
@@ -110,7 +110,7 @@ class BlockedCache(GrowingCache):
         for block in self._blocks:
             found = (
                 block[at : at + place.heads * BLOCK_TOKENS * size * self._dtype.itemsize]
-                .view(self._dtype)
+                .typed(self._dtype)
                 .view(place.heads, BLOCK_TOKENS, size)
                 for at, size in ((place.keys_at, place.key), (place.values_at, place.value))
             )
@@ -121,21 +121,21 @@ class BlockedCache(GrowingCache):
         """A copy in RAM, (count, block_bytes)."""
         taken = np.empty((count, self._step), np.uint8)
         for room, block in zip(taken, self._blocks[first : first + count], strict=True):
-            torch.from_numpy(room).copy_(block)
+            block.device.copy_out(room, block.address)
+        self._device.synchronize()
         return taken
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
-        with torch.inference_mode():
-            for start, blocks in read_pieces(first, count, self._step, read):
-                for number, data in enumerate(blocks, start):
-                    self._blocks[number].copy_(torch.from_numpy(data))
+        for start, blocks in read_pieces(first, count, self._step, read):
+            for number, data in enumerate(blocks, start):
+                self._blocks[number].put(data)
 
     def _grow(self, size: int) -> None:
         while len(self._blocks) < size // BLOCK_TOKENS:
             # Zeros: the end of the last block is saved too.
-            block = torch.zeros(self._step, dtype=torch.uint8, device=self._device)
+            block = zeros(self._step, dtype=UINT8, device=self._device, pool=self._device.kept)
             self._blocks.append(block)
-            self.addresses = np.append(self.addresses, block.data_ptr())
+            self.addresses = np.append(self.addresses, block.address)
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
         """One token after another: they ascend, so none is overwritten before it has moved."""

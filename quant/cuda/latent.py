@@ -10,9 +10,6 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
-import torch
-from torch import Tensor
-
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
 from localrt.quant.cuda.kv import LayerPlace, blocks_of
@@ -22,6 +19,7 @@ from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm
 from localrt.quant.cuda.stream import CudaPass, Stream
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import ranges
 
@@ -72,8 +70,8 @@ def latent_append(
     args = _LatentAppend(
         *pointers(q, wide, queries, blocks, held, cos, sin, norm),
         place.keys_at,
-        q.stride(0),
-        wide.stride(0),
+        q.strides[0],
+        wide.strides[0],
         heads,
         width,
         half,
@@ -128,7 +126,7 @@ def attend_latent_rows(
 
 
 @cache
-def append_program(q: torch.dtype, wide: torch.dtype) -> Program:
+def append_program(q: Dtype, wide: Dtype) -> Program:
     """The step before, for queries and latents of these types."""
     return Program.of("latent_append", Q_IN=OUT[q], WIDE_IN=OUT[wide])
 
@@ -151,18 +149,18 @@ class LatentSteps:
         self, x: Stream, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
         """(R, H, P + L); the latents are written to the caches."""
-        kind = torch.bfloat16 if weights.query_up is None else torch.float32
+        kind = BFLOAT16 if weights.query_up is None else FLOAT32
         h = normed_for(x, weights.norm, spec.eps, weights.down)
         wide = linear(h, weights.down, dtype=kind)
         q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
         if weights.query_up is not None:
-            ranked = norm(q, weights.query_norm, spec.latent_eps, out=torch.bfloat16)
+            ranked = norm(q, weights.query_norm, spec.latent_eps, out=BFLOAT16)
             q = linear(ranked, weights.query_up)
         q = q.view(len(q), spec.heads, -1)  # (R, H, N + P)
         shape = (len(q), spec.heads, spec.head_dim)
-        queries = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
-        absorbed = queries[..., spec.rope_dim :].transpose(0, 1)
-        multiply_heads(q[..., : spec.nope].transpose(0, 1), weights.key_up, absorbed)
+        queries = empty(*shape, dtype=BFLOAT16, device=q.device)
+        absorbed = queries[:, :, spec.rope_dim :].transpose(0, 1)
+        multiply_heads(q[:, :, : spec.nope].transpose(0, 1), weights.key_up, absorbed)
         cos, sin = self._rotations.of(spec.rope, step)
         assert cos is not None, "latent attention rotates a part of its keys"
         assert sin is not None, "as cos"
@@ -187,7 +185,7 @@ class LatentSteps:
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
         shape = (len(q), spec.heads, spec.latent)
-        seen = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
+        seen = empty(*shape, dtype=BFLOAT16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             attend_latent_rows(
                 q[first:stop],
@@ -202,6 +200,6 @@ class LatentSteps:
                 longest=step.longest[index],
             )
         shape = (len(q), spec.heads, spec.value)
-        values = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
+        values = empty(*shape, dtype=BFLOAT16, device=q.device)
         multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))
-        return linear(values.flatten(1), weights.out, dtype=torch.float32)
+        return linear(values.view(len(q), -1), weights.out, dtype=FLOAT32)

@@ -1,19 +1,18 @@
 """Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
 
 Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows,
-and to torch's products for more. Where bf16 is nearly as fast as 8 bits (data centers' GPUs), more
-than 64 rows unpack packed weights too, a piece at a time, for torch's products; not where each head
-has a matrix. It knows which kernel takes what, which rotation the inputs need, and no steps of a
-model.
+and to cuBLAS, if it is there, for more. Where bf16 is nearly as fast as 8 bits (data centers'
+GPUs), more than 64 rows unpack packed weights too, a piece at a time, for cuBLAS; not where each
+head has a matrix. It knows which kernel takes what, which rotation the inputs need, and no steps of
+a model.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import Any
 
-from localrt.quant.cuda.launch import multiplies_bf16, prefers_int8
+from localrt.quant.cuda import cublas
+from localrt.quant.cuda.launch import prefers_int8
 from localrt.quant.cuda.products import (
     MOST_ROWS,
     Records,
@@ -25,6 +24,7 @@ from localrt.quant.cuda.products import (
 )
 from localrt.quant.cuda.steps import converted, gate, rotate_blocks
 from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
@@ -40,14 +40,13 @@ def reads_records(weight: CudaWeight, rows: int) -> bool:
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
-    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all of packed weights on
-    most GPUs, or all on a GPU that does not multiply bf16 (Turing).
+    """Whether our kernels multiply ``rows`` rows, and not cuBLAS: few, or all of packed weights on
+    most GPUs, or all where there is no cuBLAS that multiplies bf16.
     """
-    if part.shape[1] % 32:
-        return False
     if isinstance(part, Tensor):
-        return rows <= MOST_ROWS or not multiplies_bf16(part.device)
-    return rows <= MOST_ROWS or prefers_int8(part.data.device)
+        return rows <= MOST_ROWS or not cublas.multiplies(part.device)
+    device = part.data.device
+    return rows <= MOST_ROWS or prefers_int8(device) or not cublas.multiplies(device)
 
 
 def linear(
@@ -55,7 +54,7 @@ def linear(
     weight: CudaWeight,
     bias: Tensor | None = None,
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: Dtype = BFLOAT16,
     out: Tensor | None = None,
 ) -> Tensor:
     """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``, or to
@@ -69,7 +68,7 @@ def linear(
         if reads_records(weight, len(x)):
             x = quantize(x, fine=weight.fine)
     if out is None:
-        out = torch.empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
+        out = empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
     first = 0
     for part in weight.parts:
         rows = part.shape[0]
@@ -94,7 +93,7 @@ def normed_for(
 ) -> Tensor | Records:
     """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
     if weight is None:
-        return converted(x.settle(), torch.bfloat16)
+        return converted(x.settle(), BFLOAT16)
     if reads_records(reader, len(x.values)):
         return x.normed_records(weight, eps, fine=reader.fine)
     return x.normed(weight, eps)
@@ -116,7 +115,7 @@ def gate_up(
     else:
         limit = spec.limit
     if bias is not None or scale != 1.0 or activation not in ("silu", "gelu_tanh"):
-        both = linear(x, weight, bias, dtype=torch.float32)
+        both = linear(x, weight, bias, dtype=FLOAT32)
         return gate(both, activation, scale=scale, limit=limit)
     part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
     if (
@@ -129,7 +128,7 @@ def gate_up(
     given = x
     if isinstance(x, Tensor):
         x = quantize(_rotated(x, weight), fine=weight.fine)
-    out = torch.empty(rows, inner, dtype=torch.bfloat16, device=_device(x))
+    out = empty(rows, inner, dtype=BFLOAT16, device=_device(x))
     product(x, part, out, gate=activation)
     if weight.adapters is not None:
         changed = weight.adapters.changed_rows(weight.starts)
@@ -146,7 +145,7 @@ def _rows(x: Tensor | Records) -> int:
     return x.rows if isinstance(x, Records) else len(x)
 
 
-def _device(x: Tensor | Records) -> torch.device:
+def _device(x: Tensor | Records) -> Any:
     return x.data.device if isinstance(x, Records) else x.device
 
 
@@ -157,8 +156,8 @@ def _multiply_unpacked(
     at_once = max(16, _UNPACKED // columns // 16 * 16)
     for first in range(0, rows, at_once):
         stop = min(rows, first + at_once)
-        y = F.linear(x, _unpacked(part, first, stop))
-        out[:, first:stop] = y if bias is None else y + bias[first:stop]
+        own = None if bias is None else bias[first:stop]
+        cublas.multiply(x, _unpacked(part, first, stop), out[:, first:stop], own)
 
 
 def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
@@ -175,16 +174,29 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     if len(weight.parts) == 1 and isinstance(part, Tensor) and _by_kernels(count, part):
         dense_product(x, part, out)
         return
-    whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
-    stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)
-    out.copy_(torch.bmm(x, stacked.transpose(1, 2)))
+    stacked = empty(heads * rows, columns, dtype=BFLOAT16, device=x.device)
+    first = 0
+    for part in weight.parts:
+        stop = first + part.shape[0]
+        _unpack(part, stacked[first:stop])
+        first = stop
+    if cublas.multiplies(x.device):
+        cublas.multiply(x, stacked.view(heads, rows, columns), out)
+    else:
+        dense_product(x, stacked, out)
 
 
 def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
     """Rows of a matrix in bf16."""
     if isinstance(part, Tensor):
         return part[first:stop]
-    shape = (stop - first, part.shape[1])
-    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.data.device)
+    dense = empty(stop - first, part.shape[1], dtype=BFLOAT16, device=part.data.device)
     unpack_rows(part, dense, first=first)
     return dense
+
+
+def _unpack(part: TiledMatrix | Tensor, out: Tensor) -> None:
+    if isinstance(part, Tensor):
+        out.put(part)
+    else:
+        unpack_rows(part, out)

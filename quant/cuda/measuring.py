@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_file import (
     FINE_RATES,
@@ -34,14 +34,15 @@ from localrt.quant.cuda.launch import (
     Stopwatch,
     gpu_file,
     noting,
-    prepare,
 )
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import TiledMatrix, quantize
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, UINT8, upload, zeros
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
+from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.arrays import aligned_buffer
 
@@ -78,7 +79,8 @@ def gpu_rates(
     Raises:
         LocalrtError: the GPU cannot be measured.
     """
-    file = file or gpu_file(torch.device(ops.device))
+    device = device_of(ops.device)
+    file = file or gpu_file(device)
     part = FINE_RATES if ops.fine else RATES
     known = GpuRates.from_dict(file.read(part))
     wanted = _packed(formats) or (_FORMATS[:1] if known is None else ())
@@ -87,8 +89,7 @@ def gpu_rates(
         return known
     rates = measure_gpu(ops, missing, host=host, known=known, on_step=on_step)
     file.write(part, rates.to_dict())
-    if torch.device(ops.device).type == "cuda":
-        torch.cuda.empty_cache()  # so that memory used to measure counts as free
+    device.trim()  # others see that what was used to measure is free
     return rates
 
 
@@ -109,7 +110,7 @@ def measure_gpu(
     Raises:
         LocalrtError: the GPU refuses a kernel, or has no memory left.
     """
-    device = torch.device(ops.device)
+    device = device_of(ops.device)
     stopwatch = stopwatch or CudaStopwatch(device)
     names = _packed(formats)
     steps = len(names) + (3 if known is None else 0)
@@ -169,15 +170,17 @@ def _weight(ops: CudaOps, name: str, size: type[Size]) -> CudaWeight:
     rows, columns = size.shape
     nbytes = rows * FORMATS[name].row_bytes(columns)
     # Any two of these bytes are a sane float16.
-    data = torch.randint(0x20, 0x40, (nbytes,), dtype=torch.uint8, device=ops.device)
+    values = np.random.default_rng(0).integers(0x20, 0x40, nbytes, np.uint8)
+    data = upload(values, device_of(ops.device))
     return CudaWeight(size.shape, (TiledMatrix(name, size.shape, data),), fine=ops.fine)
 
 
 def _products(ops: CudaOps, weight: CudaWeight) -> Iterator[Callable[[], object]]:
     """Functions that start a product at each of ``ROWS``, quantizing included."""
     for count in ROWS:
-        x = torch.randn(count, weight.shape[1], device=ops.device).bfloat16()
-        yield partial(linear, x, weight, dtype=torch.float32)
+        values = np.random.default_rng(0).standard_normal((count, weight.shape[1]), np.float32)
+        x = upload(bf16_bits(values), device_of(ops.device), dtype=BFLOAT16)
+        yield partial(linear, x, weight, dtype=FLOAT32)
 
 
 def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
@@ -188,7 +191,7 @@ def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
             for start in _products(ops, weight):
                 start()
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(partial(prepare, torch.device(ops.device)), programs))
+        list(pool.map(device_of(ops.device).prepare, programs))
 
 
 def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> tuple[float, ...]:
@@ -197,28 +200,25 @@ def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> 
     return tuple(stopwatch.seconds(start) / (rows * columns) for start in _products(ops, weight))
 
 
-def _memory_bytes_s(device: torch.device, stopwatch: Stopwatch, size: type[Size]) -> float:
-    source = torch.zeros(size.copied, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size.copied / stopwatch.seconds(lambda: target.copy_(source))
+def _memory_bytes_s(device: Any, stopwatch: Stopwatch, size: type[Size]) -> float:
+    source, target = (zeros(size.copied, dtype=UINT8, device=device) for _ in range(2))
+    return 2 * size.copied / stopwatch.seconds(lambda: target.put(source))
 
 
-def _launch_seconds(
-    device: torch.device, stopwatch: Stopwatch, size: type[Size]
-) -> tuple[float, float]:
+def _launch_seconds(device: Any, stopwatch: Stopwatch, size: type[Size]) -> tuple[float, float]:
     """Seconds of a small kernel: on the host, and on the GPU in a recorded pass."""
-    x = torch.ones(1, 64, device=device)
+    x = upload(np.ones((1, 64), np.float32), device)
 
     def body() -> None:
         for _ in range(size.launches):
             quantize(x)
 
     body()
-    _finish(device)
+    device.synchronize()
     started = time.perf_counter()
     body()
     launch_s = (time.perf_counter() - started) / size.launches
-    replay = record(lambda cut: body(), Capture(device) if device.type == "cuda" else None)
+    replay = record(lambda cut: body(), Capture(device) if device.is_gpu else None)
     return launch_s, stopwatch.seconds(replay) / size.launches
 
 
@@ -226,7 +226,7 @@ class _Link:
     """Copies between pinned RAM and the GPU, and the RAM and memory for them."""
 
     def __init__(self, ops: CudaOps, size: type[Size]) -> None:
-        self._device, self._size = torch.device(ops.device), size
+        self._device, self._size = device_of(ops.device), size
         self._copies = CudaCopies(ops.device)
         self._source = self._copies.host_buffer(size.copied)
         self._back = self._copies.host_buffer(size.copied)
@@ -236,7 +236,7 @@ class _Link:
 
     def close(self) -> None:
         """Free the RAM and GPU memory."""
-        _finish(self._device)
+        self._device.synchronize()
         self._copies.close()
         self._copies.free(self._there)
         self._copies.free(self._other)
@@ -248,7 +248,7 @@ class _Link:
 
         def back() -> None:
             self._take_back()
-            _finish(self._device)
+            self._device.synchronize()
 
         to_host = nbytes / _median(back)
         started = time.perf_counter()
@@ -257,7 +257,7 @@ class _Link:
             self._take_back()
         self._copies.settled(end)
         both = self._size.copies * nbytes / (time.perf_counter() - started)
-        _finish(self._device)
+        self._device.synchronize()
         return to_gpu, to_host, both
 
     def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
@@ -287,7 +287,7 @@ class _Link:
         return self._copies.copy_in(self._source, self._there, None, wait=False)
 
     def _take_back(self) -> None:
-        torch.from_numpy(self._back).copy_(self._other, non_blocking=True)
+        self._device.copy_out(self._back, self._other.address)
 
 
 def _host() -> NativeOps | None:
@@ -296,11 +296,6 @@ def _host() -> NativeOps | None:
 
 def _happened(event: Any) -> bool:
     return event is None or bool(event.query())
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _median(call: Callable[[], object]) -> float:

@@ -1,7 +1,7 @@
 """``Ops`` on CUDA through our own kernels: matrices stay packed, and are computed on so.
 
 Passes of up to 64 rows are batch-invariant. Longer ones (prefill) have another attention kernel,
-and on data centers' GPUs unpack matrices for torch's products. The residual stream is float32;
+and on data centers' GPUs unpack matrices for cuBLAS. The residual stream is float32;
 what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
 
 Steps that have no kernels here: models that take them compute with torch on a GPU.
@@ -11,15 +11,13 @@ Steps that have no kernels here: models that take them compute with torch on a G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cuda.adapters import CudaAdapters, CudaLowRank
@@ -30,12 +28,12 @@ from localrt.quant.cuda.attention import (
     new_cache,
 )
 from localrt.quant.cuda.capture import Capture
+from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import GraphedForward, Recordings
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
-from localrt.quant.cuda.launch import FullGpu, upload
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
@@ -48,6 +46,7 @@ from localrt.quant.cuda.stream import (
     Recording,
     Stream,
 )
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty, upload
 from localrt.quant.cuda.weight import CudaWeight, Tile, build_weight
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
@@ -63,7 +62,6 @@ from localrt.quant.ops.experts import (
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
-from localrt.quant.reference.ops import free_gpu_memory
 
 
 def _missing(self: object, *args: Any) -> NoReturn:
@@ -90,9 +88,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     ) -> None:
         self.kv_format: KvFormat = kv_format
         self.fine = fine
-        self._device = torch.device(device)
-        if device == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device_of(device)
         self.device = str(self._device)
         self._rotations = Rotations(self._device)
         self._adapters = CudaAdapters(self._device)
@@ -104,32 +100,17 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return self._adapters.table
 
     def scope(self) -> AbstractContextManager[None]:
-        """Inference mode, on this device; quick where it is entered a second time.
-
-        Raises:
-            MemoryBudgetError: the device has no memory left for what is computed within.
-        """
-        entered = torch.is_inference_mode_enabled() and (
-            self._device.type != "cuda" or torch.cuda.current_device() == self._device.index
-        )
-        return FullGpu() if entered else self._enter()
-
-    @contextmanager
-    def _enter(self) -> Iterator[None]:
-        device = nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device)
-        with torch.inference_mode(), device, FullGpu():
-            yield
+        """On this device, which other users of CUDA may have left."""
+        self._device.enter()
+        return nullcontext()
 
     @cached_property
     def capture(self) -> Capture | None:
         """Where passes are recorded; None off a GPU."""
-        return Capture(self._device) if self._device.type == "cuda" else None
+        return Capture(self._device) if self._device.is_gpu else None
 
     def free_memory(self) -> int | None:
-        free = free_gpu_memory(self._device)
-        if free is None or self.capture is None:
-            return free
-        return max(0, free - self.capture.pool_nbytes)  # torch does not keep it for others
+        return self._device.free_nbytes if self._device.is_gpu else None
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
@@ -153,7 +134,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
         """A norm weight or bias in float32."""
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return upload(np.asarray(values, np.float32), self._device, pool=self._device.kept)
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Packed bytes, rows rounded up to whole tiles; or bf16."""
@@ -184,7 +165,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         numbers.fill(batch.tokens, batch.positions, batch.spans)
         trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
         return CudaPass(
-            *numbers.split(upload(numbers.staged.numpy(), self._device)),
+            *numbers.split(upload(numbers.staged, self._device)),
             batch.spans,
             tuple(trees),
             tuple(span.cache.length + span.rows for span in batch.spans),
@@ -210,14 +191,14 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         assert each == 1, "models with rows for each layer compute with torch"
         ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
-        kind = torch.bfloat16 if table.hadamard else torch.float32
-        values = torch.empty(ids.shape[0], table.shape[1], dtype=kind, device=self._device)
+        kind = BFLOAT16 if table.hadamard else FLOAT32
+        values = empty(ids.shape[0], table.shape[1], dtype=kind, device=self._device)
         if isinstance(part, Tensor):
             return Stream(move_rows(part, values, index=ids, scale=scale))
         unpack_rows(part, values, index=ids, factor=scale)
         if table.hadamard:  # its own inverse
             values = rotate_blocks(values, table.hadamard, out=values)
-        return Stream(converted(values, torch.float32))
+        return Stream(converted(values, FLOAT32))
 
     def begin_adapters(self, batch: Batch) -> None:
         self._adapters.begin(batch)
@@ -235,10 +216,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         h = normed_for(x, weights.norm, spec.eps, weights.gate_up)
         inner = gate_up(h, weights.gate_up, spec)
-        y = linear(inner, weights.down, dtype=torch.float32)
+        y = linear(inner, weights.down, dtype=FLOAT32)
         if weights.post_norm is None:
             return y
-        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
 
     # -- a draft head, which reads another model's features ----------------------------------------
 
@@ -246,23 +227,23 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return Stream(upload(values, self._device))
 
     def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
-        return Stream(x.normed(weight, eps, torch.float32))
+        return Stream(x.normed(weight, eps, FLOAT32))
 
     def joined_norms(
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
     ) -> Stream:
         parts = zip((x, y), norms, strict=True)
-        rows = [r.settle() if n is None else r.normed(n, eps, torch.float32) for r, n in parts]
+        rows = [r.settle() if n is None else r.normed(n, eps, FLOAT32) for r, n in parts]
         first, second = rows
         shape = len(first), first.shape[1] + second.shape[1]
-        joined = torch.empty(shape, dtype=torch.float32, device=self._device)
+        joined = empty(*shape, dtype=FLOAT32, device=self._device)
         move_rows(first, joined[:, : first.shape[1]])
         move_rows(second, joined[:, first.shape[1] :])
         return Stream(joined)
 
     def projected(self, x: Stream, weight: CudaWeight) -> Stream:
-        rows = converted(x.settle(), torch.bfloat16)
-        return Stream(linear(rows, weight, dtype=torch.float32))
+        rows = converted(x.settle(), BFLOAT16)
+        return Stream(linear(rows, weight, dtype=FLOAT32))
 
     # -- a mixture of experts --------------------------------------------------------------------
 
@@ -273,13 +254,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self, x: Stream, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
-        normed = x.normed(weights.norm, spec.eps, torch.float32)
-        rows = converted(normed, torch.bfloat16)
+        normed = x.normed(weights.norm, spec.eps, FLOAT32)
+        rows = converted(normed, BFLOAT16)
         return rows, route_rows(normed, rows, weights, spec)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
         shape = (normed.shape[0] * routing.used, normed.shape[1])
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+        return empty(*shape, dtype=FLOAT32, device=self._device)
 
     def run_experts(
         self,
@@ -300,12 +281,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         """One expert's results of its rows, (n, D), by products of its own."""
         inner = gate_up(rows, weights.gate_up, spec, weights.gate_up_bias)
-        return linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
+        return linear(inner, weights.down, weights.down_bias, dtype=FLOAT32)
 
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
         """In place. Rows of the CPU may come as a residual stream."""
         values = rows if isinstance(rows, Tensor) else rows.settle()
-        put_rows(converted(values, torch.float32), index, slots)
+        put_rows(converted(values, FLOAT32), index, slots)
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
@@ -317,17 +298,17 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return linear(normed, weight)
 
     def widen_latents(self, rows: Tensor, weight: CudaWeight, shared: Tensor | None) -> Tensor:
-        y = linear(converted(rows, torch.bfloat16), weight, dtype=torch.float32)
+        y = linear(converted(rows, BFLOAT16), weight, dtype=FLOAT32)
         return y if shared is None else move_rows(shared, y, add=True)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:
         inner = gate_up(normed, weights.gate_up, spec)
-        y = linear(inner, weights.down, dtype=torch.float32)
+        y = linear(inner, weights.down, dtype=FLOAT32)
         if gate is None:
             return y
-        return move_rows(y, y, gates=linear(normed, gate, dtype=torch.float32))
+        return move_rows(y, y, gates=linear(normed, gate, dtype=FLOAT32))
 
     # -- sums and logits -------------------------------------------------------------------------
 
@@ -359,15 +340,15 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             wanted = None
         if wanted is not None:
             shape = len(wanted), x.values.shape[1]
-            some = torch.empty(shape, dtype=torch.float32, device=self._device)
+            some = empty(*shape, dtype=FLOAT32, device=self._device)
             chosen = Stream(move_rows(x.settle(), some, index=wanted))
         normed: Tensor | None = None
         if any(adapter.head for _, adapter in self._adapters.of_rows):
-            normed = chosen.normed(norm, eps, torch.float32)
+            normed = chosen.normed(norm, eps, FLOAT32)
         h = normed_for(chosen, norm, eps, weight)
-        logits = linear(h, weight, dtype=torch.float32)
+        logits = linear(h, weight, dtype=FLOAT32)
         if normed is not None:
-            inputs, changed = normed.cpu().numpy(), logits.cpu().numpy()
+            inputs, changed = normed.to_host(), logits.to_host()
             place = {row: at for at, row in enumerate(rows.tolist())}
             of_rows = self._adapters.of_rows
             head_deltas(of_rows, rows, lambda row: inputs[place[row]], first_row, changed)
@@ -377,5 +358,4 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         if self.recording is not None:
             self.recording.logits = logits
             return np.zeros((len(rows), weight.shape[0]), np.float32)
-        host: Logits = logits.cpu().numpy()
-        return host
+        return logits.to_host()

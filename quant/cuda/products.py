@@ -15,14 +15,16 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, many_grid, processors_of
+from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, many_grid
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 
 MOST_ROWS = 64
 """A pass of more rows is a prompt's."""
@@ -30,7 +32,7 @@ GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
 _RECORD = 144  # bytes of 64 columns: quant/cuda/src/records.cuh
-OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
+OUT = {FLOAT32: "float", BFLOAT16: "Bf16"}
 """Types of tensors, as the kernels call them."""
 
 
@@ -54,7 +56,7 @@ class TiledMatrix:
     @property
     def tile_bytes(self) -> int:
         """Bytes of a tile."""
-        return self.data.numel() // self.count
+        return self.data.size // self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +82,17 @@ class Records:
         """Bytes from a row to the next."""
         return -(-self.columns // 64) * _RECORD
 
-    def values(self) -> Tensor:
-        """What they stand for: (heads, rows, columns), float64, for checks."""
-        records = self.data[:, : self.count].reshape(self.heads, self.count, -1, _RECORD)
-        codes = records[..., :64].view(torch.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
-        scales = records[..., 128:].contiguous().view(torch.float32)
-        steps = codes.permute(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32).double()
-        whole = steps * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
-        parts = whole.reshape(self.heads, self.rows, self.count // self.rows, -1)
-        return parts.sum(2)[..., : self.columns]
+    def values(self) -> npt.NDArray[np.float64]:
+        """What they stand for: (heads, rows, columns), for checks."""
+        heads, count = self.heads, self.count
+        records = self.data.to_host()[:, :count].reshape(heads, count, -1, _RECORD)
+        codes = records[..., :64].view(np.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
+        scales = np.ascontiguousarray(records[..., 128:]).view(np.float32)
+        steps = codes.transpose(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32)
+        whole = steps.astype(np.float64) * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
+        parts = whole.reshape(heads, self.rows, count // self.rows, -1)
+        values: npt.NDArray[np.float64] = parts.sum(2)[..., : self.columns]
+        return values
 
 
 class _Quantize(Structure):
@@ -117,26 +121,26 @@ class _Linear(Structure):
 
 
 def empty_records(
-    heads: int, rows: int, columns: int, device: torch.device, *, fine: bool = False
+    heads: int, rows: int, columns: int, device: Device, *, fine: bool = False
 ) -> Records:
     """Room for records that a kernel writes."""
     count = rows * (2 if fine else 1)
     whole = 8 * groups_of(count)  # a warp loads rows that are not there, and leaves their results
     size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
-    data = torch.empty(size, dtype=torch.uint8, device=device)
+    data = empty(*size, dtype=UINT8, device=device)
     return Records(data, heads, rows, columns, fine)
 
 
 def quantize(x: Tensor, *, fine: bool = False) -> Records:
     """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
-    heads = x.shape[0] if x.dim() == 3 else 1
+    heads = x.shape[0] if len(x.shape) == 3 else 1
     rows, columns = x.shape[-2:]
     records = empty_records(heads, rows, columns, x.device, fine=fine)
     args = _Quantize(
         *pointers(x, records.data),
-        x.stride(0) if heads > 1 else 0,
-        records.data.stride(0),
-        x.stride(-2),
+        x.strides[0] if heads > 1 else 0,
+        records.data.strides[0],
+        x.strides[-2],
         records.stride,
         rows,
         columns,
@@ -168,8 +172,8 @@ def product(
     many = None
     if cut is None:
         if heads == 1:
-            many = many_grid(weight.format, x.count, tiles, processors_of(out.device))
-        cut = best_cut(weight.format, x.count, tiles * heads, processors_of(out.device))
+            many = many_grid(weight.format, x.count, tiles, out.device.processors)
+        cut = best_cut(weight.format, x.count, tiles * heads, out.device.processors)
     chains = chains_of(weight.format, columns)
     parts = min(cut.parts, chains)
     warps = -(-chains // parts)
@@ -178,16 +182,16 @@ def product(
     partial = arrived = None
     if many is None and parts > 1:
         size = blocks * grid[2] * parts * warps * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
-        partial = torch.empty(size, dtype=torch.float32, device=out.device)
+        partial = empty(size, device=out.device)
         arrived = _counters(out.device)
         assert blocks * grid[2] <= len(arrived), "only short products are shared out"
     args = _Linear(
         *pointers(x.data, weight.data, out, bias, weight.factor, partial, arrived),
         x.stride * x.data.shape[-2],
-        out.stride(0) if heads > 1 else 0,
+        out.strides[0] if heads > 1 else 0,
         weight.tile_bytes,
         x.stride,
-        out.stride(-2),
+        out.strides[-2],
         x.count,
         rows // 2 if gate else rows,
         tiles,
@@ -204,25 +208,26 @@ def product(
 
 
 def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
-    """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16, R at most 64.
+    """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16.
 
-    ``columns`` is a multiple of 8. With x (H, R, columns) the weight stacks H matrices, and out is
+    With x (H, R, columns) the weight stacks H matrices, and out is
     (H, R, rows / H). cuBLAS would choose its order of sums by R.
     """
-    heads = x.shape[0] if x.dim() == 3 else 1
+    heads = x.shape[0] if len(x.shape) == 3 else 1
     rows, count = weight.shape[0] // heads, x.shape[-2]
     args = _Dense(
         *pointers(x, weight, out, bias),
-        x.stride(0) if heads > 1 else 0,
-        out.stride(0) if heads > 1 else 0,
-        x.stride(-2),
-        out.stride(-2),
+        x.strides[0] if heads > 1 else 0,
+        out.strides[0] if heads > 1 else 0,
+        x.strides[-2],
+        out.strides[-2],
         count,
         rows,
         weight.shape[1],
     )
     grid = (-(-rows // 8), -(-count // 8), heads)
-    launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
+    program = Program.of("dense", OUT=OUT[out.dtype], WIDE=int(weight.shape[1] % 8 == 0))
+    launch(out.device, program, grid, 256, args)
 
 
 @cache
@@ -231,7 +236,7 @@ def linear_program(
     rows: int,
     cut: Cut,
     gate: str | None,
-    out: torch.dtype,
+    out: Dtype,
     *,
     fine: bool = False,
 ) -> Program:
@@ -250,9 +255,7 @@ def linear_program(
 
 
 @cache
-def many_program(
-    format_: str, gate: str | None, out: torch.dtype, *, fine: bool = False
-) -> Program:
+def many_program(format_: str, gate: str | None, out: Dtype, *, fine: bool = False) -> Program:
     """The kernel for many rows of records."""
     return Program.of(
         "linear_many",
@@ -274,9 +277,9 @@ def chains_of(format_: str, columns: int) -> int:
 
 
 @cache
-def _counters(device: torch.device) -> Tensor:
+def _counters(device: Device) -> Tensor:
     """Zeros, which kernels count up from and leave as they were."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
+    return zeros(4096, dtype=INT32, device=device, pool=device.kept)
 
 
 _WARPS = 8

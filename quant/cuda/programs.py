@@ -22,7 +22,7 @@ from localrt.common.files import write_bytes
 OLDEST = 75
 """The first generation of GPUs with products of 8-bit integers: Turing."""
 
-NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]' nvidia-cuda-nvrtc"
+NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]'"
 
 _FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 

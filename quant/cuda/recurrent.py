@@ -12,16 +12,16 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import Records, empty_records, quantize
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import converted, move_rows, norm, norm_gate
 from localrt.quant.cuda.stream import CudaPass, Sequences, Stream
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty, upload
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Span
@@ -62,9 +62,9 @@ def mix_rows(
     device, rows = mixed.device, len(mixed)
     recurrent, stride = spec.kind != "conv", _prepared_size(spec)
     count_out = 0 if records or recurrent else rows
-    out = torch.empty(count_out, spec.inner, dtype=torch.bfloat16, device=device)
-    seen = torch.empty(rows if recurrent else 0, spec.inner, device=device)
-    scratch = torch.empty(sequences.prepared if recurrent else 0, stride, device=device)
+    out = empty(count_out, spec.inner, dtype=BFLOAT16, device=device)
+    seen = empty(rows if recurrent else 0, spec.inner, device=device)
+    scratch = empty(sequences.prepared if recurrent else 0, stride, device=device)
     count, layers = sequences.positions.shape
     args = _Recurrent(
         *pointers(sequences.records, sequences.positions, sequences.parents),
@@ -219,10 +219,10 @@ class SequenceTable:
             held = span.cache.length
             assert held - source.positions.min() <= self._waiting[index], "there is room for them"
             records[index] = (
-                source.states.data_ptr(),
-                source.rows.data_ptr(),
-                target.states.data_ptr(),
-                target.rows.data_ptr(),
+                source.states.address,
+                source.rows.address,
+                target.states.address,
+                target.rows.address,
                 source.ring,
                 target.ring,
                 held,
@@ -241,9 +241,7 @@ class SequenceTable:
             first += span.rows
             scratch += span.rows + self._waiting[index]
 
-    def upload(
-        self, device: torch.device, out: torch.Tensor | None = None, *, dry: bool = False
-    ) -> torch.Tensor:
+    def upload(self, device: Device, out: Tensor | None = None, *, dry: bool = False) -> Tensor:
         """A copy on the device, in ``out`` if given; of a ``dry`` pass, which changes no state and
         can be run again.
         """
@@ -253,11 +251,11 @@ class SequenceTable:
             numbers[_FOLD : self._records : SEQUENCE_NUMBERS] = -1
         return upload(numbers, device, out=out)
 
-    def split(self, buffer: torch.Tensor) -> Sequences:
+    def split(self, buffer: Tensor) -> Sequences:
         """The parts of a copy."""
         return Sequences(
             buffer[: self._records],
-            buffer[self._records : self._positions].view(self._shape),
+            buffer[self._records : self._positions].view(*self._shape),
             buffer[self._positions :],
             self._rows,
             self._prepared,
@@ -279,7 +277,7 @@ class RecurrentSteps:
         y = mix_and_project(h, weights, spec, step, layer)
         if weights.post_norm is None:
             return y
-        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
 
 
 def mix_and_project(
@@ -292,7 +290,7 @@ def mix_and_project(
     """(R, D), float32, of normed rows; the caches have the states."""
     rows = h.rows if isinstance(h, Records) else len(h)
     device = h.data.device if isinstance(h, Records) else h.device
-    mixed = torch.empty(rows, wide_rows(spec), dtype=torch.float32, device=device)
+    mixed = empty(rows, wide_rows(spec), device=device)
     first = mixed[:, : spec.mix_rows]
     linear(h, weights.mix, weights.mix_bias, out=first)
     if weights.mix_scale is not None:
@@ -312,10 +310,10 @@ def mix_and_project(
     places = layout.states[layer], layout.rows[layer]
     seen = mix_rows(mixed, weights, spec, _sequences(step, mixed.device), layer, places, records)
     step.layer_done(layer)
-    return linear(records or seen, out, weights.out_bias, dtype=torch.float32)
+    return linear(records or seen, out, weights.out_bias, dtype=FLOAT32)
 
 
-def _sequences(step: CudaPass, device: torch.device) -> Sequences:
+def _sequences(step: CudaPass, device: Device) -> Sequences:
     """The sequences of a pass; the first layer begins their states."""
     if step.sequences is None:
         passes = begin_states(step.spans)
@@ -329,5 +327,5 @@ def _widen(x: Tensor, weight: CudaWeight | None, out: Tensor) -> None:
     """The second projection of some columns of float32 rows."""
     assert weight is not None, "a low rank has two projections"
     direct = reads_records(weight, len(x))
-    rows = quantize(x, fine=weight.fine) if direct else converted(x, torch.bfloat16)
+    rows = quantize(x, fine=weight.fine) if direct else converted(x, BFLOAT16)
     linear(rows, weight, out=out)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import FLOAT32, INT32, Tensor, empty, upload
 from localrt.quant.ops.experts import RouterSpec, Routing
 
 
@@ -31,19 +31,19 @@ class CudaRouting(Routing):
         plane = rows * ranked
         self._results, self._shape = results, (rows, ranked, used)
         self.chosen_there = results[:plane].view(rows, ranked)[:, :used]
-        self.weights_there = results[2 * plane :].view(torch.float32).view(rows, used)
+        self.weights_there = results[2 * plane :].typed(FLOAT32).view(rows, used)
         self._away = True
         self._copied: Any = None  # the event by which ``_host`` has them
-        self._host: Tensor | None = None
+        self._host: npt.NDArray[np.int32] | None = None
 
-    def copy_to(self, host: Tensor, copied: Any) -> None:
+    def copy_to(self, host: npt.NDArray[np.int32], copied: Any) -> None:
         """``host`` has the results once the event ``copied`` has happened; None: it has them."""
         self._host, self._copied = host, copied
 
-    def on_host(self, results: Tensor) -> Routing:
-        """Views of ``results`` in RAM, a copy of these or room for one."""
+    def on_host(self, values: npt.NDArray[np.int32]) -> Routing:
+        """Views of ``values`` in RAM, a copy of these or room for one."""
         rows, ranked, used = self._shape
-        plane, values = rows * ranked, results.numpy()
+        plane = rows * ranked
         return Routing(
             values[:plane].reshape(rows, ranked),
             values[plane : 2 * plane].view(np.float32).reshape(rows, ranked),
@@ -90,16 +90,15 @@ class CudaRouting(Routing):
     def _read(self) -> npt.NDArray[np.int32]:
         if self._away:
             if self._host is None:
-                self._host = self._results.cpu()
+                self._host = self._results.to_host()
             elif self._copied is not None:
                 self._copied.synchronize()
             self._away = False
         assert self._host is not None
-        values: npt.NDArray[np.int32] = self._host.numpy()
-        return values
+        return self._host
 
 
-def on_gpu(routing: Routing, device: torch.device) -> CudaRouting:
+def on_gpu(routing: Routing, device: Device) -> CudaRouting:
     """``routing`` in GPU memory; it may be the host's."""
     if isinstance(routing, CudaRouting):
         return routing
@@ -139,9 +138,7 @@ class _Choose(Structure):
 def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """out (R, E) = x (R, D), float32, times the rows of gate (E, D), bf16 or float32."""
     rows, width = x.shape
-    args = _Router(
-        x.data_ptr(), gate.data_ptr(), out.data_ptr(), gate.shape[0], width, out.stride(0)
-    )
+    args = _Router(*pointers(x, gate, out), gate.shape[0], width, out.strides[0])
     program = Program.of("router", GATE_IN=OUT[gate.dtype])
     launch(x.device, program, (-(-gate.shape[0] // 8), rows, 1), _THREADS, args)
 
@@ -157,8 +154,8 @@ def choose(
     rows, count = logits.shape
     assert count <= MOST_EXPERTS, "each has a thread of a block"
     plane = rows * spec.ranked
-    results = torch.empty(2 * plane + rows * spec.used, dtype=torch.int32, device=logits.device)
-    address = results.data_ptr()
+    results = empty(2 * plane + rows * spec.used, dtype=INT32, device=logits.device)
+    address = results.address
     args = _Choose(
         *pointers(logits, gate_bias, choice_bias),
         address,
@@ -183,7 +180,7 @@ def put_rows(rows: Tensor, places: npt.NDArray[np.intp], out: Tensor) -> None:
     width = out.shape[1]
     for first in range(0, len(places), _MOST_PLACES):
         some = places[first : first + _MOST_PLACES]
-        args = _Put(rows.data_ptr() + 4 * width * first, out.data_ptr(), width)
+        args = _Put(rows.address + 4 * width * first, out.address, width)
         np.ctypeslib.as_array(args.places)[: len(some)] = some
         launch(out.device, _PUT, (-(-width // _THREADS), len(some), 1), _THREADS, args)
 
@@ -192,7 +189,7 @@ def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
     """Slots (R * K, D) times weights (R, K), summed in the order of k, plus shared (R, D)."""
     rows, used = weights.shape
     width = slots.shape[1]
-    y = torch.empty(rows, width, dtype=torch.float32, device=slots.device)
+    y = empty(rows, width, device=slots.device)
     args = _Combine(
         *pointers(slots, weights, shared, y),
         used,

@@ -8,19 +8,18 @@ as it is: no copy is a call of the driver. Layers of a pass share that RAM, one 
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_int64, c_void_p
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.experts import CudaExpertTable, run_present
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
+from localrt.quant.cuda.tensor import Tensor, zeros
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
 
 Floats = npt.NDArray[np.float32]
@@ -43,14 +42,13 @@ class _FromHost(Structure):
 class _Exchange:
     """Slots on the GPU; in RAM the rows, the router's results, and the host's slots."""
 
-    def __init__(self, device: torch.device, rows: Tensor, routing: CudaRouting) -> None:
-        real, slots = device.type == "cuda", (len(rows) * routing.used, rows.shape[1])
-        self.slots = torch.zeros(slots, dtype=torch.float32, device=device)
-        self.rows = torch.empty(rows.shape, dtype=torch.float32, pin_memory=real)
-        self.results = torch.zeros_like(routing.results, device="cpu", pin_memory=real)
-        self.host_slots = torch.empty(slots, dtype=torch.float32, pin_memory=real)
-        cuda: Any = torch.cuda  # not typed throughout
-        self.event = cuda.Event() if real else None
+    def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
+        slots = len(rows) * routing.used, rows.shape[1]
+        self.slots = zeros(*slots, device=device)
+        self.rows: Floats = device.pinned(rows.shape, np.float32)
+        self.results: npt.NDArray[np.int32] = device.pinned(routing.results.shape, np.int32)
+        self.host_slots: Floats = device.pinned(slots, np.float32)
+        self.event = device.event()
 
 
 class CudaShare:
@@ -63,21 +61,17 @@ class CudaShare:
         self._recording, self.cut = recording, recording.cut
         self._there, self._choice, self._table = rows, routing, table
         self._device = device = rows.device
-        real = device.type == "cuda"
         shape = (rows.shape[1], routing.used, len(routing.results))
         exchange = recording.kept.get(shape)
         if exchange is None:  # not while it is captured: it has been run before
             exchange = recording.kept[shape] = _Exchange(device, rows, routing)
         self._exchange: _Exchange = exchange
-        self.rows: Floats = exchange.rows.numpy()
-        self.host_slots: Floats = exchange.host_slots.numpy()
+        self.rows, self.host_slots = exchange.rows, exchange.host_slots
         # Its own: the host may write it while an earlier layer's slots are being taken.
         filled = recording.kept.get(table)
         if filled is None:
-            filled = torch.zeros(len(exchange.slots), dtype=torch.int32, pin_memory=real)
-            recording.kept[table] = filled
-        self._filled: Tensor = filled
-        self.filled: npt.NDArray[np.int32] = filled.numpy()
+            filled = recording.kept[table] = device.pinned((len(exchange.slots),), np.int32)
+        self.filled: npt.NDArray[np.int32] = filled
         self.slots = exchange.slots
         self.routing: Routing = routing.on_host(exchange.results)
         self._kinds = len(table.kinds)  # that are recorded
@@ -86,14 +80,13 @@ class CudaShare:
     def _send(self) -> None:
         exchange, rows, results = self._exchange, self._there, self._choice.results
         args = _ToHost(
-            rows.data_ptr(),
-            results.data_ptr(),
-            exchange.rows.data_ptr(),
-            exchange.results.data_ptr(),
-            rows.numel(),
+            *pointers(rows, results),
+            exchange.rows.ctypes.data,
+            exchange.results.ctypes.data,
+            rows.size,
             len(results),
         )
-        most = max(rows.numel(), len(results))
+        most = max(rows.size, len(results))
         launch(self._device, _TO_HOST, (-(-most // _THREADS), 1, 1), _THREADS, args)
 
     def compute(self, spec: ExpertSpec) -> None:
@@ -101,7 +94,7 @@ class CudaShare:
 
     def begin(self) -> npt.NDArray[np.bool_]:
         if self._exchange.event is not None:
-            self._exchange.event.record(torch.cuda.current_stream(self._device))
+            self._exchange.event.record()
         table = self._table
         table.entries(self._device)
         if len(table.kinds) > self._kinds:  # others have come, for which this was not recorded
@@ -114,9 +107,9 @@ class CudaShare:
             self._exchange.event.synchronize()
 
     def take(self) -> Tensor:
-        exchange, (count, width) = self._exchange, self.slots.shape
+        count, width = self.slots.shape
         args = _FromHost(
-            exchange.host_slots.data_ptr(), self._filled.data_ptr(), self.slots.data_ptr(), width
+            self.host_slots.ctypes.data, self.filled.ctypes.data, self.slots.address, width
         )
         launch(self._device, _FROM_HOST, (-(-width // _THREADS), count, 1), _THREADS, args)
         return self.slots

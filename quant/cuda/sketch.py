@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from localrt.quant.cuda.experts import CudaExpertTable, plan_slots, rows_at_once, run_kind
+from localrt.quant.cuda.experts import (
+    CudaExpertTable,
+    plan_slots,
+    rows_at_once,
+    run_apart,
+    run_kind,
+)
 from localrt.quant.cuda.formats import is_packed
-from localrt.quant.cuda.launch import noting, prepare
+from localrt.quant.cuda.launch import noting
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS, TiledMatrix
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.tensor import BFLOAT16, INT32, UINT8, Tensor, empty, nothing
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
@@ -53,16 +59,16 @@ class SketchOps(CudaOps):
         Raises:
             LocalrtError: it does not compile.
         """
-        prepare(self._device, program)
+        self._device.prepare(program)
 
     def stream(self, rows: int, width: int) -> Stream:
         """Stand-ins for any activations, (rows, width)."""
-        return Stream(torch.zeros(rows, width, device=self._device))
+        return Stream(empty(rows, width, device=self._device))
 
     def weight(
         self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
     ) -> CudaWeight:
-        """Parts as ``build_weight`` makes them, of one byte, and one number, that is repeated."""
+        """Parts as ``build_weight`` makes them, without their memory."""
         parts: list[TiledMatrix | Tensor] = []
         hadamard = 0
         for block in blocks:
@@ -73,7 +79,7 @@ class SketchOps(CudaOps):
                 if isinstance(last, Tensor):
                     rows += len(last)
                     parts.pop()
-                parts.append(self._nothing(torch.bfloat16).expand(rows, columns))
+                parts.append(nothing(rows, columns, dtype=BFLOAT16, device=self._device))
                 continue
             name = block.format.name
             same = isinstance(last, TiledMatrix) and last.format == name
@@ -81,7 +87,7 @@ class SketchOps(CudaOps):
                 rows += last.shape[0]
                 parts.pop()
             nbytes = padded_rows(rows) * block.format.row_bytes(columns)
-            data = self._nothing(torch.uint8).expand(nbytes)
+            data = nothing(nbytes, dtype=UINT8, device=self._device)
             parts.append(TiledMatrix(name, (rows, columns), data))
         return CudaWeight(shape, tuple(parts), hadamard, self.fine)
 
@@ -109,13 +115,11 @@ class SketchOps(CudaOps):
         count, rows = len(table.kind_of), len(normed)
         sizes = {rows_at_once(n, routing.used, count) for n in range(1, _LONGEST)}
         for expert in (table.kind_of < 0).nonzero()[0].tolist():
-            self.expert_apart(normed, table[expert], spec)
-        chosen = torch.zeros(rows, routing.used, dtype=torch.int32, device=self._device)
+            apart = partial(self.expert_apart, weights=table[expert], spec=spec)
+            run_apart(normed, np.arange(rows) * routing.used, routing.used, slots, apart)
+        chosen = nothing(rows, routing.used, dtype=INT32, device=self._device)
         for number, kind in enumerate(table.kinds):
             entries = table.entries(self._device)
             plan = plan_slots(chosen, entries, number + 1, table.kind_of == number)
             for size in sizes:
                 run_kind(normed, replace(plan, size=size), entries, kind, spec, slots)
-
-    def _nothing(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(1, dtype=dtype, device=self._device)

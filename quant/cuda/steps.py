@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 
-import torch
-from torch import Tensor
-
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.products import (
@@ -16,6 +13,7 @@ from localrt.quant.cuda.products import (
     empty_records,
 )
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 
 _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.
@@ -82,12 +80,12 @@ def move_rows(
     softcap * tanh(x / softcap).
     """
     rows, width = y.shape
-    if not y.numel():  # a launch has blocks
+    if not y.size:  # a launch has blocks
         return y
     args = _MoveRows(
         *pointers(x, y, index, gates, scales),
-        x.stride(0),
-        y.stride(0),
+        x.strides[0],
+        y.strides[0],
         width,
         add,
         scale,
@@ -98,11 +96,11 @@ def move_rows(
     return y
 
 
-def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+def converted(x: Tensor, dtype: Dtype) -> Tensor:
     """x (R, D), bf16 or float32, in ``dtype`` and contiguous: x itself if it is."""
-    if x.dtype == dtype and x.is_contiguous():
+    if x.dtype == dtype and x.is_contiguous:
         return x
-    return move_rows(x, torch.empty(x.shape, dtype=dtype, device=x.device))
+    return move_rows(x, empty(*x.shape, dtype=dtype, device=x.device))
 
 
 def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -110,7 +108,7 @@ def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor
     float32.
     """
     n, half = len(positions), len(frequencies)
-    tables = torch.empty(2, n, half, dtype=torch.float32, device=positions.device)
+    tables = empty(2, n, half, dtype=FLOAT32, device=positions.device)
     cos, sin = tables[0], tables[1]
     args = _Rotary(*pointers(positions, frequencies, cos, sin), n, half, scale)
     grid = (-(-n * half // _THREADS), 1, 1)
@@ -119,13 +117,13 @@ def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor
 
 
 def norm(
-    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: torch.dtype
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: Dtype
 ) -> Tensor:
     """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
 
     x keeps the sum; its rows may lie apart. The result is of type ``out``, bf16 or float32.
     """
-    y = torch.empty(x.shape, dtype=out, device=x.device)
+    y = empty(*x.shape, dtype=out, device=x.device)
     _norm(x, weight, eps, pending, y, y.shape[1], OUT=OUT[out], RECORDS=0)
     return y
 
@@ -154,11 +152,11 @@ def _norm(
     stride: int,
     **macros: object,
 ) -> None:
-    assert pending is None or pending.is_contiguous(), "rows of a sum follow one another"
+    assert pending is None or pending.is_contiguous, "rows of a sum follow one another"
     args = _Norm(
         *pointers(x, pending, weight, y),
         x.shape[1],
-        x.stride(0),
+        x.strides[0],
         stride,
         eps,
     )
@@ -183,13 +181,13 @@ def norm_gate(
     """
     rows, width = seen.shape
     size = size or width
-    out = torch.empty(0 if records else rows, width, dtype=torch.bfloat16, device=seen.device)
+    out = empty(0 if records else rows, width, dtype=BFLOAT16, device=seen.device)
     args = _NormGate(
         *pointers(seen, gates, weight, records.data if records else out),
         width=width,
         size=size,
         norm_width=0 if weight is None else len(weight),
-        gate_stride=gates.stride(0),
+        gate_stride=gates.strides[0],
         out_stride=records.stride if records else 0,
         gate_first=gate_first,
         with_sigmoid=gate == "sigmoid",
@@ -218,10 +216,9 @@ def gate(
 
     ``limit`` is ``swiglu_oai``'s. With ``rows`` (n,), int64, only those are written to ``out``.
     """
-    count, width = gate_up.shape
-    width //= 1 if activation == "relu2" else 2
+    count, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation == "relu2" else 2)
     if out is None:
-        out = torch.empty(count, width, dtype=torch.bfloat16, device=gate_up.device)
+        out = empty(count, width, dtype=BFLOAT16, device=gate_up.device)
     args = _Gate(*pointers(gate_up, out, rows), width, scale, limit)
     program = Program.of("gate", GATE=GATES[activation], IN=OUT[gate_up.dtype])
     grid = (-(-width // _THREADS), count if rows is None else len(rows), 1)
@@ -239,13 +236,13 @@ def rotate_blocks(x: Tensor, size: int, *, out: Tensor | None = None) -> Tensor:
         ValueError: ``size`` is not a power of two up to 256 that divides D.
     """
     rows, width = x.shape[-2:]
-    heads = x.shape[0] if x.dim() == 3 else 1
+    heads = x.shape[0] if len(x.shape) == 3 else 1
     if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
         raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
     if out is None:
-        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    x_head = x.stride(0) if heads > 1 else 0
-    args = _Rotate(*pointers(x, out), x_head, x.stride(-2), width, size, size**-0.5)
+        out = empty(*x.shape, dtype=BFLOAT16, device=x.device)
+    x_head = x.strides[0] if heads > 1 else 0
+    args = _Rotate(*pointers(x, out), x_head, x.strides[-2], width, size, size**-0.5)
     grid = (-(-width // _MOST_HADAMARD), rows, heads)
     launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
     return out

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import move_rows, norm, norm_records
+from localrt.quant.cuda.tensor import BFLOAT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
@@ -51,7 +51,7 @@ class Stream:
             self.pending = None
         return self.values
 
-    def normed(self, weight: Tensor, eps: float, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def normed(self, weight: Tensor, eps: float, out: Dtype = BFLOAT16) -> Tensor:
         """RMSNorm of the sum; nothing is pending afterwards."""
         pending, self.pending = self.pending, None
         return norm(self.values, weight, eps, pending=pending, out=out)
@@ -72,8 +72,8 @@ class Numbers:
     def __init__(self, rows: int, blocks: Sequence[int]) -> None:
         self._rows, width = rows, rows + rows % 2
         self._parts = [width, width, len(blocks), *blocks]
-        self.staged = torch.zeros(sum(self._parts), dtype=torch.int64)
-        self._host = np.split(self.staged.numpy(), np.cumsum(self._parts[:-1]))
+        self.staged = np.zeros(sum(self._parts), np.int64)
+        self._host = np.split(self.staged, np.cumsum(self._parts[:-1]))
 
     def fill(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], spans: Sequence[Span]
@@ -88,7 +88,9 @@ class Numbers:
 
     def split(self, device: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """The parts of a copy of ``staged``."""
-        tokens, positions, held, *blocks = torch.split(device, self._parts)
+        starts = accumulate(self._parts, initial=0)
+        parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
+        tokens, positions, held, *blocks = parts
         return tokens[: self._rows], positions[: self._rows], held, tuple(blocks)
 
 

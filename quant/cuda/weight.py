@@ -15,15 +15,16 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.adapters import CudaAdapters
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import is_packed
-from localrt.quant.cuda.launch import launch, pointers, upload
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, empty, upload
 from localrt.quant.formats import BF16, unpack
 from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.formats.packed import PackedTensor
@@ -84,7 +85,7 @@ class CudaWeight:
 def build_weight(
     shape: tuple[int, int],
     blocks: Iterable[PackedTensor | TiledTensor],
-    device: torch.device,
+    device: Device,
     tile: Tile = tile_tensor,
     *,
     fine: bool = False,
@@ -135,11 +136,11 @@ def _device_data(block: PackedTensor | TiledTensor) -> Tensor | None:
     return data if isinstance(block, TiledTensor) and isinstance(data, Tensor) else None
 
 
-def _factors(scales: Sequence[float], device: torch.device) -> Tensor | None:
+def _factors(scales: Sequence[float], device: Device) -> Tensor | None:
     """What multiplies each tile's values; None where it is 1."""
     if all(scale == 1.0 for scale in scales):
         return None
-    return upload(np.array(scales, np.float32), device)
+    return upload(np.array(scales, np.float32), device, pool=device.kept)
 
 
 class _PlacedPart:
@@ -160,14 +161,14 @@ class _PlacedPart:
             new is not None
             and block.format == self._format
             and self._rows % TILE_ROWS == 0
-            and last.data_ptr() + last.nbytes == new.data_ptr()
-            and last.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
+            and last.address + last.nbytes == new.address
+            and last.block is new.block
         )
 
     def add(self, block: PackedTensor | TiledTensor) -> None:
         new = _device_data(block)
         assert new is not None, "a part takes what lies on the device"
-        self._data = self._data.as_strided((self._data.numel() + new.numel(),), (1,))
+        self._data = self._data.followed_by(new)
         self._scales += [block.scale] * (padded_rows(block.shape[0]) // TILE_ROWS)
         self._rows += block.shape[0]
 
@@ -183,7 +184,7 @@ class _TiledPart:
         self,
         first: PackedTensor | TiledTensor,
         most_rows: int,
-        device: torch.device,
+        device: Device,
         tile: Tile,
     ) -> None:
         self._tile = tile
@@ -191,7 +192,7 @@ class _TiledPart:
         self._columns = first.shape[1]
         self._tile_bytes = TILE_ROWS * first.format.row_bytes(self._columns)
         tiles = padded_rows(most_rows) // TILE_ROWS
-        self._out = torch.empty(tiles * self._tile_bytes, dtype=torch.uint8, device=device)
+        self._out = empty(tiles * self._tile_bytes, dtype=UINT8, device=device, pool=device.kept)
         self._scales: list[float] = []  # one per tile
         self._rows = 0
 
@@ -203,14 +204,14 @@ class _TiledPart:
     def add(self, block: PackedTensor | TiledTensor) -> None:
         tiled = block if isinstance(block, TiledTensor) else self._tile(block)
         start = len(self._scales) * self._tile_bytes
-        data = torch.from_numpy(np.ascontiguousarray(tiled.data))
-        self._out[start : start + len(data)] = data
+        data = np.ascontiguousarray(tiled.data)
+        self._out[start : start + len(data)].put(data)
         self._scales += [tiled.scale] * (len(data) // self._tile_bytes)
         self._rows += tiled.shape[0]
 
     def done(self) -> TiledMatrix:
         used = len(self._scales) * self._tile_bytes
-        data = self._out if used == self._out.numel() else self._out[:used].clone()
+        data = self._out if used == self._out.size else _shortened(self._out, used)
         factor = _factors(self._scales, data.device)
         return TiledMatrix(self._format.name, (self._rows, self._columns), data, factor)
 
@@ -218,10 +219,10 @@ class _TiledPart:
 class _DensePart:
     """bf16 rows as far as they have come."""
 
-    def __init__(
-        self, first: PackedTensor | TiledTensor, most_rows: int, device: torch.device
-    ) -> None:
-        self._out = torch.empty(most_rows, first.shape[1], dtype=torch.bfloat16, device=device)
+    def __init__(self, first: PackedTensor | TiledTensor, most_rows: int, device: Device) -> None:
+        self._out = empty(
+            most_rows, first.shape[1], dtype=BFLOAT16, device=device, pool=device.kept
+        )
         self._rows = 0
 
     def takes(self, block: PackedTensor | TiledTensor) -> bool:
@@ -234,19 +235,24 @@ class _DensePart:
         if isinstance(block, TiledTensor) and data is not None and is_e4m3_groups(block):
             unpack_e4m3(block, data, out)
         else:
-            out.copy_(_bf16_rows(block, data))
+            out.put(_bf16_rows(block, data))
         self._rows += rows
 
     def done(self) -> Tensor:
-        return self._out if self._rows == len(self._out) else self._out[: self._rows].clone()
+        return self._out if self._rows == len(self._out) else _shortened(self._out, self._rows)
 
 
-def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> Tensor:
-    """A block in bf16 on the host; ``data`` are its bytes if they lie on the device."""
+def _shortened(memory: Tensor, count: int) -> Tensor:
+    """The first of it, in memory of its own."""
+    shape = (count, *memory.shape[1:])
+    out = empty(*shape, dtype=memory.dtype, device=memory.device, pool=memory.device.kept)
+    return out.put(memory[:count])
+
+
+def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.NDArray[np.uint16]:
+    """A block's bits in bf16 on the host; ``data`` are its bytes if they lie on the device."""
     if isinstance(block, TiledTensor):
-        block = untile(block if data is None else replace(block, data=data.cpu().numpy()))
+        block = untile(block if data is None else replace(block, data=data.to_host()))
     if block.format == BF16 and block.scale == 1.0:
-        bits = block.data.view("<u2").reshape(block.shape)
-    else:
-        bits = bf16_bits(unpack(block))
-    return torch.from_numpy(bits).view(torch.bfloat16)
+        return block.data.view("<u2").reshape(block.shape)
+    return bf16_bits(unpack(block))

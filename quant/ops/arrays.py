@@ -1,7 +1,7 @@
 """The arrays of the compute steps, which nothing above an implementation looks into.
 
-Only this package knows what they are: numpy's own, torch tensors, or a residual stream with a sum
-still pending. Code outside a pass copies activations to the host to read them.
+Only this package knows what they are: numpy's own, torch's tensors, a GPU's memory, or a residual
+stream with a sum still pending. Code outside a pass copies activations to the host to read them.
 
 Memory straight from the system: page-aligned for reads and pinning, given back when freed.
 """
@@ -24,25 +24,25 @@ Pass: TypeAlias = Any  # derived once from a Batch by an implementation
 
 def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
     """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
-    if not isinstance(x, np.ndarray):
-        settle = getattr(x, "settle", None)
-        tensor = x if settle is None else settle()
-        x = tensor.detach().float().cpu().numpy()
-    out[:] = x
+    settle = getattr(x, "settle", None)
+    out[:] = to_host(x if settle is None else settle())
 
 
 def to_host(x: Array) -> npt.NDArray[np.float32]:
-    """Float32 numbers of numpy or torch, on the host."""
+    """Numbers of numpy, of torch or in a GPU's memory, as float32 on the host."""
     if isinstance(x, np.ndarray):
         return x
-    host: npt.NDArray[np.float32] = x.detach().cpu().numpy()
+    host: npt.NDArray[np.float32]
+    host = x.to_host() if hasattr(x, "to_host") else x.detach().float().cpu().numpy()
     return host
 
 
 def put_from_host(x: Array, values: npt.NDArray[np.float32]) -> None:
-    """Fill ``x``, numbers of numpy or torch, with ``values`` of its shape."""
+    """Fill ``x``, numbers as ``to_host`` takes them, with ``values`` of its shape."""
     if isinstance(x, np.ndarray):
         x[:] = values
+    elif hasattr(x, "to_host"):
+        x.put(values)
     else:
         x.copy_(x.new_tensor(values))
 

@@ -1,4 +1,4 @@
-"""The GPU check runs from a checkout with torch, CUDA's compiler and numpy; here on the CPU."""
+"""The GPU check runs from a checkout with numpy, torch and NVIDIA's compiler; here on the CPU."""
 
 from __future__ import annotations
 

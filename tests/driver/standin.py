@@ -19,9 +19,6 @@ _SOURCES = Path(__file__).with_name("libcuda")
 _FLAGS = ("-O1", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1")
 
 
-HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 class Driver:
     """What the stand-in has for tests alone."""
 
@@ -34,18 +31,6 @@ class Driver:
         """
         size = ctypes.c_size_t
         self._library.standin_set(size(memory), size(pinned), ctypes.c_uint(seed))
-
-    def launch(self, stream: int, function: Any, number: int) -> None:
-        """Start a function of the host. The bindings free what they hand over once it has been
-        called, and a graph calls it again.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
-        pointer = ctypes.c_void_p
-        status = self._library.cuLaunchHostFunc(pointer(stream), function, pointer(number))
-        if status:
-            raise RuntimeError(f"CUDA error: {status} by cuLaunchHostFunc")
 
     def has(self, address: int, nbytes: int) -> bool:
         """Whether all of it is a GPU's memory, or pinned."""
@@ -63,6 +48,15 @@ class Driver:
     def reset(self, device: int) -> int:
         """Forget a GPU's fault, and say which it was: 0 is none."""
         return int(self._library.standin_reset(device))
+
+
+def call(name: str, *args: Any) -> Any:
+    """What a function of the driver returns, which must not refuse."""
+    from cuda.bindings import driver
+
+    status, *values = getattr(driver, name)(*args)
+    assert int(status) == 0, f"{name}: {status.name}"
+    return values[0] if len(values) == 1 else values or None
 
 
 @cache

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cuda import programs
+from localrt.quantize.quantize import Recipe, quantize_model
+from tests.conftest import write_tiny_model
+from tests.offload.placed import needs_kernels
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, of the test extra")
-torch = pytest.importorskip("torch")
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="loads a libcuda.so.1"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="needs torch's build for CPUs"),
     pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler"),
 ]
 
@@ -28,3 +31,21 @@ def test_inside() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *checks]
     done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@needs_kernels
+def test_without_torch(tmp_path: Path) -> None:
+    """A packed model on a GPU needs none, in prompts of more than 64 tokens too."""
+    with closing(open_checkpoint(write_tiny_model(tmp_path))) as source:
+        recipe = Recipe("int4-g32", method="rtn")
+        store = quantize_model(source, tmp_path / "store", recipe, threads=1).path
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # an import of it fails
+        f"from tests.driver.without_torch import main; main({str(store)!r})"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    device, *tokens = done.stdout.split()
+    assert device == "cuda:0"
+    assert len(tokens) == 6

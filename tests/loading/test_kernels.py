@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
@@ -26,7 +25,8 @@ from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import Grid, emulate
+from localrt.quant.cuda.device import Grid, emulate
+from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.formats import CODECS, pack, unpack
@@ -74,7 +74,14 @@ class GpuOps(CudaOps):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """What kernels would have written is zero: routers then choose, and nothing is not a number."""
-    monkeypatch.setattr(torch, "empty", torch.zeros)
+    take = Pool.take
+
+    def zeroed(pool: Pool, nbytes: int) -> Block:
+        block = take(pool, nbytes)
+        ctypes.memset(block.address, 0, nbytes)
+        return block
+
+    monkeypatch.setattr(Pool, "take", zeroed)
     gpu = FakeGpu()
     before = emulate(gpu)
     yield gpu

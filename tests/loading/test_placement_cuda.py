@@ -26,7 +26,7 @@ from tests.loading.conftest import Choose
 pytest.importorskip("torch")
 
 from localrt.quant import choose
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.ops import CudaOps
 from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator
@@ -111,7 +111,7 @@ def test_load(folder: Path, devices: list[str], choose_place: Choose) -> None:
 def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.offload import account
 
-    monkeypatch.setattr(account, "_TORCH_SCRATCH_NBYTES", 3 << 30)
+    monkeypatch.setattr(account, "_OTHER_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
     from localrt.loading import draft_loading
 

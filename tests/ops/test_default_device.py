@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from localrt.common.option_names import on_command_line, spelled
 from localrt.quant import choose
+from localrt.quant.cuda import device as devices
 from localrt.quant.ops.attention import AttentionSpec
 
 torch = pytest.importorskip("torch")
@@ -21,14 +23,14 @@ NORMED = AttentionSpec(
 def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    monkeypatch.setattr(devices, "device_of", lambda name: SimpleNamespace(capability=(8, 9)))
     ops = choose.make_ops([PLAIN, NORMED])
     assert (ops.name, ops.device) == ("native", "cpu")
     why = spelled(choose.why_not_our_kernels(ops, [PLAIN, NORMED], "auto"), on_command_line)
     assert why.startswith("the GPU is not used: this model needs localrt's own kernels")
     assert "--device cuda computes with torch" in why
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
     assert choose.make_ops([NORMED], device="cuda", compute_format="bf16").name == "torch"
 
 
@@ -39,8 +41,10 @@ def test_driver_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     driver = tmp_path / "System32" / "nvcuda.dll"
     driver.parent.mkdir()
     driver.touch()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
     assert choose._default_device() == "cuda"
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
+    assert choose._default_device() == "cpu"
 
 
 def test_free_memory_has_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

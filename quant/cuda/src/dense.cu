@@ -1,7 +1,8 @@
-// Products of 1 to 64 rows with bf16 weights, or with a matrix for each head. A warp takes a weight row; its
+// Products of rows with bf16 weights, or with a matrix for each head. A warp takes a weight row; its
 // lanes add 8 columns of each 256 in order, and are joined in order: a row's bits are its own.
 //
-//   OUT   float or Bf16
+//   OUT    float or Bf16
+//   WIDE   1 if columns are whole eights; otherwise lanes add one of each 32
 #include "gates.cuh"
 
 struct Dense {
@@ -36,11 +37,14 @@ extern "C" __global__ void dense(Dense args) {
     for (int first = blockIdx.y * ROWS; first < args.m; first += gridDim.y * ROWS) {
         float sums[ROWS] = {};
         const Bf16* x = args.x + head * args.x_head + (i64)first * args.x_stride;
-        for (int column = 8 * lane; column < args.columns; column += 256) {
-            const uint4 weights = *(const uint4*)(w + column);
+        for (int column = (WIDE ? 8 : 1) * lane; column < args.columns; column += WIDE ? 256 : 32) {
 #pragma unroll
-            for (int n = 0; n < ROWS; n++)
-                if (first + n < args.m) sums[n] = eight(*(const uint4*)(x + n * args.x_stride + column), weights, sums[n]);
+            for (int n = 0; n < ROWS; n++) {
+                if (first + n >= args.m) continue;
+                const Bf16* own = x + n * args.x_stride + column;
+                if constexpr (WIDE) sums[n] = eight(*(const uint4*)own, *(const uint4*)(w + column), sums[n]);
+                else sums[n] = fused(value_of(*own), value_of(w[column]), sums[n]);
+            }
         }
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {

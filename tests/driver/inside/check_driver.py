@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from tests.driver.standin import Driver, loaded
-from tests.driver.torch_cuda import call
+from tests.driver.standin import Driver, call, loaded
 
 GLOBAL, THREAD, RELAXED = (cuda.CUstreamCaptureMode(mode) for mode in range(3))
 

@@ -33,8 +33,8 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
+from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import copy_none, copy_one, made
-from tests.driver.torch_cuda import Kernels
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram

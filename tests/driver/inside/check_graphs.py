@@ -5,130 +5,160 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-import torch
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.launch import CudaStopwatch
 from localrt.quant.cuda.measuring import measure_gpu
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.steps import move_rows
+from localrt.quant.cuda.tensor import UINT8, Tensor, empty, upload, zeros
+from tests.driver.inside.conftest import Kernels
 from tests.driver.standin import Driver
-from tests.driver.torch_cuda import Kernels
 from tests.ops.cuda.test_rates import Small
 
 
-def counting(device: str = "cuda:0") -> tuple[torch.Tensor, Callable[..., None]]:
+@pytest.fixture
+def device(gpu: Kernels) -> Cuda:
+    found: Cuda = device_of("cuda:0")
+    return found
+
+
+def counting(device: Cuda) -> tuple[Tensor, Callable[..., None]]:
     """A count on a GPU, and what adds one to it by way of new memory."""
-    count = torch.zeros(4, device=device)
+    count, one = zeros(1, 4, device=device), upload(np.ones((1, 4), np.float32), device)
 
     def body(cut: object = None) -> None:
-        more = count + 1
-        count.copy_(more)
+        more = empty(1, 4, device=device).put(count)
+        move_rows(one, more, add=True)
+        count.put(more)
 
-    return count, body
+    body()  # loads its kernel
+    return count.clear(), body
+
+
+def counted(count: Tensor) -> float:
+    (value,) = set(count.to_host().ravel().tolist())
+    return float(value)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_replay(gpu: Kernels, index: int) -> None:
     """On a GPU that need not be the current one, of graphs that share memory."""
-    device = torch.device("cuda", index)
-    with torch.inference_mode(), torch.cuda.device(device):
-        capture, (count, body) = Capture(device), counting(str(device))
-        replays = [record(body, capture)]
-        reserved = torch.cuda.memory_reserved(device)
-        replays.append(record(body, capture))
-        assert torch.cuda.memory_reserved(device) == reserved
-        assert count.tolist() == [0.0] * 4  # recorded, not run
-        for replay in (*replays, *replays):
-            replay()
-        assert count.tolist() == [4.0] * 4
+    device_of(f"cuda:{1 - index}").enter()
+    device = device_of(f"cuda:{index}")
+    capture, (count, body) = Capture(device), counting(device)
+    replays = [record(body, capture)]
+    taken = device.taken_nbytes
+    replays.append(record(body, capture))
+    assert device.taken_nbytes == taken
+    assert counted(count) == 0  # recorded, not run
+    for replay in (*replays, *replays):
+        replay()
+    assert counted(count) == 4
 
 
-def test_a_body_that_fails(gpu: Kernels) -> None:
+def test_a_body_that_fails(device: Cuda) -> None:
     """What was begun is given up, and the next one is recorded."""
-    capture, (count, body) = Capture(torch.device("cuda", 0)), counting()
+    capture, (count, body) = Capture(device), counting(device)
 
     def fails(cut: object = None) -> None:
         body()
-        raise LocalrtError("no")
+        raise ValueError("no")
 
     def waits(cut: object = None) -> None:
-        count.tolist()
+        count.to_host()
 
-    with torch.inference_mode():
-        with pytest.raises(LocalrtError):
-            record(fails, capture)
-        with pytest.raises(RuntimeError, match="CAPTURE_UNSUPPORTED"):
-            record(waits, capture)
-        record(body, capture)()
-        assert count.tolist() == [1.0] * 4
-
-
-def test_memory_that_torch_keeps_makes_room(gpu: Kernels, driver: Driver) -> None:
-    driver.set(memory=1 << 20)
-    capture = Capture(torch.device("cuda", 0))
-    out = torch.zeros(1, device="cuda")
-
-    def body(cut: object = None) -> None:
-        out.add_(torch.zeros(100_000, device="cuda").sum() + 1)
-
-    with torch.inference_mode():
-        torch.zeros(200_000, device="cuda")  # kept once it has ended
-        record(body, capture)()
-        assert out.tolist() == [1.0]
+    with pytest.raises(ValueError, match="no"):
+        record(fails, capture)
+    with pytest.raises(LocalrtError, match="stream is capturing"):
+        record(waits, capture)
+    record(body, capture)()
+    assert counted(count) == 1
 
 
-def test_a_graph_that_does_not_fit(gpu: Kernels, driver: Driver) -> None:
-    """It is tried once more, with what torch has kept; nothing stays open."""
-    driver.set(memory=1 << 20)
-    capture, (count, body), runs = Capture(torch.device("cuda", 0)), counting(), list[int]()
+def test_pinned_memory_that_ends_meanwhile(device: Cuda) -> None:
+    """As what is garbage may, whenever it is found."""
+    count, add = counting(device)
+    held = [device.pinned((64,), np.uint8)]
+
+    def body(cut: object) -> None:
+        held.clear()
+        add()
+
+    record(body, Capture(device))()
+    assert counted(count) == 1
+
+
+def test_memory_that_is_kept_makes_room(device: Cuda, driver: Driver) -> None:
+    capture, (count, body) = Capture(device), counting(device)
+    driver.set(memory=40 << 20)
+    held = zeros(20 << 20, dtype=UINT8, device=device)
+    del held
+
+    def large(cut: object = None) -> None:
+        empty(18 << 20, dtype=UINT8, device=device)
+        body()
+
+    record(large, capture)()
+    assert counted(count) == 1
+
+
+def test_a_graph_that_does_not_fit(device: Cuda, driver: Driver) -> None:
+    """It is tried once more, with what was kept; nothing stays open."""
+    capture, (count, body), runs = Capture(device), counting(device), list[int]()
+    driver.set(memory=20 << 20)
 
     def full(cut: object) -> None:
         runs.append(1)
-        torch.empty(1 << 20, device="cuda")
+        empty(20 << 20, dtype=UINT8, device=device)
 
-    with torch.inference_mode():
-        with pytest.raises(torch.OutOfMemoryError):
-            record(full, capture)
-        assert len(runs) == 2
-        record(body, capture)()
-        assert count.tolist() == [1.0] * 4
+    with pytest.raises(MemoryBudgetError):
+        record(full, capture)
+    assert len(runs) == 2
+    driver.set()
+    record(body, capture)()
+    assert counted(count) == 1
 
 
-def test_what_graphs_take(gpu: Kernels, driver: Driver) -> None:
+def test_what_graphs_take(device: Cuda, driver: Driver) -> None:
     """Scratch, which ends with the last one, and what the driver keeps of each."""
-    capture, scratch, total = Capture(torch.device("cuda", 0)), 20 << 20, 8 << 30
+    capture, scratch, total = Capture(device), 20 << 20, 8 << 30
 
     def body(cut: object) -> None:
-        torch.empty(scratch, dtype=torch.uint8, device="cuda")
+        empty(scratch, dtype=UINT8, device=device)
 
     def beside_a_game(cut: object) -> None:
         body(cut)
         driver.set(memory=total - (500 << 20))
 
-    for _ in range(2):  # torch refuses a pool that has ended
-        assert capture.nbytes == capture.pool_nbytes == 0
+    assert capture.nbytes == 0
+    for _ in range(2):
         first, second = record(body, capture), record(body, capture)
-        assert capture.pool_nbytes == scratch
+        assert capture.pool.nbytes == scratch
         both = capture.nbytes - scratch
         assert both > 0
         del second
         assert capture.nbytes == scratch + both // 2
         del first
+        assert capture.nbytes == capture.pool.nbytes == 0
     third = record(beside_a_game, capture)
     assert capture.nbytes < scratch + (32 << 20)
     del third
-    assert capture.nbytes == capture.pool_nbytes == 0
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0
+    assert capture.nbytes == 0
+    device.trim()
+    assert device.taken_nbytes == 0
 
 
-def test_other_threads(gpu: Kernels) -> None:
+def test_other_threads(device: Cuda) -> None:
     """They allocate, pin and copy while this one records."""
-    copies, capture = CudaCopies(), Capture(torch.device("cuda", 0))
-    count, body = counting()
+    copies, capture = CudaCopies(), Capture(device)
+    count, body = counting(device)
     seen: list[object] = []
 
     def work() -> None:
@@ -136,7 +166,7 @@ def test_other_threads(gpu: Kernels) -> None:
         source[:] = 7
         memory = copies.alloc(4096)
         copies.copy_in(source, memory, None)
-        seen.append(set(memory.tolist()))
+        seen.append(set(memory.to_host().tolist()))
         copies.free(memory)
         copies.free_host(source)
 
@@ -147,19 +177,18 @@ def test_other_threads(gpu: Kernels) -> None:
         thread.join()
         body()
 
-    with torch.inference_mode():
-        record(and_others, capture)()
-        assert count.tolist() == [2.0] * 4
+    record(and_others, capture)()
+    assert counted(count) == 2
     assert seen == [{7}]
     copies.close()
 
 
-def test_a_gpu_is_measured(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.quant.cuda import launch
 
     monkeypatch.setattr(launch, "_WAKING_S", 1e-3)
     monkeypatch.setattr(launch, "_LEAST_CACHE", 1 << 10)
-    watch = CudaStopwatch(torch.device("cuda", 0))
+    watch = CudaStopwatch(device)
     rates = measure_gpu(CudaOps(), ["q4_0"], stopwatch=watch, size=Small)
     assert all(seconds > 0 for seconds in rates.products["q4_0"])
     assert min(rates.to_gpu_bytes_s, rates.crossing_s, rates.launch_s, rates.replay_s) > 0

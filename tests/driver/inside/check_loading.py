@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import localrt
+from localrt.common.errors import MemoryBudgetError
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
@@ -21,12 +22,12 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.planner import Plan, PlanRequest
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
+from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import copy_one
-from tests.driver.torch_cuda import Kernels
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
 from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
@@ -127,6 +128,12 @@ def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
     info = on_both(store)
     assert (info.device, info.streamed) == ("cuda:0", False)
     assert gpu.launches.count("replay") > 10
+
+
+def test_no_room_is_one_line(gpu: Kernels, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+    with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 419 MB of "):
+        localrt.load(store, device="cuda", gpu_memory="50MB", draft="off", ctx=64)
 
 
 def test_resident_mixture(on_both: Both, mixture: Path, gpu: Kernels) -> None:

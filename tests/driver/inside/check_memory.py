@@ -7,25 +7,40 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import upload
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.reference.ops import free_gpu_memory
+from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, upload, zeros
+from tests.driver.inside.conftest import Kernels
 from tests.driver.standin import Driver
-from tests.driver.torch_cuda import Kernels, _Runtime
 from tests.offload.placed import PLENTY
 
-DEVICE = torch.device("cuda", 0)
+SLAB = 16 << 20
 
 
 @pytest.fixture
 def copies(gpu: Kernels) -> CudaCopies:
     return CudaCopies()
+
+
+@pytest.fixture
+def device(gpu: Kernels) -> Cuda:
+    found: Cuda = device_of("cuda:0")
+    return found
+
+
+def read(memory: Tensor) -> Tensor:
+    """What its stream has in it now, as a kernel would read it."""
+    return empty(*memory.shape, dtype=memory.dtype, device=memory.device).put(memory)
+
+
+def seen(memory: Tensor) -> set[int]:
+    return set(memory.to_host().tolist())
 
 
 def test_copies_wait_for_kernels(copies: CudaCopies) -> None:
@@ -34,14 +49,14 @@ def test_copies_wait_for_kernels(copies: CudaCopies) -> None:
     first[:], second[:] = 1, 2
     memory = copies.alloc(64)
     copies.copy_in(first, memory, None)
-    read = memory + 0
+    before = read(memory)
     after = copies.record()
     copied = copies.copy_in(second, memory, after, wait=False)
     assert not copies.ended(copied)
     copies.wait(copied)
-    again = memory + 0
-    assert set(read.tolist()) == {1}
-    assert set(again.tolist()) == {2}
+    again = read(memory)
+    assert seen(before) == {1}
+    assert seen(again) == {2}
     assert copies.ended(copied)
     copies.free(memory)
     copies.close()
@@ -61,22 +76,23 @@ def test_copies_from_several_threads(copies: CudaCopies) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [set(each.tolist()) for each in memory] == [{n + 76} for n in range(4)]
+    assert [seen(each) for each in memory] == [{n + 76} for n in range(4)]
     for each in memory:
         copies.free(each)
     copies.close()
 
 
-def test_freed_memory_is_the_gpus_again(copies: CudaCopies, driver: Driver) -> None:
-    """While it is still referred to, and is being copied to; torch keeps none of it."""
-    before = free_gpu_memory(DEVICE)
+def test_freed_memory_is_the_gpus_again(copies: CudaCopies, device: Cuda, driver: Driver) -> None:
+    """While it is still referred to, and is being copied to."""
+    before, _ = device.memory()
     memory = copies.alloc(1 << 20)
     view = memory[16:]
-    assert free_gpu_memory(DEVICE) == before - (1 << 20)
+    assert device.memory()[0] == before - (1 << 20)
     copies.copy_in(copies.host_buffer(1 << 20), memory, None, wait=False)
     copies.free(memory)
-    assert torch.cuda.mem_get_info(0)[0] == before
-    assert not driver.has(view.data_ptr(), 1)
+    assert (memory.nbytes, view.nbytes) == (0, 0)
+    assert device.memory()[0] == before
+    assert not driver.has(view.address, 1)
     copies.close()
 
 
@@ -90,7 +106,7 @@ def test_unpinned_ram(copies: CudaCopies, driver: Driver) -> None:
     for data in (small, large):
         data[:] = 7
         copies.copy_in(data, memory[: data.nbytes], None)
-    assert set((memory + 1).tolist()) == {8}
+    assert seen(memory) == {7}
     copies.free_host(large)
     copies.free_host(small)
     assert not driver.has(small.ctypes.data, 1)
@@ -100,13 +116,13 @@ def test_unpinned_ram(copies: CudaCopies, driver: Driver) -> None:
 
 def test_most_pinned_ram(gpu: Kernels, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more is pinned, what is freed counts no longer, and no other GPU gets a context for it."""
-    copies, devices, call = CudaCopies("cuda:1", most_pinned=12_000), set[int](), _Runtime._call
+    copies, devices, register = CudaCopies("cuda:1", most_pinned=12_000), set[int](), Cuda.register
 
-    def noted(*args: Any) -> int:
-        devices.add(torch.cuda.current_device())
-        return call(*args)
+    def noted(device: Cuda, data: Any) -> bool:
+        devices.add(device.index)
+        return register(device, data)
 
-    monkeypatch.setattr(_Runtime, "_call", noted)
+    monkeypatch.setattr(Cuda, "register", noted)
     buffers = [copies.host_buffer(nbytes) for nbytes in (4096, 40_960, 4096, 8192)]
     pinned = [driver.has(data.ctypes.data, data.nbytes) for data in buffers]
     assert pinned == [True, False, True, False]
@@ -120,28 +136,72 @@ def test_most_pinned_ram(gpu: Kernels, driver: Driver, monkeypatch: pytest.Monke
     copies.close()
 
 
-def test_full_gpu(copies: CudaCopies, driver: Driver) -> None:
-    """torch's kept memory is given back first."""
+def test_full_gpu(copies: CudaCopies, device: Cuda, driver: Driver) -> None:
+    """Memory that is kept for later is given back first."""
     driver.set(memory=1 << 20)
-    kept = torch.empty(700 << 10, dtype=torch.uint8, device=DEVICE)
+    kept = zeros(700 << 10, dtype=UINT8, device=device)
     placed = CudaGpu(Clock(), CudaOps(), copies, capacity=PLENTY)
     with pytest.raises(MemoryBudgetError, match="no memory left"):
         placed.alloc(500 << 10)
     assert placed.used == 0
     del kept
     memory = copies.alloc(500 << 10)
-    with pytest.raises(MemoryBudgetError, match="no memory left"), CudaOps().scope():
-        torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(MemoryBudgetError, match="no memory left"):
+        empty(1 << 20, dtype=UINT8, device=device)
     copies.free(memory)
+    copies.close()
 
 
-def test_uploads(gpu: Kernels) -> None:
-    """The host may change what it has given at once."""
+def test_memory_for_others(device: Cuda) -> None:
+    """What is kept for later counts as free here; the last of it is never taken."""
+    copies, ops = CudaCopies(), CudaOps()
+    free = ops.free_memory()
+    assert free == device.memory()[0]
+    held = zeros(1000, device=device)
+    assert device.memory()[0] == free - SLAB
+    del held
+    assert ops.free_memory() == free
+    device.trim()
+    assert device.memory()[0] == free
+    copies.keep_free(free - (40 << 20))
+    memory = copies.alloc(30 << 20)
+    with pytest.raises(MemoryBudgetError, match="no memory left"):
+        copies.alloc(11 << 20)
+    copies.free(memory)
+    copies.free(copies.alloc(40 << 20))
+    copies.close()
+
+
+def test_passes_take_the_same_memory(device: Cuda, driver: Driver) -> None:
+    """What has ended is taken again at once, by work that comes after it."""
+    addresses = list[int]()
+    for value in range(3):
+        held = empty(1000, dtype=INT64, device=device)
+        held.put(np.full(1000, value, np.int64))
+        addresses.append(held.address)
+        other = read(held)
+        del held
+        again = empty(1000, dtype=INT64, device=device).put(np.full(1000, 9, np.int64))
+        assert seen(other) == {value}
+        assert seen(again) == {9}
+        del other, again
+    assert len(set(addresses)) == 1
+    assert device.taken_nbytes == SLAB
+
+
+def test_uploads(device: Cuda) -> None:
+    """The host may change what it has given at once, however much it gives."""
     values = np.arange(8, dtype=np.int64)
-    there = upload(values, DEVICE)
-    out = torch.empty(8, dtype=torch.int64, device=DEVICE)
+    there = upload(values, device)
+    out = empty(8, dtype=INT64, device=device)
     for value in range(3):
         values[:] = value
-        upload(values, DEVICE, out=out)
-        assert out.tolist() == [value] * 8
-    assert there.tolist() == list(range(8))
+        out.put(values)
+        assert seen(out) == {value}
+    assert there.to_host().tolist() == list(range(8))
+    many = np.zeros(20_000, np.int64)
+    copied = list[Tensor]()
+    for value in range(9):  # the pinned RAM for it has room for three
+        many[:] = value
+        copied.append(upload(many, device))
+    assert [seen(each) for each in copied] == [{value} for value in range(9)]

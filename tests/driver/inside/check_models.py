@@ -21,9 +21,9 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
+from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.driver.standin import Driver
-from tests.driver.torch_cuda import Kernels
 from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import (

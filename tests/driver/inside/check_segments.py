@@ -17,14 +17,13 @@ from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
+from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
+from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import made
-from tests.driver.torch_cuda import Kernels
-from tests.driver.torch_cuda import tensors as device_tensors
-from tests.driver.torch_cuda.streams import Event, Stream
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
     Model,
@@ -247,19 +246,16 @@ def test_launches_and_waits_of_a_token(
     """
     waits, copies, own = list[str](), list[str](), threading.current_thread()
 
-    def noted(room: Any, name: str, notes: list[str]) -> None:
-        plain = getattr(room, name)
+    call = Cuda.call
 
-        def note(*args: Any, **options: Any) -> Any:
-            if threading.current_thread() is own:
-                notes.append(name if notes is waits else args[0])
-            return plain(*args, **options)
+    def noted(device: Cuda, name: str, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is own:
+            for notes, kind in ((copies, "cuMemcpy"), (waits, "Synchronize")):
+                if kind in name:
+                    notes.append(name)
+        return call(device, name, *args, **options)
 
-        monkeypatch.setattr(room, name, note)
-
-    noted(Stream, "synchronize", waits)
-    noted(Event, "synchronize", waits)
-    noted(device_tensors, "_driver_copy", copies)
+    monkeypatch.setattr(Cuda, "call", noted)
     events = list[list[str]]()
     for recorded in (False, True):
         with placed(coded, mixed(coded), recorded=recorded) as decoder:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localrt.quant.cuda import cublas, products
+from localrt.quant.cuda import device as devices
+from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda import launch as launching
-from localrt.quant.cuda import products
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
+from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.programs import Program
-from tests.driver import torch_cuda
 from tests.driver.standin import Driver, image, loaded
-from tests.driver.torch_cuda import Kernels
 from tests.ops.cuda.emulator import Emulator
+
+
+@dataclass
+class Kernels:
+    """What has been started, in order: kernels by their names, and ``record`` and ``replay`` of
+    graphs.
+    """
+
+    launches: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +44,46 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver = loaded()
     driver.set(seed=request.param)
     yield driver
+    forget()
     driver.set()
     assert [driver.reset(device) for device in (0, 1)] == [0, 0]
 
 
 @pytest.fixture
 def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kernels]:
-    """torch computes on two GPUs, and so do our kernels, which nobody compiles for a GPU."""
+    """Two GPUs, new ones, for which nobody compiles."""
+    kernels = Kernels()
 
     def machine_code(program: Program, capability: int, folder: Path) -> bytes:
         return image(program)
 
+    def noted(kind: type, name: str, note: str | None = None) -> None:
+        plain = getattr(kind, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            kernels.launches.append(note or args[0].name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(kind, name, call)
+
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(launching, "machine_code", machine_code)
-    launching._gpu.cache_clear()
-    kernels = torch_cuda.install(driver, monkeypatch)
-    start = launching._Gpu.launch
-
-    def launch(gpu: Any, program: Program, *args: Any) -> None:
-        kernels.launches.append(program.name)
-        start(gpu, program, *args)
-
-    monkeypatch.setattr(launching._Gpu, "launch", launch)
+    monkeypatch.setattr(calling, "machine_code", machine_code)
+    monkeypatch.setattr(cublas, "find_spec", lambda name: None)  # torch would need a real GPU
+    forget()
+    noted(Cuda, "launch")
+    noted(Cuda, "begin_graph", "record")
+    noted(Graph, "replay", "replay")
     yield kernels
-    launching._gpu.cache_clear()
-    products._counters.cache_clear()  # kept for each GPU
-    assert not kernels.errors
-    torch_cuda.close()
+    forget()
     assert driver.registered == 0
+
+
+def forget() -> None:
+    """Begin anew with GPUs, and what is kept for each."""
+    for kept in (products._counters, launching.prefers_int8, cublas.multiplies):
+        kept.cache_clear()
+    gc.collect()
+    for index in (0, 1):
+        devices.device_of(f"cuda:{index}").trim()
+    devices._cuda.cache_clear()
+    gc.collect()

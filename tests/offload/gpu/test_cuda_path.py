@@ -21,7 +21,7 @@ from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.ops.protocol import Batch
@@ -126,7 +126,7 @@ def test_matrix_in_place(model: Model) -> None:
     weight = lane.weights(unit, memory[4096:]).matrix(tensor.shape, tensor.name)
     (part,) = weight.parts
     assert isinstance(part, TiledMatrix)
-    assert part.data.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
+    assert part.data.address == memory.address + 4096 + unit.tensors[0].offset
 
 
 def test_measured_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from localrt.offload.placement import Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.ops import CudaOps
 from tests.checkpoints.published.models import SMALL, publish
 from tests.models.tiny import relative_error, tokens

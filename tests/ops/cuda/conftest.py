@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.device import emulate
 from tests.ops.cuda.emulator import Emulator
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from localrt.quant.cuda.launch import Grid
+from localrt.quant.cuda.device import Grid
 from localrt.quant.cuda.programs import Program, sources
 
 _HERE = Path(__file__).parent

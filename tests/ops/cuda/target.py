@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
 
+from benchmarks.gpu.exchange import DTYPES as DTYPES
+from benchmarks.gpu.exchange import back as back
+from localrt.quant.cuda.device import count_gpus, device_of, emulate
 from localrt.quant.cuda.kv import BlockedCache
-from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.products import TiledMatrix
+from localrt.quant.cuda.tensor import Tensor, upload
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from tests.ops.cuda.emulator import Emulator
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = device_of("cuda" if count_gpus() else "cpu")
 
-if DEVICE == "cpu":
+if not DEVICE.is_gpu:
     emulate(Emulator())
+
+
+def there(tensor: torch.Tensor) -> Tensor:
+    """A copy of torch's numbers on the device, which lie as they do."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.detach().as_strided((count,), (1,), 0)
+    bits = whole.view(torch.uint16) if tensor.dtype is torch.bfloat16 else whole
+    made = upload(bits.numpy(), DEVICE, dtype=DTYPES[tensor.dtype])
+    made.address += int(tensor.storage_offset()) * tensor.element_size()
+    made.shape, made.strides = tuple(tensor.shape), tensor.stride()
+    return made
+
+
+def by_torch(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``compute`` on copies of torch's tensors, which it may change, and with such a result."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        copies = dict[int, tuple[torch.Tensor, Tensor]]()
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return DTYPES[value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            return copies.setdefault(id(value), (value, there(value)))[1]
+
+        result = compute(*map(moved, args), **{key: moved(options[key]) for key in options})
+        for tensor, copied in copies.values():
+            tensor.copy_(back(copied))
+            if copied is result:
+                return tensor
+        return back(result) if isinstance(result, Tensor) else result
+
+    return run
 
 
 def tiles_of(tensor: PackedTensor) -> TiledMatrix:
     """A packed matrix as the kernels take it."""
-    data = torch.from_numpy(tile(tensor)).to(DEVICE)
     shape = (tensor.shape[0], tensor.shape[1])
-    count = -(-shape[0] // 16)
-    factor = None if tensor.scale == 1.0 else torch.full((count,), tensor.scale, device=DEVICE)
-    return TiledMatrix(tensor.format.name, shape, data, factor)
+    factor = None
+    if tensor.scale != 1.0:
+        factor = upload(np.full(-(-shape[0] // 16), tensor.scale, np.float32), DEVICE)
+    return TiledMatrix(tensor.format.name, shape, upload(tile(tensor), DEVICE), factor)
 
 
-def cache_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockedCache, torch.Tensor]:
+def cache_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockedCache, Tensor]:
     """A cache of one layer with these (heads, allocated, size) in it, and its blocks' addresses."""
     (heads, allocated, key), value = keys.shape, values.shape[2]
-    cache = BlockedCache([(heads, key, value)], allocated, keys.dtype, keys.device)
+    cache = BlockedCache([(heads, key, value)], allocated, DTYPES[keys.dtype], DEVICE)
     cache.reserve(allocated)
     for number, parts in enumerate(cache.parts(0)):
         for part, given in zip(parts, (keys, values), strict=True):
             here = given[:, number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
-            part[:, : here.shape[1]] = here
-    return cache, torch.from_numpy(cache.addresses).to(keys.device)
+            whole = torch.zeros(part.shape, dtype=given.dtype)
+            whole[:, : here.shape[1]] = here
+            part.put(there(whole))
+    return cache, upload(cache.addresses, DEVICE)
 
 
 def kept(cache: BlockedCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Its first keys and values, (heads, length, size)."""
-    keys, values = (torch.cat(parts, 1) for parts in zip(*cache.parts(0), strict=True))
+    keys, values = (
+        torch.cat([back(part) for part in parts], 1) for parts in zip(*cache.parts(0), strict=True)
+    )
     return keys[:, :length], values[:, :length]
 
 

@@ -13,6 +13,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.adapters import Change, add_low_rank
 from localrt.quant.cuda.graph import GraphedForward
+from localrt.quant.cuda.launch import pointers
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import quantize
 from localrt.quant.ops.adapters import Adapter, LowRank
@@ -20,7 +21,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import relative_error, tokens
-from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.target import DEVICE, by_torch, there
 from tests.ops.cuda.test_models import Packed
 
 
@@ -29,25 +30,27 @@ from tests.ops.cuda.test_models import Packed
 def test_low_rank_changes(form: str, out: torch.dtype) -> None:
     torch.manual_seed(0)
     columns, width, ranks = 96, 300, (3, 40)
-    x = torch.randn(4, columns, device=DEVICE).bfloat16()
-    records = None if form == "bf16" else quantize(x, fine=form == "fine")
-    seen = x.float() if records is None else records.values()[0].float()
-    y, bias = torch.randn(4, width, device=DEVICE).to(out), torch.randn(width, device=DEVICE)
+    x = torch.randn(4, columns).bfloat16()
+    records = None if form == "bf16" else quantize(there(x), fine=form == "fine")
+    seen = x.float() if records is None else torch.from_numpy(records.values()[0]).float()
+    y, bias = torch.randn(4, width).to(out), torch.randn(width)
     alone = y.clone()
-    a = [torch.randn(rank, columns, device=DEVICE).bfloat16() for rank in ranks]
-    b = [torch.randn(rows, rank, device=DEVICE).bfloat16() for rows, rank in ((300, 3), (20, 40))]
-    factors = torch.rand(300, device=DEVICE)
+    a = [torch.randn(rank, columns).bfloat16() for rank in ranks]
+    b = [torch.randn(rows, rank).bfloat16() for rows, rank in ((300, 3), (20, 40))]
+    factors = torch.rand(300)
+    held = [there(each) for each in (a[0], b[0], factors, a[1], b[1])]
     changes = (Change * 2)(
-        Change(a[0].data_ptr(), b[0].data_ptr(), factors.data_ptr(), 3, 300, 1, 1, 0),
-        Change(a[1].data_ptr(), b[1].data_ptr(), None, 40, 20, 2, 2, 270),
+        Change(*pointers(*held[:3]), 3, 300, 1, 1, 0),
+        Change(*pointers(*held[3:]), None, 40, 20, 2, 2, 270),
     )
     wanted = y.float().clone()
     wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
     wanted[2:, 270:290] += seen[2:] @ a[1].float().T @ b[1].float().T
 
     def change(array: Array[Change], y: torch.Tensor) -> None:
-        there = torch.frombuffer(bytearray(array), dtype=torch.uint8).to(DEVICE)
-        add_low_rank(there, records or x, y, columns=columns, count=2, rank=40, rows=300, bias=bias)
+        numbers = torch.frombuffer(bytearray(array), dtype=torch.uint8)
+        sizes = {"columns": columns, "count": 2, "rank": 40, "rows": 300}
+        by_torch(add_low_rank)(numbers, records or x, y, **sizes, bias=bias)
 
     change(changes, y)
     close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
@@ -60,7 +63,7 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
 
 
 def on_gpu(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
-    ops = CudaOps(device=DEVICE)
+    ops = CudaOps(device=str(DEVICE))
     source = Packed(tiny.checkpoint, "int8-g32")
     decoder = load_decoder(source, ops, read_config(tiny.checkpoint))  # type: ignore[arg-type]
     for adapter in adapters:

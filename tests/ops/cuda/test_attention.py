@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.attention import attend, rope_append, row_nbytes
+from localrt.quant.cuda import attention
+from localrt.quant.cuda.attention import row_nbytes
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace
 from localrt.quant.cuda.launch import noting
+from localrt.quant.cuda.tensor import FLOAT32, UINT8, Dtype, empty, upload
 from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import cache_of, kept, random
+from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
 from tests.ops.recurrent_layers import tree_mask
+
+attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
 
 ALLOCATED = 768
 # Shares and results are bf16.
@@ -63,7 +68,7 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
     if rows is not None:
         q, positions, held = q[rows], positions[rows], held + (rows.start or 0)
     cache, blocks = cache_of(k, v)
-    return attend(
+    result: Tensor = attend(
         q,
         blocks,
         cache.layers[0],
@@ -76,6 +81,7 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
         longest=longest or case.held + case.n,
         sinks=sinks,
     ).view(len(q), case.heads, -1)
+    return result
 
 
 def expected(case: Case) -> Tensor:
@@ -241,9 +247,9 @@ def test_quantized_keys_and_values(
     qkv = random(total, (heads + 2 * groups) * size).bfloat16()
     qkv[:, heads * size :: size] *= 30  # one large number in each head, as models have
     shape = (groups, *row_nbytes(stored, size))
-    cache = BlockedCache([shape], 256, torch.uint8, torch.device("cpu"))
+    cache = BlockedCache([shape], 256, UINT8, DEVICE)
     cache.reserve(total)
-    blocks = torch.from_numpy(cache.addresses)
+    blocks = upload(cache.addresses, DEVICE)
     q = torch.empty(total, heads, size, dtype=torch.bfloat16)
     plain: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6}
     rope_append(qkv, q, blocks, cache.layers[0], torch.tensor([0]), **plain, kv_format=stored)
@@ -273,14 +279,12 @@ def test_quantized_keys_and_values(
 @pytest.mark.parametrize("longest", [300, 5000, 90_000])
 def test_what_runs_take_is_what_is_counted(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    empty = torch.empty
 
-    def counted(*shape: int, **options: Any) -> Tensor:
-        made = empty(*shape, **options)
-        taken[-1] += made.nbytes if made.dtype == torch.float32 else 0
-        return made
+    def counted(*shape: int, dtype: Dtype = FLOAT32, **options: Any) -> Any:
+        taken[-1] += 4 * math.prod(shape) if dtype is FLOAT32 else 0
+        return empty(*shape, dtype=dtype, **options)
 
-    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(attention, "empty", counted)
     heads, size, held = 8, 64, torch.zeros(1, dtype=torch.int64)
     place = LayerPlace(0, 0, 2, size, size)
     with noting({}):

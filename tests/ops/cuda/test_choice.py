@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import MissingExtraError, OptionError
 from localrt.quant import choose
+from localrt.quant.cuda import device as devices
 from localrt.quant.cuda import programs
+from localrt.quant.cuda.device import Ram, device_of
+from localrt.quant.cuda.tensor import upload
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec, Rope
 from tests.ops.packed import random_tensor
@@ -17,11 +22,27 @@ from tests.ops.packed import random_tensor
 pytestmark = pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler")
 
 
+class Gpu(Ram):
+    """Says that it is a GPU."""
+
+    is_gpu = True
+    capability = (7, 5)
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}"
+
+
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    gpus = [Gpu(index) for index in range(2)]
+    monkeypatch.setattr(devices, "count_gpus", lambda: len(gpus))
+    monkeypatch.setattr(devices, "_cuda", gpus.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    return gpus
 
 
 def test_our_kernels_run_packed_weights() -> None:
@@ -34,8 +55,8 @@ def test_a_chosen_format_is_torchs() -> None:
     assert (ops.name, ops.compute_format) == ("torch", "bf16")
 
 
-def test_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+def test_old_gpu(gpus: list[Gpu]) -> None:
+    gpus[0].capability = (7, 0)
     assert choose.make_ops([], device="cuda").name != "cuda"
 
 
@@ -56,12 +77,12 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch, bitsandbytes: boo
     assert ops.name == ("bitsandbytes" if bitsandbytes else "torch")
     why = choose.why_not_our_kernels(ops, [], "cuda")
     assert why.startswith("the GPU computes without localrt's kernels")
-    assert why.endswith("pip install 'localrt[gpu]' nvidia-cuda-nvrtc")
+    assert why.endswith("CUDA's compiler is missing: pip install 'localrt[gpu]'")
     monkeypatch.undo()
     assert choose.why_not_our_kernels(choose.make_ops([]), [], "auto") == ""
 
 
-def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu]) -> None:
     rope = Rope((1.0,) * 8)
     spec = LatentSpec(
         heads=1, kv_heads=1, head_dim=48, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
@@ -77,7 +98,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the GPU is not used" in choose.why_not_our_kernels(ops, [spec], "auto")
     with pytest.raises(OptionError, match="and CUDA's compiler is missing: pip install"):
         choose.make_ops([spec], device="cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    gpus[0].capability = (7, 0)
     with pytest.raises(OptionError, match=r"compute capability 7\.5, and this has 7\.0"):
         choose.make_ops([spec], device="cuda")
 
@@ -96,7 +117,8 @@ def test_kv_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_activations_keep_bf16_on_a_gpu_alone() -> None:
     tiles = tile_tensor(random_tensor("q4_0", 16, 32))
-    on_gpu = replace(tiles, data=torch.from_numpy(tiles.data))
+    data: Any = upload(tiles.data, device_of("cuda"))
+    on_gpu = replace(tiles, data=data)
     for activations, fine in (("bf16", True), ("int8", False), (None, False)):
         ops = choose.make_ops([], device="cuda", activations=activations)
         assert ops.weight((16, 32), [on_gpu]).fine == fine
@@ -107,3 +129,25 @@ def test_activations_keep_bf16_on_a_gpu_alone() -> None:
 def test_there_is_no_third_gpu() -> None:
     with pytest.raises(OptionError, match="there is no GPU 'cuda:2'"):
         choose.make_ops([], device="cuda:2")
+
+
+def test_without_a_gpu(gpus: list[Gpu]) -> None:
+    gpus.clear()
+    for format_ in (None, "bf16"):
+        with pytest.raises(OptionError, match=r"there is no NVIDIA GPU for device=.cuda.,"):
+            choose.make_ops([], device="cuda", compute_format=format_)
+
+
+def test_torch_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies nothing on a GPU; our kernels need none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose.make_ops([], device="cuda").name == "cuda"
+    with pytest.raises(OptionError, match=r"torch finds no CUDA GPU for device=.cuda."):
+        choose.make_ops([], device="cuda", compute_format="bf16")
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert choose.make_ops([], device="cuda").name == "cuda"
+    with pytest.raises(MissingExtraError, match="needs torch on a GPU: pip install"):
+        choose.make_ops([], device="cuda", compute_format="bf16")

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu.machine_code import (
     SHARED_BYTES,
@@ -26,6 +25,7 @@ from localrt.quant.cuda.latent import append_program, latent_programs
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
 from localrt.quant.ops.recurrent import RecurrentSpec
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
@@ -45,7 +45,7 @@ ELSEWHERE = ("q4_0", "q4_k", "q6_k", "iq2_s", "mxfp4", "nvfp4")
 
 SMALL: dict[str, dict[str, object]] = {
     "combine": {},
-    "dense": {"OUT": "Bf16"},
+    "dense": {"OUT": "Bf16", "WIDE": 1},
     "from_host": {},
     "gate": {"GATE": 3, "IN": "float"},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
@@ -215,7 +215,7 @@ def test_recurrent_layers(target: int) -> None:
 
 @pytest.mark.parametrize("target", [75, 89, 120])
 def test_latent_attention(target: int) -> None:
-    for program in (*latent_programs(64, 512), append_program(torch.bfloat16, torch.float32)):
+    for program in (*latent_programs(64, 512), append_program(BFLOAT16, FLOAT32)):
         check_program(program, target)
 
 
@@ -234,6 +234,6 @@ def test_newer_gpu_gets_ptx() -> None:
 
 
 def test_what_does_not_compile_is_one_line() -> None:
-    program = linear_program("q4_0", 1, Cut(1, 1), None, torch.float32)
+    program = linear_program("q4_0", 1, Cut(1, 1), None, FLOAT32)
     with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
         compile_program(program, 70)

@@ -11,7 +11,7 @@ import torch
 from localrt.quant.cuda.weight import is_e4m3_groups, unpack_e4m3
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.target import by_torch
 from tests.ops.packed import random_tensor
 
 
@@ -22,10 +22,10 @@ def test_tiles_of_e4m3_become_bf16(name: str) -> None:
     groups[: 256 // tensor.format.block, 4:] = np.arange(256).reshape(-1, tensor.format.block)
     tiled = tile_tensor(tensor)
     assert is_e4m3_groups(tiled)
-    found = torch.empty(37, 384, dtype=torch.bfloat16, device=DEVICE)
-    unpack_e4m3(tiled, torch.from_numpy(tiled.data).to(DEVICE), found)
+    found = torch.empty(37, 384, dtype=torch.bfloat16)
+    by_torch(unpack_e4m3)(tiled, torch.from_numpy(tiled.data), found)
     wanted = torch.from_numpy(unpack(tensor)).bfloat16()
-    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_other_formats_are_none_of_it() -> None:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from localrt.common.errors import OptionError
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.tensor import Tensor, upload
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.reference.experts import combined, route
-from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.target import DEVICE, back, there
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -69,7 +70,8 @@ class Expert:
             return ops.weight(shape, blocks)
         tiled = [tile_tensor(block, hadamard=rotated) for block in blocks]
         if apart:  # on the device already, each in memory of its own, as in a pool
-            tiled = [replace(t, data=torch.from_numpy(t.data).to(DEVICE)) for t in tiled]
+            placed: list[Any] = [upload(each.data, DEVICE) for each in tiled]
+            tiled = [replace(each, data=data) for each, data in zip(tiled, placed, strict=True)]
         return ops.weight(shape, tiled)
 
     def expected(self, x: np.ndarray, spec: ExpertSpec) -> np.ndarray:
@@ -96,7 +98,7 @@ def routed(rows: int, *, seed: int = 0, count: int = COUNT, used: int = USED) ->
 
 def inputs(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, hidden, generator=generator) * 0.05).bfloat16().to(DEVICE)
+    return (torch.randn(rows, hidden, generator=generator) * 0.05).bfloat16()
 
 
 def table_of(ops: CudaOps, experts: list[Expert]) -> Any:
@@ -114,16 +116,22 @@ def filled(
     spec: ExpertSpec,
     only: Any = None,
 ) -> torch.Tensor:
-    slots = ops.expert_slots(x, routing).fill_(float("nan"))
-    ops.run_experts(x, routing, table_of(ops, experts), spec, slots, only)
-    return slots
+    rows = there(x)
+    slots = nan_slots(ops, rows, routing)
+    ops.run_experts(rows, routing, table_of(ops, experts), spec, slots, only)
+    return back(slots)
+
+
+def nan_slots(ops: CudaOps, rows: Tensor, routing: Routing) -> Tensor:
+    slots = ops.expert_slots(rows, routing)
+    return slots.put(np.full(slots.shape, np.nan, np.float32))
 
 
 def error(
     got: torch.Tensor, experts: list[Expert], x: torch.Tensor, routing: Routing, spec: ExpertSpec
 ) -> float:
-    rows = x.double().cpu().numpy()
-    slots = got.double().cpu().numpy().reshape(len(rows), routing.used, -1)
+    rows = x.double().numpy()
+    slots = got.double().numpy().reshape(len(rows), routing.used, -1)
     worst, largest = 0.0, 0.0
     for number, expert in enumerate(experts):
         row, k = np.nonzero(routing.chosen == number)
@@ -136,7 +144,7 @@ def error(
 
 @pytest.fixture
 def ops() -> CudaOps:
-    return CudaOps(device=DEVICE)
+    return CudaOps(device=str(DEVICE))
 
 
 @pytest.fixture
@@ -219,11 +227,11 @@ def test_experts_of_several_kinds(ops: CudaOps) -> None:
     x, routing = inputs(7, 64), routed(7, count=len(experts), used=3)
     got = filled(ops, experts, x, routing, ExpertSpec())
     assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
-    slots = ops.expert_slots(x, routing).fill_(float("nan"))
-    table = table_of(ops, experts)
+    rows, table = there(x), table_of(ops, experts)
+    slots = nan_slots(ops, rows, routing)
     for group in ([5, 1, 3], [], np.array([0, 2, 4], np.int32)):
-        ops.run_experts(x, routing, table, ExpertSpec(), slots, group)
-    assert torch.equal(slots, got)
+        ops.run_experts(rows, routing, table, ExpertSpec(), slots, group)
+    assert torch.equal(back(slots), got)
 
 
 def test_too_many_experts(ops: CudaOps) -> None:
@@ -235,8 +243,8 @@ def test_only_those_asked_for_are_computed(ops: CudaOps) -> None:
     experts = [Expert(ops, ("q4_0", "q4_0"), 64, 32, seed=n) for n in range(COUNT)]
     x, routing = inputs(9, 64), routed(9)
     slots = filled(ops, experts, x, routing, ExpertSpec(), [1, 3])
-    there = np.isin(routing.chosen.reshape(-1), [1, 3])
-    assert (slots.isnan().any(1).cpu().numpy() == ~there).all()
+    asked = np.isin(routing.chosen.reshape(-1), [1, 3])
+    assert (slots.isnan().any(1).numpy() == ~asked).all()
 
 
 def test_an_expert_that_came_back_elsewhere(ops: CudaOps) -> None:
@@ -246,14 +254,15 @@ def test_an_expert_that_came_back_elsewhere(ops: CudaOps) -> None:
     )
     table, routing = ops.expert_table(1), routed(2, count=1, used=1)
     x = inputs(2, 64)
+    rows = there(x)
     for expert in (first, other, first):
         table.put(0, expert.weights)
-        slots = ops.expert_slots(x, routing)
-        ops.run_experts(x, routing, table, ExpertSpec(), slots)
-        assert error(slots, [expert], x, routing, ExpertSpec()) < CLOSE
+        slots = ops.expert_slots(rows, routing)
+        ops.run_experts(rows, routing, table, ExpertSpec(), slots)
+        assert error(back(slots), [expert], x, routing, ExpertSpec()) < CLOSE
         table.drop(0)
     with pytest.raises(AssertionError, match="not in the table"):
-        ops.run_experts(x, routing, table, ExpertSpec(), slots)
+        ops.run_experts(rows, routing, table, ExpertSpec(), slots)
 
 
 def test_batch_invariance(ops: CudaOps) -> None:
@@ -275,7 +284,7 @@ def test_batch_invariance(ops: CudaOps) -> None:
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_routing(data: st.DataObject) -> None:
-    ops = CudaOps(device=DEVICE)
+    ops = CudaOps(device=str(DEVICE))
     rows = data.draw(st.sampled_from([1, 2, 17, 64, 65, 90]))
     count = data.draw(st.integers(1, 7))
     used = data.draw(st.integers(1, count))
@@ -293,10 +302,11 @@ def test_any_routing(data: st.DataObject) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_slots_are_summed_in_their_order(ops: CudaOps, shared: bool) -> None:
     routing = routed(5)
-    slots = torch.randn(5 * USED, 1100, device=DEVICE)
-    extra = torch.randn(5, 1100, device=DEVICE) if shared else None
-    plain = combined(slots.clone(), routing, extra)
-    assert torch.equal(ops.combine_experts(slots, routing, extra), plain)
+    slots = torch.randn(5 * USED, 1100)
+    extra = torch.randn(5, 1100) if shared else None
+    plain = combined(slots, routing, extra)
+    added = None if extra is None else there(extra)
+    assert torch.equal(back(ops.combine_experts(there(slots), routing, added)), plain)
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(70, marks=pytest.mark.slow)])
@@ -307,15 +317,15 @@ def test_routing_is_that_of_float32(ops: CudaOps, rows: int, biased: bool) -> No
     gate = inputs(count, hidden, seed=1)
     choice, bias = inputs(2, count, seed=2).float() if biased else (None, None)
     weights = RouterWeights(
-        norm=torch.ones(hidden, device=DEVICE),
-        gate=CudaWeight((count, hidden), (gate[:20], gate[20:])),
-        gate_bias=bias,
-        choice_bias=choice,
+        norm=there(torch.ones(hidden)),
+        gate=CudaWeight((count, hidden), (there(gate[:20]), there(gate[20:]))),
+        gate_bias=None if bias is None else there(bias),
+        choice_bias=None if choice is None else there(choice),
     )
     spec = RouterSpec(count=count, used=4, eps=1e-6, scoring="sigmoid")
-    normed, routing = ops.norm_route(Stream(x.clone(), torch.zeros_like(x)), weights, spec)
+    normed, routing = ops.norm_route(Stream(there(x), there(torch.zeros_like(x))), weights, spec)
     exact = torch.nn.functional.rms_norm(x, (hidden,), eps=1e-6)
-    torch.testing.assert_close(normed.float(), exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(back(normed).float(), exact, rtol=1e-2, atol=1e-2)
     logits = exact.double() @ gate.double().T + (0 if bias is None else bias.double())
     wanted = route(logits.float(), choice, spec)
     np.testing.assert_array_equal(routing.chosen, wanted.chosen)
@@ -330,3 +340,9 @@ def test_numbers_that_are_none_pass_through(ops: CudaOps) -> None:
     slots = filled(ops, experts, x, routing, ExpertSpec(activation="swiglu_oai"))
     assert slots[0].isfinite().all()
     assert slots[1].isnan().all()
+
+
+def test_more_experts_than_a_gpu_chooses_among_are_refused(ops: CudaOps) -> None:
+    ops.expert_table(1024)
+    with pytest.raises(OptionError, match=r"1024 experts of a layer at most, and this has 1025"):
+        ops.expert_table(1025)

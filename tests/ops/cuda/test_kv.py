@@ -7,21 +7,25 @@ import pytest
 import torch
 
 from localrt.quant.cuda.kv import BlockedCache
+from localrt.quant.cuda.tensor import BFLOAT16
 from localrt.quant.ops.kv import held_blocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from tests.ops.cuda.target import DEVICE, random
+from tests.ops.cuda.target import DEVICE, back, random, there
 
 SHAPES = [(2, 8, 8), (2, 8, 8), (0, 0, 0), (1, 24, 0), (3, 16, 4)]
 
 
 @pytest.fixture
 def cache() -> BlockedCache:
-    return BlockedCache(SHAPES, 1000, torch.bfloat16, torch.device(DEVICE))
+    return BlockedCache(SHAPES, 1000, BFLOAT16, DEVICE)
 
 
 def contents(cache: BlockedCache, layer: int) -> list[torch.Tensor]:
     """Keys and values, (heads, allocated, size)."""
-    return [torch.cat(parts, 1) for parts in zip(*cache.parts(layer), strict=True)]
+    return [
+        torch.cat([back(part) for part in parts], 1)
+        for parts in zip(*cache.parts(layer), strict=True)
+    ]
 
 
 def fill(cache: BlockedCache) -> list[list[torch.Tensor]]:
@@ -29,7 +33,7 @@ def fill(cache: BlockedCache) -> list[list[torch.Tensor]]:
     for layer in range(len(SHAPES)):
         for number, parts in enumerate(cache.parts(layer)):
             for part in parts:
-                part.copy_(random(*part.shape, seed=10 * layer + number))
+                part.put(there(random(*part.shape, seed=10 * layer + number).bfloat16()))
     return [contents(cache, layer) for layer in range(len(SHAPES))]
 
 
@@ -54,10 +58,10 @@ def test_layers_lie_one_after_another(cache: BlockedCache) -> None:
     (address,) = cache.addresses
     for layer, place in enumerate(cache.layers):
         ((keys, values),) = cache.parts(layer)
-        if keys.numel():
-            assert keys.data_ptr() == address + place.keys_at
-        if values.numel():
-            assert values.data_ptr() == address + place.values_at
+        if keys.size:
+            assert keys.address == address + place.keys_at
+        if values.size:
+            assert values.address == address + place.values_at
 
 
 def test_saved_blocks(cache: BlockedCache) -> None:
@@ -65,7 +69,7 @@ def test_saved_blocks(cache: BlockedCache) -> None:
     before = fill(cache)
     saved = cache.take_blocks(0, 3)
     assert saved.shape == (3, cache.block_bytes)
-    again = BlockedCache(SHAPES, 1000, torch.bfloat16, torch.device(DEVICE))
+    again = BlockedCache(SHAPES, 1000, BFLOAT16, DEVICE)
     again.reserve(600)
     again.fill_blocks(0, 3, held_blocks(saved))
     assert again.restore(600, ()) == again.length == 600
@@ -93,7 +97,7 @@ def test_selected_rows(cache: BlockedCache, first: int, rows: list[int]) -> None
 
 
 def test_room_of_recorded_passes(cache: BlockedCache) -> None:
-    long = BlockedCache([(1, 8, 8)], 100_000, torch.bfloat16, torch.device(DEVICE))
+    long = BlockedCache([(1, 8, 8)], 100_000, BFLOAT16, DEVICE)
     cache.reserve(1)
     assert cache.room == 4  # there will not be more
     rooms = list[int]()

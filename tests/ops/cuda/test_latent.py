@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.quant.cuda.latent import attend_latent_rows, latent_append
+from localrt.quant.cuda import latent as latents
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import cache_of, kept, random
+from tests.ops.cuda.target import by_torch, cache_of, kept, random
 from tests.ops.cuda.test_models import Packed, Restored, shallow
+
+attend_latent_rows = by_torch(latents.attend_latent_rows)
+latent_append = by_torch(latents.latent_append)
 
 ALLOCATED = 512
 TREE = np.eye(5, dtype=bool)

@@ -11,10 +11,11 @@ import torch
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import dense_product, quantize, unpack_rows
+from localrt.quant.cuda.tensor import FLOAT32, empty, upload
 from localrt.quant.cuda.weight import build_weight
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile
-from tests.ops.cuda.target import DEVICE, tiles_of
+from tests.ops.cuda.target import DEVICE, back, there, tiles_of
 from tests.ops.packed import random_tensor
 
 PICKED = ("q4_0", "q6_k", "nvfp4", "nf4")  # for an index: another kernel, which unpacks alike
@@ -22,7 +23,7 @@ PICKED = ("q4_0", "q6_k", "nvfp4", "nf4")  # for an index: another kernel, which
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator).bfloat16().to(DEVICE)
+    return torch.randn(rows, columns, generator=generator).bfloat16()
 
 
 def error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -35,26 +36,27 @@ def test_rows_are_the_reference_exactly(name: str) -> None:
     values = torch.from_numpy(unpack(tensor))
     tiles = tiles_of(tensor)
     off = float(values.abs().max()) / 250 if name.startswith("nf4") else 0.0
-    some = torch.empty(20, 256, device=DEVICE)
+    some = empty(20, 256, device=DEVICE)
     unpack_rows(tiles, some, first=9)
-    assert (some.cpu() - values[9:29]).abs().max() <= off
+    assert (back(some) - values[9:29]).abs().max() <= off
     if name in PICKED:
         index = torch.tensor([3, 52, 17, 17])
-        picked = torch.empty(4, 256, device=DEVICE)
-        unpack_rows(tiles, picked, index=index.to(DEVICE), factor=2.0)
-        assert (picked.cpu() - 2 * values[index]).abs().max() <= 2 * off
+        picked = empty(4, 256, device=DEVICE)
+        unpack_rows(tiles, picked, index=there(index), factor=2.0)
+        assert (back(picked) - 2 * values[index]).abs().max() <= 2 * off
 
 
-@pytest.mark.parametrize("batch", [1, 9, 40])
-def test_bf16_weights(batch: int) -> None:
-    w = inputs(50, 352, seed=1)
-    x = inputs(batch, 352)
-    out = torch.empty(batch, 50, device=DEVICE)
-    dense_product(x, w, out)
-    assert error(out.cpu().numpy(), (x.double() @ w.double().T).cpu().numpy()) < 2e-5
-    alone = torch.empty(1, 50, device=DEVICE)
-    dense_product(x[-1:], w, alone)
-    assert torch.equal(alone[0], out[-1])
+@pytest.mark.parametrize("batch", [1, 9, 40, 70])
+@pytest.mark.parametrize("columns", [352, 43])
+def test_bf16_weights(batch: int, columns: int) -> None:
+    w = inputs(50, columns, seed=1)
+    x = inputs(batch, columns)
+    out = empty(batch, 50, device=DEVICE)
+    dense_product(there(x), there(w), out)
+    assert error(out.to_host(), (x.double() @ w.double().T).numpy()) < 2e-5
+    alone = empty(1, 50, device=DEVICE)
+    dense_product(there(x[-1:]), there(w), alone)
+    assert np.array_equal(alone.to_host()[0], out.to_host()[-1])
 
 
 def test_extreme_scales() -> None:
@@ -64,16 +66,16 @@ def test_extreme_scales() -> None:
     nv = random_tensor("nvfp4", 16, 64)
     nv.data.reshape(16, 4, 9)[:, :, 0] = [[0, 1, 7, 126]] * 16
     for tensor in (mx, nv):
-        out = torch.empty(16, 64, device=DEVICE)
+        out = empty(16, 64, device=DEVICE)
         unpack_rows(tiles_of(tensor), out)
-        assert np.array_equal(out.cpu().numpy(), unpack(tensor))
+        assert np.array_equal(out.to_host(), unpack(tensor))
 
 
 def test_joined_matrices() -> None:
     """Queries, keys and values of a unit on the GPU; another format is a product of its own."""
     tensors = [random_tensor(name, 32, 256, seed) for seed, name in enumerate(["nvfp4"] * 3)]
     tensors += [random_tensor("q6_k", 16, 256)]
-    data = torch.from_numpy(np.concatenate([tile(tensor) for tensor in tensors])).to(DEVICE)
+    data = upload(np.concatenate([tile(tensor) for tensor in tensors]), DEVICE)
     blocks, at = [], 0
     for number, tensor in enumerate(tensors):
         size = tile(tensor).size
@@ -81,9 +83,9 @@ def test_joined_matrices() -> None:
         shape = (tensor.shape[0], tensor.shape[1])
         blocks.append(TiledTensor(f"{number}", tensor.format, shape, lies, tensor.scale))
         at += size
-    weight = build_weight((112, 256), iter(blocks), torch.device(DEVICE))
+    weight = build_weight((112, 256), iter(blocks), DEVICE)
     assert [part.shape[0] for part in weight.parts] == [96, 16]
-    x = inputs(2, 256)
-    out = linear(x, weight, dtype=torch.float32)
+    x = there(inputs(2, 256))
+    out = linear(x, weight, dtype=FLOAT32)
     values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
-    assert error(out.cpu().numpy(), quantize(x).values()[0].numpy() @ values.T) < 1e-6
+    assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6

@@ -14,9 +14,9 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cuda import linear
+from localrt.quant.cuda import cublas
+from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.graph import GraphedForward
-from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.formats import CODECS, pack, unpack
@@ -79,7 +79,7 @@ def load(folder: Path, wrap: Any = None, ops: Any = None, *, context: int = 256)
     with closing(open_checkpoint(folder)) as checkpoint:
         source: Any = checkpoint if wrap is None else wrap(checkpoint)
         config = read_config(source, context=context)
-        return load_decoder(source, ops or CudaOps(device=DEVICE), config)
+        return load_decoder(source, ops or CudaOps(device=str(DEVICE)), config)
 
 
 def shallow(folder: Path, wrap: Any = None, ops: Any = None) -> Decoder:
@@ -175,7 +175,9 @@ def test_recorded_trees(name: str, layers: int, tmp_path: Path) -> None:
 def test_keys_and_values_in_int8(folder: Path) -> None:
     """A prompt, single tokens, and a cache that holds what the memory account says."""
     ids = tokens(SHORT + 2)
-    exact, small = (load(folder, ops=CudaOps(device=DEVICE, kv_format=f)) for f in ("bf16", "int8"))
+    exact, small = (
+        load(folder, ops=CudaOps(device=str(DEVICE), kv_format=f)) for f in ("bf16", "int8")
+    )
     results = []
     for decoder in (exact, small):
         cache = decoder.cache(LENGTH)
@@ -195,7 +197,9 @@ def test_fine_activations_lose_no_more_than_bf16(folder: Path) -> None:
         for decoder in (
             load(folder, lambda inner: Restored(inner, "int4-g32"), TorchOps(compute_format="f32")),
             load(
-                folder, lambda inner: Packed(inner, "int4-g32"), CudaOps(device=DEVICE, fine=True)
+                folder,
+                lambda inner: Packed(inner, "int4-g32"),
+                CudaOps(device=str(DEVICE), fine=True),
             ),
             load(folder, lambda inner: Packed(inner, "int4-g32")),
         )
@@ -238,7 +242,7 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
 
 @pytest.mark.parametrize("format_", ["bf16", "int4-g32"])
 def test_gpu_without_bf16(folder: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "multiplies_bf16", lambda device: False)
+    monkeypatch.setattr(cublas, "multiplies", lambda device: False)
     packed = format_ != "bf16"
     decoder = shallow(folder, (lambda c: Packed(c, format_)) if packed else (lambda c: c))
     ids = tokens(70)
@@ -258,7 +262,7 @@ def test_prompts_in_parts(folder: Path) -> None:
     assert np.array_equal(whole, np.concatenate(parts))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted on the CPU")
+@pytest.mark.skipif(DEVICE.is_gpu, reason="launches are counted on the CPU")
 def test_launches_of_a_layer(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path, layers=1)  # heads of whole steps
     decoder = shallow(tmp_path, lambda c: Packed(c, "int4-g32"))

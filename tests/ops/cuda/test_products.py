@@ -23,7 +23,7 @@ from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.experts import ExpertSpec
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import tiles_of
+from tests.ops.cuda.target import DEVICE, back, there, tiles_of
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -55,16 +55,21 @@ def inputs(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(64, columns, generator=generator)[:rows]
 
 
+def quantized(x: torch.Tensor, *, fine: bool = False) -> Records:
+    return quantize(there(x), fine=fine)
+
+
 def values_of(x: Records) -> np.ndarray:
-    return x.values()[0].numpy()
+    values: np.ndarray = x.values()[0]
+    return values
 
 
 def run(
     x: Records, weight: Matrix, *, cut: Cut | None = None, gate: str | None = None
 ) -> np.ndarray:
-    out = torch.full((x.rows, weight.shape[0] // (2 if gate else 1)), float("nan"))
+    out = there(torch.full((x.rows, weight.shape[0] // (2 if gate else 1)), float("nan")))
     product(x, weight, out, gate=gate, limit=7.0, cut=cut)
-    return out.numpy()
+    return out.to_host()
 
 
 def error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -80,12 +85,12 @@ def test_every_packed_format_has_a_kernel() -> None:
 def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
     x = inputs(3, 96)
     x[1, :32] = 0
-    records = quantize(x)
+    records = quantized(x)
     found = values_of(records)
     steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 127
     assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.5001).all()
     # Beside a record's numbers: the same times -1, and the sum of each step.
-    each = records.data.numpy().reshape(1, 8, 2, 144)[0, :3]
+    each = records.data.to_host().reshape(1, 8, 2, 144)[0, :3]
     assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
     sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
     assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
@@ -95,27 +100,27 @@ def test_fine_rows(emulator: Emulator) -> None:
     x = inputs(3, 96)
     x[1, :32] = 0
     steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 32384
-    found = values_of(quantize(x, fine=True))
+    found = values_of(quantized(x, fine=True))
     assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.51).all()
 
 
 @pytest.mark.parametrize(("name", "gate"), [("q4_0", None), ("nf4", None), ("q4_k", "silu")])
 def test_fine_batch_invariance(emulator: Emulator, name: str, gate: str | None) -> None:
     weight, x = matrix(name, 64, 768), inputs(9, 768)
-    alone = [run(quantize(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
+    alone = [run(quantized(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
     wanted = x[0].numpy().astype(np.float64) @ weight.values.T
     if gate:
         wanted = wanted[:32] / (1 + np.exp(-wanted[:32])) * wanted[32:]
     assert error(alone[0], wanted) < max(1e-3, TOLERANCE[name])
     for rows in (2, 3, 9):
-        found = run(quantize(x[:rows], fine=True), weight, gate=gate)
+        found = run(quantized(x[:rows], fine=True), weight, gate=gate)
         assert np.array_equal(found[:2], alone)
 
 
 def test_rows_that_a_warp_loads_are_there() -> None:
     for rows in range(1, 65):
         for fine in (False, True):
-            records = empty_records(1, rows, 64, torch.device("cpu"), fine=fine)
+            records = empty_records(1, rows, 64, DEVICE, fine=fine)
             loaded = 8 * best_cut("q4_0", records.count, 64, 24).groups
             assert records.data.shape[1] % loaded == 0
 
@@ -124,29 +129,29 @@ def test_rows_that_a_warp_loads_are_there() -> None:
 def test_products_are_those_of_float64(emulator: Emulator, name: str) -> None:
     # Columns that are not whole turns of the kernel's loop, rows that are not whole tiles.
     columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
-    weight, x = matrix(name, 40, columns), quantize(inputs(1, columns))
+    weight, x = matrix(name, 40, columns), quantized(inputs(1, columns))
     assert error(run(x, weight), values_of(x) @ weight.values.T) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_batch_invariance(emulator: Emulator, name: str) -> None:
     weight, x = matrix(name, 32, 768), inputs(41, 768)
-    alone = [run(quantize(x[i : i + 1]), weight)[0] for i in range(3)]
+    alone = [run(quantized(x[i : i + 1]), weight)[0] for i in range(3)]
     for rows in (2, 8, 11) if name != "q4_0" else (2, 4, 5, 8, 16, 17, 41):
-        found = run(quantize(x[:rows]), weight)
+        found = run(quantized(x[:rows]), weight)
         assert np.array_equal(found[: min(3, rows)], alone[: min(3, rows)]), rows
     emulator.seed += 1  # another order of threads and blocks
-    assert np.array_equal(run(quantize(x[:3]), weight), np.stack(alone))
+    assert np.array_equal(run(quantized(x[:3]), weight), np.stack(alone))
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_many_rows_have_the_bits_of_few(emulator: Emulator, name: str) -> None:
     columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
     weight, x = matrix(name, 40, columns), inputs(50, columns)
-    found = run(quantize(x), weight)
+    found = run(quantized(x), weight)
     assert [program.name for program in emulator.launches] == ["quantize", "linear_many"]
     for row in (0, 31, 49):
-        assert np.array_equal(run(quantize(x[row : row + 1]), weight)[0], found[row])
+        assert np.array_equal(run(quantized(x[row : row + 1]), weight)[0], found[row])
 
 
 @pytest.mark.parametrize("name", ["q4_k", "nvfp4", "int8-g32"])
@@ -158,15 +163,15 @@ def test_many_rows_in_blocks(
     """Several blocks either way, of which the last lack rows, and more than fit the cache."""
     monkeypatch.setattr(cuts, "_CACHED_ROWS", 64)
     weight, x = matrix(name, 288, 1280), torch.cat([inputs(41, 1280), inputs(64, 1280)])
-    found = run(quantize(x, fine=fine), weight, gate=gate)
+    found = run(quantized(x, fine=fine), weight, gate=gate)
     assert emulator.launches[-1].name == "linear_many"
     some = [0, 40, 41, 104]
-    assert np.array_equal(run(quantize(x[some], fine=fine), weight, gate=gate), found[some])
+    assert np.array_equal(run(quantized(x[some], fine=fine), weight, gate=gate), found[some])
 
 
 @pytest.mark.parametrize("columns", [512, 896, 1024])  # 4, 7 and 8 chains
 def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
-    weight, x = matrix("q4_0", 40, columns), quantize(inputs(5, columns))
+    weight, x = matrix("q4_0", 40, columns), quantized(inputs(5, columns))
     whole = run(x, weight)
     cuts = [Cut(pairs, 1, parts) for pairs in (1, 2) for parts in (1, 2, 4)]
     assert all(np.array_equal(run(x, weight, cut=cut), whole) for cut in cuts)
@@ -175,7 +180,7 @@ def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
-    weight, x = matrix("mxfp4", 96, 256), quantize(inputs(rows, 256) * 4)
+    weight, x = matrix("mxfp4", 96, 256), quantized(inputs(rows, 256) * 4)
     g, up = np.split(values_of(x) @ weight.values.T, 2, axis=1)
     wanted = gated(g, up, ExpertSpec(activation=gate, limit=7.0))
     for cut in (Cut(1, 1), Cut(2, 1), Cut(1, 1, 2)):
@@ -183,21 +188,22 @@ def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
 
 
 def test_bias(emulator: Emulator) -> None:
-    weight, x = matrix("nvfp4", 40, 256), quantize(inputs(2, 256))
-    out, bias = torch.zeros(2, 100), torch.randn(40)
-    product(x, weight, out[:, 30:70], bias=bias)
-    assert error(out[:, 30:70].numpy(), values_of(x) @ weight.values.T + bias.numpy()) < 1e-6
+    weight, x = matrix("nvfp4", 40, 256), quantized(inputs(2, 256))
+    wide, bias = there(torch.zeros(2, 100)), torch.randn(40)
+    product(x, weight, wide[:, 30:70], bias=there(bias))
+    out = wide.to_host()
+    assert error(out[:, 30:70], values_of(x) @ weight.values.T + bias.numpy()) < 1e-6
     assert not out[:, :30].any()
     assert not out[:, 70:].any()
 
 
 def test_a_matrix_for_each_head(emulator: Emulator) -> None:
-    weight, x = matrix("q8_0", 96, 64), torch.randn(3, 70, 64)
-    few, out = (torch.zeros(3, rows, 32, dtype=torch.bfloat16) for rows in (5, 70))
+    weight, x = matrix("q8_0", 96, 64), there(torch.randn(3, 70, 64))
+    few, out = (there(torch.zeros(3, rows, 32, dtype=torch.bfloat16)) for rows in (5, 70))
     product(quantize(x[:, :5]), weight, few)
     product(quantize(x), weight, out)
-    assert torch.equal(out[:, :5], few)
+    assert torch.equal(back(out)[:, :5], back(few))
     heads = weight.values.reshape(3, 32, 64)
     for head in range(3):
         wanted = values_of(quantize(x[head])) @ heads[head].T
-        assert error(out[head].float().numpy(), wanted) < 5e-3
+        assert error(out.to_host()[head], wanted) < 5e-3

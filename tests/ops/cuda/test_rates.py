@@ -40,7 +40,7 @@ class Watch:
 
 def test_a_gpu_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: set[Program] = set()
-    monkeypatch.setattr(measuring, "prepare", lambda device, program: compiled.add(program))
+    monkeypatch.setattr(emulator, "prepare", compiled.add)
     ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
     rates = measure_gpu(
         ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)

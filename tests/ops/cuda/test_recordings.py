@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from localrt.quant.cuda.graph import Recordings
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.graph import Recordings, StaticPass, StaticStep
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.stream import CudaPass, Stream
+from localrt.quant.cuda.tensor import zeros
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
@@ -29,7 +30,12 @@ def cache() -> KVCache:
 def recorded(recordings: Recordings, cache: KVCache, rows: int) -> object:
     """What a pass of so many rows reads its inputs from."""
     step = recordings.begin(Batch.extend([(cache, [1] * rows)]), range(rows))
-    return step.static if recordings.takes(step, "all", 1) else None
+    return static_of(step) if recordings.takes(step, "all", 1) else None
+
+
+def static_of(step: CudaPass) -> StaticPass:
+    assert isinstance(step, StaticStep)
+    return step.static
 
 
 def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCache) -> None:
@@ -45,18 +51,19 @@ def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCa
 def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> None:
     """The others are computed step by step until a later pass."""
     batch, parts = Batch.extend([(cache, [1])]), [("a", 10), ("b", 6), ("c", 1), ("d", 100)]
+    zero = zeros(1, 8, device=device_of("cpu"))
     recordings.begin(batch, [0])
     taken = list[str]()
     for _ in range(4):
         step = recordings.begin(batch, [0])
         taken.append("".join(key for key, size in parts if recordings.takes(step, key, size)))
         for key in taken[-1]:
-            recordings.run(step, Stream(torch.zeros(1, 8)), key, lambda step, x: x)
+            recordings.run(step, Stream(zero), key, lambda step, x: x)
     assert taken == ["ab", "abc", "abcd", "abcd"]
     recordings.forget("b")
     step = recordings.begin(batch, [0])
-    assert step.static.has("a")
-    assert not step.static.has("b")
+    assert static_of(step).has("a")
+    assert not static_of(step).has("b")
 
 
 def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:

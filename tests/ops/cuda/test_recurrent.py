@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cuda.linear import reads_records
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import empty_records, product, quantize
+from localrt.quant.cuda.products import empty_records, product
 from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_project, mix_rows
 from localrt.quant.cuda.stream import CudaPass, Stream
+from localrt.quant.cuda.tensor import empty
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.reference.ops import TorchOps
 from localrt.quant.reference.recurrent import mix_rows as textbook
-from tests.ops.cuda.target import DEVICE
-from tests.ops.cuda.test_products import matrix
+from tests.ops.cuda.target import DEVICE, back, there
+from tests.ops.cuda.test_products import matrix, quantized
 from tests.ops.oracles import read_in
+from tests.ops.packed import random_tensor
 from tests.ops.recurrent_layers import HIDDEN, SPECS, Layer, check_tree, random_rows, tree_mask
 
 NAMES = sorted(SPECS)
@@ -29,7 +34,7 @@ class GpuLayer(Layer):
     """The same on a GPU. The products round; between them there is no difference to be seen."""
 
     def __init__(self, spec: str | RecurrentSpec) -> None:
-        super().__init__(spec, CudaOps(device=DEVICE))
+        super().__init__(spec, CudaOps(device=str(DEVICE)))
 
     def run(self, *parts: tuple[Any, ...], cancelled: bool = False) -> Floats:
         """See ``Layer``."""
@@ -38,13 +43,18 @@ class GpuLayer(Layer):
         batch = Batch(np.zeros(len(x), np.int64), np.arange(len(x)), spans)
         with self.ops.scope():
             step = self.ops.begin(batch)
-            rows = torch.from_numpy(x).to(DEVICE)
-            normed = torch.nn.functional.rms_norm(rows, (HIDDEN,), self.weights.norm, 1e-6)
-            out = mix_and_project(normed.bfloat16(), self.weights, self.spec, step, 0)
+            rows, norm = torch.from_numpy(x), back(self.weights.norm)
+            normed = torch.nn.functional.rms_norm(rows, (HIDDEN,), norm, 1e-6)
+            out = mix_and_project(there(normed.bfloat16()), self.weights, self.spec, step, 0)
         if not cancelled:
             for span in spans:
                 span.cache.advance(span.rows)
-        return out.cpu().numpy()
+        return out.to_host()
+
+
+def torch_layer(spec: str | RecurrentSpec) -> Layer:
+    """The same on torch."""
+    return Layer(spec, TorchOps(compute_format="f32"))
 
 
 def widened(mixed: torch.Tensor, spec: RecurrentSpec) -> torch.Tensor:
@@ -59,11 +69,10 @@ def widened(mixed: torch.Tensor, spec: RecurrentSpec) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_give_what_torch_gives(name: str) -> None:
-    layer, mask = GpuLayer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
-    spec, weights, gpu = layer.spec, layer.weights, torch.device(DEVICE)
+    layer, oracle, mask = GpuLayer(name), torch_layer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
+    spec = layer.spec
     mixed = torch.randn(30, spec.projected_rows, generator=torch.Generator().manual_seed(1))
-    mixed = mixed.to(DEVICE)
-    ours, theirs = layer.cache(), layer.cache()
+    ours, theirs = layer.cache(), oracle.cache()
     for first, stop, tree in ((0, 9, None), (9, 10, None), (10, 18, mask), (18, 30, None)):
         rows = mixed[first:stop]
         wide = widened(rows, spec)
@@ -73,10 +82,11 @@ def test_kernels_give_what_torch_gives(name: str) -> None:
         passes = begin_states(spans[0])
         table = SequenceTable.of(spans[0])
         table.fill(spans[0], passes)
-        found = mix_rows(wide, weights, spec, table.split(table.upload(gpu)), 0, (0, 0))
+        sequences = table.split(table.upload(DEVICE))
+        found = mix_rows(there(wide), layer.weights, spec, sequences, 0, (0, 0))
         states_of(ours).layer_done(0)
-        wanted = textbook(rows, weights, spec, spans[1], begin_states(spans[1]), 0)
-        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-3)
+        wanted = textbook(rows, oracle.weights, spec, spans[1], begin_states(spans[1]), 0)
+        torch.testing.assert_close(back(found).float(), wanted, rtol=1e-2, atol=1e-3)
         for cache in (ours, theirs):
             cache.advance(len(rows))
             if tree is not None:
@@ -84,8 +94,8 @@ def test_kernels_give_what_torch_gives(name: str) -> None:
     # States and rows in float32.
     for kept, same in zip(*(states_of(cache).saved() for cache in (ours, theirs)), strict=True):
         assert (kept.position, kept.length) == (same.position, same.length)
-        numbers = (each.data.view(np.float32) for each in (kept, same))
-        np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)
+        numbers, oracles = (each.data.view(np.float32) for each in (kept, same))
+        np.testing.assert_allclose(numbers, oracles, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -98,23 +108,59 @@ def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first:
         kind=kind, heads=1 if width else 4, key_heads=1, key_size=8, value_size=32, taps=4,
         eps=1e-6, norm_size=norm_size, gate_first=gate_first, width=width,
     )  # fmt: skip
-    layer = GpuLayer(spec)
+    layer, oracle = GpuLayer(spec), torch_layer(spec)
     assert fits_records(spec)
     mixed = torch.randn(5, spec.projected_rows, generator=torch.Generator().manual_seed(1))
-    spans = [(Span(layer.cache(), 5),) for _ in range(2)]
+    spans = [(Span(each.cache(), 5),) for each in (layer, oracle)]
     passes = begin_states(spans[0])
     table = SequenceTable.of(spans[0])
     table.fill(spans[0], passes)
-    records = empty_records(1, 5, 128, torch.device(DEVICE))
-    sequences = table.split(table.upload(torch.device(DEVICE)))
-    mix_rows(mixed.to(DEVICE), layer.weights, spec, sequences, 0, (0, 0), records)
-    wanted = textbook(mixed.to(DEVICE), layer.weights, spec, spans[1], begin_states(spans[1]), 0)
+    records = empty_records(1, 5, 128, DEVICE)
+    sequences = table.split(table.upload(DEVICE))
+    mix_rows(there(mixed), layer.weights, spec, sequences, 0, (0, 0), records)
+    wanted = textbook(mixed, oracle.weights, spec, spans[1], begin_states(spans[1]), 0)
     results = []
-    for rows in (records, quantize(wanted)):
-        results.append(torch.empty(5, 32, device=DEVICE))
-        product(rows, matrix("q8_0", 32, 128), results[-1])
+    for rows in (records, quantized(wanted)):
+        out = empty(5, 32, device=DEVICE)
+        product(rows, matrix("q8_0", 32, 128), out)
+        results.append(back(out))
     scale = float(results[1].abs().max())
     torch.testing.assert_close(*results, rtol=0, atol=0.01 * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaled"), [*((name, False) for name in NAMES), ("ssm", True), ("delta", True)]
+)
+def test_projections_are_torchs(name: str, scaled: bool) -> None:
+    """Those in two steps too, and those times factors."""
+    layers = GpuLayer(name), torch_layer(name)
+    if scaled:
+        factors = np.geomspace(0.25, 4, layers[0].spec.mix_rows, dtype=np.float32)
+        shuffled = np.random.default_rng(2).permutation(factors)
+        for layer in layers:
+            layer.weights = replace(layer.weights, mix_scale=layer.ops.vector(shuffled))
+    assert_same_results(*layers)
+
+
+def test_packed_second_projections() -> None:
+    """They read records of some columns of a row."""
+    spec = replace(SPECS["delta-low-rank"], low_rank=32)
+    layers = GpuLayer(spec), torch_layer(spec)
+    rows = {"gate_up": spec.inner, "decay_up": spec.factors - spec.heads}
+    for layer in layers:
+        packed = {
+            name: layer.ops.weight((count, 32), [random_tensor("q8_0", count, 32)])
+            for name, count in rows.items()
+        }
+        layer.weights = replace(layer.weights, **packed)
+    gate_up: Any = layers[0].weights.gate_up
+    assert reads_records(gate_up, 6)
+    assert_same_results(*layers)
+
+
+def assert_same_results(layer: Layer, oracle: Layer) -> None:
+    found, wanted = (read_in(each, random_rows(9), [6, 1, 2]) for each in (layer, oracle))
+    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,12 +208,12 @@ def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
     caches, recorder = [ops.kv_cache([spec, spec], 64) for _ in range(2)], ops.recorder()
     replayed = 0
     for turn, rows in enumerate((5, 1, 1, 1, 3, 3, 1, 6, 6, 1)):
-        x = torch.from_numpy(random_rows(rows, seed=turn)).to(DEVICE)
+        x = torch.from_numpy(random_rows(rows, seed=turn))
         plain, again = (
             Batch(np.zeros(rows, np.int64), np.arange(rows), (Span(cache, rows),))
             for cache in caches
         )
-        wanted, found = Stream(x.clone()), Stream(x.clone())
+        wanted, found = Stream(there(x)), Stream(there(x))
         with ops.scope():
             step, static = ops.begin(plain), recorder.begin(again, list(range(rows)))
             for at in range(2):
@@ -182,7 +228,7 @@ def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
                     recorder.run(static, found, at, body)
                 else:
                     body(static, found)
-            assert torch.equal(wanted.settle(), found.settle())
+            assert torch.equal(back(wanted.settle()), back(found.settle()))
         for cache in caches:
             cache.advance(rows)
     assert replayed == 2 * 6

@@ -13,6 +13,7 @@ from localrt.quant.cuda.routing import CudaRouting, choose, put_rows
 from localrt.quant.ops.experts import RouterSpec, Routing
 from localrt.quant.reference.experts import route
 from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import back, there
 
 SPECS: list[dict[str, Any]] = [
     {},
@@ -38,9 +39,9 @@ def chosen_by_gpu(
     gate_bias: torch.Tensor | None = None,
     choice_bias: torch.Tensor | None = None,
 ) -> Routing:
-    return CudaRouting(
-        choose(logits, gate_bias, choice_bias, spec), len(logits), spec.ranked, spec.used
-    )
+    gates, choices = (None if bias is None else there(bias) for bias in (gate_bias, choice_bias))
+    results = choose(there(logits), gates, choices, spec)
+    return CudaRouting(results, len(logits), spec.ranked, spec.used)
 
 
 def assert_same(ours: Routing, wanted: Routing) -> None:
@@ -69,7 +70,7 @@ def test_batch_invariance(emulator: Emulator) -> None:
     whole = chosen_by_gpu(logits, spec)
     for first, stop in ((0, 1), (3, 7), (40, 64)):
         emulator.seed += 1
-        part = chosen_by_gpu(logits[first:stop].contiguous(), spec)
+        part = chosen_by_gpu(logits[first:stop], spec)
         for name in ("experts", "scores", "weights"):
             assert np.array_equal(getattr(part, name), getattr(whole, name)[first:stop])
 
@@ -98,8 +99,9 @@ def test_lazy_routing(emulator: Emulator) -> None:
 
 
 def test_rows_are_put_where_they_belong(emulator: Emulator) -> None:
-    rows, out = torch.randn(1000, 3), torch.zeros(1100, 3)  # more than one launch has room for
-    places = np.random.default_rng(0).permutation(1100)[:1000]
-    put_rows(rows, places, out)
+    rows, put = torch.randn(1000, 3), there(torch.zeros(1100, 3))
+    places = np.random.default_rng(0).permutation(1100)[:1000]  # more than one launch has room for
+    put_rows(there(rows), places, put)
+    out = back(put)
     assert torch.equal(out[places], rows)
     assert torch.count_nonzero(out.any(1)) == 1000

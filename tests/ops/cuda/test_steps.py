@@ -8,31 +8,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from localrt.quant.cuda.products import empty_records, quantize
-from localrt.quant.cuda.steps import (
-    converted,
-    gate,
-    move_rows,
-    norm,
-    norm_gate,
-    norm_records,
-    rotary,
-    rotate_blocks,
-)
+from localrt.quant.cuda import steps
+from localrt.quant.cuda.products import empty_records
+from localrt.quant.cuda.products import quantize as to_records
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertActivation, ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 from localrt.quant.reference.experts import gated
-from tests.ops.cuda import target
+from tests.ops.cuda.target import DEVICE, back, by_torch, random, there
 
 # bf16 results: 8 bits.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return target.random(*shape, seed=seed).to(target.DEVICE)
+converted, gate = by_torch(steps.converted), by_torch(steps.gate)
+move_rows, norm = by_torch(steps.move_rows), by_torch(steps.norm)
+norm_gate, norm_records = by_torch(steps.norm_gate), by_torch(steps.norm_records)
+rotate_blocks, quantize = by_torch(steps.rotate_blocks), by_torch(to_records)
 
 
 @pytest.mark.parametrize("width", [64, 96, 5000])
@@ -45,7 +38,8 @@ def test_norm_keeps_the_sum(width: int) -> None:
     exact = norm(x, weight, 1e-6, out=torch.float32)
     torch.testing.assert_close(exact, F.rms_norm(total, (width,), weight, 1e-6))
     records = norm_records(x, weight, 1e-6)
-    assert torch.equal(records.data[:, :3], quantize(exact).data[:, :3])
+    found, wanted = (back(each.data)[:, :3] for each in (records, quantize(exact)))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -56,8 +50,7 @@ def test_gate(activation: ExpertActivation, dtype: torch.dtype) -> None:
     got = gate(both, activation, limit=0.5)
     torch.testing.assert_close(got.float(), wanted, **CLOSE)
     out = torch.zeros_like(got)
-    rows = torch.tensor([2, 0], device=both.device)
-    gate(both, activation, limit=0.5, out=out, rows=rows)
+    gate(both, activation, limit=0.5, out=out, rows=torch.tensor([2, 0]))
     assert torch.equal(out[::2], got[::2])
     assert not out[1].any()
 
@@ -71,8 +64,8 @@ def test_scaled_gates() -> None:
 @pytest.mark.parametrize("size", [2, 16, 64, 128])
 def test_hadamard_is_the_quantizers(size: int) -> None:
     x = random(3, 384).bfloat16()
-    wanted = block_hadamard(x.float().cpu().numpy(), size)
-    got = rotate_blocks(x, size).float().cpu().numpy()
+    wanted = block_hadamard(x.float().numpy(), size)
+    got = rotate_blocks(x, size).float().numpy()
     assert np.abs(got - wanted).max() < 2**-7 * np.abs(wanted).max()
 
 
@@ -96,7 +89,7 @@ def test_hadamard_of_an_odd_size_is_refused() -> None:
 def test_moved_rows(kind: torch.dtype, into: torch.dtype) -> None:
     """Rows that lie apart: chosen, scaled, added."""
     x, y = random(4, 400).to(kind)[:, 50:350], random(3, 600, seed=1).to(into)[:, 300:]
-    index = torch.tensor([3, 0, 3], device=x.device)
+    index = torch.tensor([3, 0, 3])
     wanted = (x[index].float() * 0.3).to(into)
     assert torch.equal(move_rows(x, torch.empty_like(y), index=index, scale=0.3), wanted)
     total = (y.float() + x[index].float() * 0.3).to(into)
@@ -106,7 +99,7 @@ def test_moved_rows(kind: torch.dtype, into: torch.dtype) -> None:
     assert converted(y.contiguous(), kind).is_contiguous()
     own = x.contiguous()
     assert converted(own, kind) is own
-    nothing = torch.empty(0, 300, device=x.device)
+    nothing = torch.empty(0, 300)
     assert move_rows(nothing, nothing) is nothing
 
 
@@ -128,12 +121,11 @@ def test_rows_under_a_gate_or_a_cap() -> None:
 
 def test_rotary() -> None:
     """Of positions that are far too."""
-    positions = torch.tensor([0, 1, 77, 131071], device=target.DEVICE)
-    frequencies = 10000.0 ** -(torch.arange(33, device=target.DEVICE) / 33)
+    positions = torch.tensor([0, 1, 77, 131071])
+    frequencies = 10000.0 ** -(torch.arange(33) / 33)
     angles = positions.float()[:, None] * frequencies
-    for got, wanted in zip(
-        rotary(positions, frequencies, 1.2), (angles.cos(), angles.sin()), strict=True
-    ):
+    tables = steps.rotary(there(positions), there(frequencies), 1.2)
+    for got, wanted in zip(map(back, tables), (angles.cos(), angles.sin()), strict=True):
         torch.testing.assert_close(got, wanted * 1.2)
 
 
@@ -143,6 +135,7 @@ def test_rows_are_gated(width: int) -> None:
     wanted = x.float() * gates.float().sigmoid()
     torch.testing.assert_close(norm_gate(x, gates).float(), wanted, **CLOSE)
     if width % 64 == 0:
-        records = empty_records(1, 5, width, x.device)
+        records = empty_records(1, 5, width, DEVICE)
         norm_gate(x, torch.zeros_like(x), records=records)  # whose sigmoids are exact
-        assert torch.equal(records.data[0, :5], quantize(x.float() / 2).data[0, :5])
+        found, wanted = (back(r.data)[0, :5] for r in (records, quantize(x.float() / 2)))
+        assert torch.equal(found, wanted)

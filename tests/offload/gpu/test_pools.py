@@ -1,4 +1,4 @@
-"""The runtime on a GPU whose memory torch keeps: beside other programs, and as caches grow."""
+"""Pools of a GPU's memory as caches grow, beside other programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import SPARE_VRAM_NBYTES, gpu_scratch_nbytes
 from localrt.offload.device.gpu import Clock, Gpu, Slab, share_slabs
 from localrt.offload.memory import MemoryPressure
@@ -18,45 +18,48 @@ from localrt.offload.placement import Where
 from localrt.offload.planner.shapes import shape_from_config
 from localrt.offload.shapes import ModelShape
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.device import Ram
+from localrt.quant.cuda.memory import Block
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.reference.ops import free_gpu_memory
 from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
 from tests.offload.gpu.test_gpu_memory import beside_weights, gpu_of
-from tests.offload.gpu.torch_allocator import MIB, Block, TorchAllocator
 from tests.offload.placed import Model, assert_same, extend, needs_kernels, passing
 
-# -- the model itself ------------------------------------------------------------------------------
+MIB = 1 << 20
 
 
-def test_kinds_of_segments() -> None:
-    memory = TorchAllocator(1000 * MIB)
-    small = [memory.alloc(MIB) for _ in range(3)]
-    assert memory.reserved == 4 * MIB  # two of the pool's limit fill a segment
-    middle = memory.alloc(MIB + 1)
-    assert memory.reserved == 24 * MIB
-    memory.alloc(9 * MIB)
-    assert memory.reserved == 24 * MIB
-    memory.alloc(37 * MIB)
-    assert memory.reserved == 62 * MIB
-    for block in (*small, middle):
-        memory.free(block)
-    assert memory.allocated == 47 * MIB  # what is left of 38 is too little to split
-    assert memory.free_nbytes == 938 * MIB  # what is kept counts as taken
-    memory.empty_cache()
-    assert memory.free_nbytes == 942 * MIB  # the middle one's segment is in use
-    assert memory.alloc(10 * MIB - 512).nbytes == 10 * MIB - 512
-    assert memory.reserved == 58 * MIB
+class Modelled(Ram):
+    """A GPU of ``total`` bytes, which are only counted; other programs have ``others``."""
 
+    def __init__(self, total: int, others: int = 0) -> None:
+        super().__init__()
+        self.total, self.others, self.refused = total, others, 0
+        self._taken, self._next = dict[int, int](), 1 << 40
 
-def test_full() -> None:
-    memory = TorchAllocator(100 * MIB, others=20 * MIB)
-    memory.free(memory.alloc(60 * MIB))
-    memory.alloc(70 * MIB)
-    assert memory.emptied == 1
-    with pytest.raises(torch.OutOfMemoryError):
-        memory.alloc(20 * MIB)
+    def memory(self) -> tuple[int, int]:
+        return max(0, self.total - self.others - sum(self._taken.values())), self.total
+
+    def alloc(self, nbytes: int) -> int:
+        if nbytes > self.memory()[0]:
+            self.refused += 1
+            self.trim()
+        if nbytes > self.memory()[0]:
+            raise MemoryBudgetError("full")
+        at, self._next = self._next, self._next + nbytes
+        self._taken[at] = nbytes
+        return at
+
+    def free(self, address: int) -> None:
+        del self._taken[address]
+
+    @property
+    def wasted(self) -> int:
+        """Bytes of slabs in use that nobody has taken."""
+        pools = (self.kept, self.scratch)
+        self.trim()
+        return sum(pool.unused_nbytes for pool in pools)
 
 
 # -- models of real sizes --------------------------------------------------------------------------
@@ -65,20 +68,19 @@ def test_full() -> None:
 class ModelledGpu(Gpu):
     """Its memory has no bytes."""
 
-    def __init__(self, memory: TorchAllocator, capacity: int) -> None:
+    def __init__(self, memory: Modelled, capacity: int) -> None:
         super().__init__(Clock(), NativeOps(threads=1), name="modelled", capacity=capacity)
         self.memory = memory
-        self._blocks: dict[int, Block] = {}
+        self._places: dict[int, int] = {}
 
     def _alloc(self, nbytes: int) -> Any:
         made = np.broadcast_to(np.uint8(0), nbytes)
-        self._blocks[id(made)] = self.memory.alloc(nbytes)
+        self._places[id(made)] = self.memory.alloc(nbytes)
         return made
 
     def free(self, memory: Any) -> None:
         super().free(memory)
-        self.memory.free(self._blocks.pop(id(memory)))
-        self.memory.empty_cache()
+        self.memory.free(self._places.pop(id(memory)))
 
 
 def shape_of(name: str) -> ModelShape:
@@ -87,32 +89,26 @@ def shape_of(name: str) -> ModelShape:
 
 
 @pytest.fixture
-def torch_memory(monkeypatch: pytest.MonkeyPatch) -> TorchAllocator:
-    """That of an 8 GB card, of which a desktop has some and the driver's context some."""
-    memory = TorchAllocator(8188 * MIB, others=900 * MIB)
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (memory.free_nbytes, memory.total))
-    monkeypatch.setattr(cuda, "memory_reserved", lambda _: memory.reserved)
-    monkeypatch.setattr(cuda, "memory_allocated", lambda _: memory.allocated)
-    monkeypatch.setattr(cuda, "empty_cache", memory.empty_cache)
-    return memory
+def card() -> Modelled:
+    """An 8 GB card, of which a desktop has some and the driver's context some."""
+    return Modelled(8188 * MIB, others=900 * MIB)
 
 
-def pressure() -> int:
+def pressure(card: Modelled) -> int:
     """Bytes that other programs are taken to need."""
-    asked = MemoryPressure(lambda: free_gpu_memory(torch.device("cuda")))
+    asked = MemoryPressure(lambda: card.free_nbytes)
     asked._asked = -1e9
     return asked()[1]
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen3-14b", "qwen3-30b-a3b"])
-def test_growth_to_8192_tokens(name: str, torch_memory: TorchAllocator) -> None:
-    """Slabs make room for blocks; torch wastes little, and nobody else seems to need memory."""
-    shape, memory = shape_of(name), torch_memory
+def test_growth_to_8192_tokens(name: str, card: Modelled) -> None:
+    """Slabs make room for blocks; little is wasted, and nobody else seems to need memory."""
+    shape, memory = shape_of(name), card
     block = sum(shape.kv_nbytes("bf16", BLOCK_TOKENS))
     scratch = gpu_scratch_nbytes(shape.pass_sizes, 512)
-    gpu = ModelledGpu(memory, memory.free_nbytes - SPARE_VRAM_NBYTES)
+    gpu = ModelledGpu(memory, memory.memory()[0] - SPARE_VRAM_NBYTES)
     ring = gpu.alloc(2 * max(unit.nbytes for unit in shape.units if unit.kind != "embedding"))
     room, sizes = gpu.capacity - gpu.used - scratch - 2 * block, dict[str, int]()
     for unit in shape.units:
@@ -131,17 +127,16 @@ def test_growth_to_8192_tokens(name: str, torch_memory: TorchAllocator) -> None:
             gone.free()
             evictions += 1
         gpu.hold(held)
-        blocks.append(memory.alloc(block))
+        blocks.append(memory.kept.take(block))
         for _ in range(3):  # passes: what they need for a while
             parts, left = list[Block](), scratch
             while left > 0:
                 size = min(left, draw.choice([1 << draw.randrange(9, 27), MIB, 4 * tokens_held]))
-                parts.append(memory.alloc(size))
+                parts.append(memory.scratch.take(size))
                 left -= size
-            assert pressure() <= 0, tokens_held
-            for part in parts:
-                memory.free(part)
-        assert memory.allocated - memory.asked < 64 * MIB
+            assert pressure(memory) <= 0, tokens_held
+            del parts
+        assert memory.wasted < 64 * MIB
     assert gpu.used + gpu.held <= gpu.capacity
     assert (evictions > 0) is (name in ("qwen3-14b", "qwen3-30b-a3b"))
     gpu.free(ring)
@@ -153,36 +148,35 @@ SCALE = 1 << 10
 
 
 class ScaledGpu(FakeGpu):
-    """Torch keeps ``SCALE`` bytes for each, and those that are held, in blocks of 38 MB."""
+    """``SCALE`` bytes are taken for each, and those that are held in blocks of 38 MB."""
 
-    def __init__(self, clock: Clock, ops: Any, memory: TorchAllocator, *, capacity: int) -> None:
+    def __init__(self, clock: Clock, ops: Any, memory: Modelled, *, capacity: int) -> None:
         super().__init__(clock, ops, capacity=capacity)
         self._memory = memory
-        self._blocks: dict[int, Block] = {}
+        self._places: dict[int, int] = {}
         self._held: list[Block] = []
 
     def _alloc(self, nbytes: int) -> Any:
         made = super()._alloc(nbytes)
-        self._blocks[made.ctypes.data] = self._memory.alloc(nbytes * SCALE)
+        self._places[made.ctypes.data] = self._memory.alloc(nbytes * SCALE)
         return made
 
     def free(self, memory: Any) -> None:
         super().free(memory)
-        self._memory.free(self._blocks.pop(memory.ctypes.data))
-        self._memory.empty_cache()
+        self._memory.free(self._places.pop(memory.ctypes.data))
 
     def hold(self, nbytes: int) -> None:
         super().hold(nbytes)
         step = 38 * MIB
         while len(self._held) * step < nbytes * SCALE:
-            self._held.append(self._memory.alloc(step))
+            self._held.append(self._memory.kept.take(step))
         while (len(self._held) - 1) * step > nbytes * SCALE:
-            self._memory.free(self._held.pop())  # a session ends: torch keeps it
+            self._held.pop()  # a session ends: the memory is kept
 
 
 @needs_kernels
-def test_weights_leave_and_come_back(model: Model, torch_memory: TorchAllocator) -> None:
-    where, memory = dict.fromkeys(passing(model.store), Where.VRAM), torch_memory
+def test_weights_leave_and_come_back(model: Model, card: Modelled) -> None:
+    where, memory = dict.fromkeys(passing(model.store), Where.VRAM), card
     resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
     placement = place_on_gpu(model.store, where)
     capacity = placement.vram_ring + resident + beside_weights(model, 340)  # 512 tokens, as plans
@@ -196,7 +190,7 @@ def test_weights_leave_and_come_back(model: Model, torch_memory: TorchAllocator)
     def make(clock: Clock) -> Gpu:
         return ScaledGpu(clock, model.ops, memory, capacity=capacity)
 
-    options: dict[str, Any] = {"make": make, "shortage": lambda: (0, pressure() // SCALE)}
+    options: dict[str, Any] = {"make": make, "shortage": lambda: (0, pressure(memory) // SCALE)}
     with on_gpu(model, where, placement=placement, **options) as decoder:
         gpu, at_first = gpu_of(decoder), gpu_of(decoder).used
 
@@ -220,8 +214,8 @@ def test_weights_leave_and_come_back(model: Model, torch_memory: TorchAllocator)
         sequence(60, 20)
         assert gpu.capacity < capacity
         assert gpu.used < at_first
-        assert memory.free_nbytes > 100 * MIB
+        assert memory.memory()[0] > 100 * MIB
         memory.others -= 800 * MIB
         sequence(240, 120)
         assert (gpu.capacity, gpu.used) == (capacity, at_first)
-        assert memory.emptied == 0
+        assert memory.refused == 0

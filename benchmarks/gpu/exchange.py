@@ -1,0 +1,42 @@
+"""Numbers between torch and our memory of a device, through the host.
+
+torch and we start work on streams that do not wait for one another; the host waits for each copy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.tensor import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
+    Tensor,
+    upload,
+)
+
+DTYPES = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int64: INT64,
+    torch.int32: INT32,
+    torch.int8: INT8,
+    torch.uint8: UINT8,
+}
+
+
+def there(tensor: torch.Tensor, device: Device) -> Tensor:
+    """A copy of torch's numbers on the device."""
+    whole = tensor.detach().cpu().contiguous()
+    bits = whole.view(torch.uint16) if tensor.dtype is torch.bfloat16 else whole
+    return upload(bits.numpy(), device, dtype=DTYPES[tensor.dtype])
+
+
+def back(tensor: Tensor) -> torch.Tensor:
+    """A copy of the device's numbers in RAM, for torch."""
+    bits = torch.from_numpy(tensor.bits())
+    return bits.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else bits

@@ -1,0 +1,59 @@
+"""Products of many bf16 rows by cuBLAS, through torch if it is there for the GPU.
+
+torch sees our memory, and works in our stream. Nothing else of this room needs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.launch import is_noting
+from localrt.quant.cuda.tensor import BFLOAT16, Tensor
+
+
+@cache
+def multiplies(device: Device) -> bool:
+    """Whether bf16 products of many rows on the device are torch's: at full speed since Ampere."""
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return not device.is_gpu or (device.capability >= (8, 0) and torch.cuda.is_available())
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out (R, rows) = x (R, columns) @ weight (rows, columns).T + bias; x and weight are bf16.
+
+    With (H, R, columns), (H, rows, columns) and (H, R, rows) these are H products.
+    """
+    if is_noting():
+        return
+    import torch
+
+    device, there = x.device, nullcontext()
+    if device.is_gpu:
+        cuda: Any = torch.cuda  # not typed throughout
+        there = cuda.stream(cuda.ExternalStream(int(device.stream), str(device)))
+    with torch.inference_mode(), there:
+        y = torch.matmul(_seen(x), _seen(weight).transpose(-1, -2))
+        _seen(out).copy_(y if bias is None else y + _seen(bias))
+
+
+def _seen(tensor: Tensor) -> Any:
+    """The same memory as torch's tensor."""
+    import torch
+
+    device = tensor.device
+    if device.is_gpu:
+        found = torch.as_tensor(tensor, device=str(device))
+    else:
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        memory = (ctypes.c_ubyte * (span * tensor.dtype.itemsize)).from_address(tensor.address)
+        kind = torch.int16 if tensor.dtype is BFLOAT16 else torch.float32
+        found = torch.frombuffer(memory, dtype=kind).as_strided(tensor.shape, tensor.strides)
+    return found.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else found

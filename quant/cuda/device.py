@@ -1,0 +1,237 @@
+"""What the kernels run on: a GPU, or, in tests, the host's memory and a launcher of the tests.
+
+Its work is in order, so memory that ends may be taken again at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import LocalrtError
+from localrt.quant.cuda.memory import GRANULE, Pool
+from localrt.quant.cuda.programs import Program
+
+Grid = tuple[int, int, int]
+Values = npt.NDArray[Any]
+
+
+_SCARCE_NBYTES = 128 << 20
+
+
+class Launcher(Protocol):
+    """Runs kernels."""
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
+
+    def prepare(self, program: Program) -> None:
+        """Get the machine code, so that launching need not compile. Any thread may call it."""
+
+
+class Device(ABC):
+    """Memory, and what computes on it in order.
+
+    A thread's work goes to ``stream``. Memory comes from pools: ``scratch`` is for a pass, ``kept``
+    for weights and caches.
+    """
+
+    is_gpu = False
+    index = 0
+    name = "cpu"
+    processors = 1
+    capability: tuple[int, int] = (0, 0)
+    stream: Any = None
+
+    def __init__(self) -> None:
+        self.scratch = Pool(self.alloc, self.free)
+        self.kept = Pool(self.alloc, self.free, slab=GRANULE)
+        self.thread = threading.local()
+
+    @property
+    def pool(self) -> Pool:
+        """The scratch memory of what this thread starts."""
+        recording: Pool | None = getattr(self.thread, "pool", None)
+        return self.scratch if recording is None else recording
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that may still be taken here, with those that are kept for later: to others these
+        are in use.
+        """
+        free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
+        if free < min(unused, _SCARCE_NBYTES):  # other programs find none: they get what is kept
+            self.trim()
+            free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
+        return free + unused
+
+    def trim(self) -> None:
+        """Give back memory that nobody uses."""
+        self.kept.trim()
+        self.scratch.trim()
+
+    def enter(self) -> None:  # noqa: B027  RAM needs nothing
+        """Have the thread call this device, whatever others have made of it."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of a GPU that are free, and all of them."""
+        return 0, 0
+
+    @abstractmethod
+    def alloc(self, nbytes: int) -> int:
+        """The address of so many bytes, which may hold anything.
+
+        Raises:
+            MemoryBudgetError: the GPU has no room for them.
+        """
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Give back what ``alloc`` gave."""
+
+    @abstractmethod
+    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+        """Copy contiguous values of the host, which must stay as they are until it is done if they
+        are pinned.
+        """
+
+    @abstractmethod
+    def stage(self, to: int, values: Values) -> None:
+        """The same, of values that the caller may change at once; the host does not wait."""
+
+    @abstractmethod
+    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+        """Copy to contiguous values of the host; it is done when the stream is."""
+
+    @abstractmethod
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy within the device."""
+
+    @abstractmethod
+    def clear(self, to: int, nbytes: int) -> None:
+        """Write zeros."""
+
+    @abstractmethod
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Any:
+        """A new event; None where everything has happened when a call returns. A thread that waits
+        for it keeps its core busy, unless it ``sleeps``.
+        """
+
+    @abstractmethod
+    def synchronize(self, stream: Any = None) -> None:
+        """Return when the stream has done everything."""
+
+    @abstractmethod
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+        """Zeros in RAM that the device reads and writes, until the last reference to them."""
+
+    @abstractmethod
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        """See ``Launcher``."""
+
+    @abstractmethod
+    def prepare(self, program: Program) -> None:
+        """See ``Launcher``."""
+
+
+class Ram(Device):
+    """The host's memory; kernels are run by a launcher given to ``emulate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[int, Values] = {}
+
+    def __str__(self) -> str:
+        return "cpu"
+
+    def alloc(self, nbytes: int) -> int:
+        buffer = np.empty(nbytes + 256, np.uint8)
+        address = -(-buffer.ctypes.data // 256) * 256
+        self._buffers[address] = buffer
+        return address
+
+    def free(self, address: int) -> None:
+        del self._buffers[address]
+
+    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+        ctypes.memmove(to, values.ctypes.data, values.nbytes)
+
+    stage = copy_in
+
+    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+        ctypes.memmove(values.ctypes.data, source, values.nbytes)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def clear(self, to: int, nbytes: int) -> None:
+        ctypes.memset(to, 0, nbytes)
+
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> None:
+        return None
+
+    def synchronize(self, stream: Any = None) -> None:
+        pass
+
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+        return np.zeros(shape, dtype)
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        assert _emulator is not None, "kernels run on a GPU"
+        _emulator.launch(program, grid, threads, args)
+
+    def prepare(self, program: Program) -> None:
+        assert _emulator is not None, "kernels run on a GPU"
+        _emulator.prepare(program)
+
+
+_emulator: Launcher | None = None
+
+
+def emulate(launcher: Launcher | None) -> Launcher | None:
+    """Have ``launcher`` run kernels on the CPU; returns the previous launcher."""
+    global _emulator
+    before, _emulator = _emulator, launcher
+    return before
+
+
+def count_gpus() -> int:
+    """GPUs that NVIDIA's driver shows; 0 without it or its bindings."""
+    from localrt.quant.cuda.driver import bindings
+
+    try:
+        status, count = bindings().cuDeviceGetCount()
+    except LocalrtError:
+        return 0
+    return int(count) if int(status) == 0 else 0
+
+
+_opening = threading.Lock()
+
+
+def device_of(name: str | Device) -> Any:
+    """The device of a name: ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
+    if isinstance(name, Device):
+        return name
+    with _opening:  # two threads that come first would get one each
+        if name == "cpu":
+            return _ram()
+        return _cuda(int(name.removeprefix("cuda").removeprefix(":") or "0"))
+
+
+@cache
+def _ram() -> Ram:
+    return Ram()
+
+
+@cache
+def _cuda(index: int) -> Device:
+    from localrt.quant.cuda.driver import Cuda
+
+    return Cuda(index)

@@ -1,0 +1,387 @@
+"""A GPU by CUDA's driver, through NVIDIA's bindings: every call of it is here.
+
+Kernels and what they read run in order on one stream of the GPU, or, while a thread records, on
+that of its recording; copies beside them have streams of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import LocalrtError, MemoryBudgetError, MissingExtraError
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
+from localrt.quant.cuda.device import Device, Grid, Values
+from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.programs import OLDEST, Program, machine_code
+
+_OUT_OF_MEMORY, _NOT_READY = 2, 600
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_SLEEPS, _UNTIMED = 1, 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
+_THREAD_LOCAL, _RELAXED = 1, 2  # CU_STREAM_CAPTURE_MODE_...
+_STAGED = 256 << 10
+
+
+class Event:
+    """A place in a stream's work."""
+
+    def __init__(self, gpu: Cuda, handle: Any) -> None:
+        self._gpu, self.handle = gpu, handle
+        self._end = weakref.finalize(self, gpu.end, "cuEventDestroy", handle)
+
+    def record(self, stream: Any = None) -> None:
+        """It happens once what has been given to the stream until now is done."""
+        self._gpu.call("cuEventRecord", self.handle, stream or self._gpu.stream)
+
+    def synchronize(self) -> None:
+        """Return when it has happened."""
+        self._gpu.call("cuEventSynchronize", self.handle)
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return bool(self._gpu.call("cuEventQuery", self.handle, among=(0, _NOT_READY)) == 0)
+
+    def ms_until(self, later: Event) -> float:
+        """Milliseconds between two timed events that have happened."""
+        return float(self._gpu.call("cuEventElapsedTime", self.handle, later.handle))
+
+
+class Cuda(Device):
+    """The GPU number ``index``, in its primary context, which torch has too."""
+
+    is_gpu = True
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._driver, self.index = bindings(), index
+        handle = self.call("cuDeviceGet", index, enter=False)
+        said = self.call("cuDeviceGetName", 256, handle, enter=False)
+        self.name = said.partition(b"\0")[0].decode()
+
+        def attribute(name: str) -> int:
+            kind = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(self.call("cuDeviceGetAttribute", kind, handle, enter=False))
+
+        kinds = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR"
+        self.capability = attribute(kinds[0]), attribute(kinds[1])
+        self.processors = attribute("MULTIPROCESSOR_COUNT")
+        self.cache_nbytes = attribute("L2_CACHE_SIZE")
+        self.version = int(self.call("cuDriverGetVersion", enter=False))
+        self._context = self.call("cuDevicePrimaryCtxRetain", handle, enter=False)
+        self._main = self.new_stream()
+        self._staging = _Staging(self)
+        self._folder = Settings.from_environment().cache_dir / "kernels"
+        self._functions: dict[Program, Any] = {}
+        self._prepared: dict[Program, bytes] = {}
+        self._lock = threading.Lock()
+        self.most_nbytes: int | None = None
+        """Bytes that may be taken of the GPU at most."""
+        self._taken: dict[int, int] = {}  # sizes by address
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}"
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, enter: bool = True, among: tuple[int, ...] = (0,)) -> Any:
+        """What a function of the driver returns; its status, where more than one is good.
+
+        Raises:
+            MemoryBudgetError: the GPU has no memory left.
+            LocalrtError: the driver refuses.
+        """
+        if enter and getattr(_entered, "context", None) is not self._context:
+            self.enter()
+        status, *values = getattr(self._driver, name)(*args)
+        if int(status) not in among:
+            raise _error(self._driver, name, status)
+        return int(status) if len(among) > 1 else values[0] if values else None
+
+    def enter(self) -> None:
+        """Make this GPU's context the thread's, which other users of CUDA may have changed."""
+        self.call("cuCtxSetCurrent", self._context, enter=False)
+        _entered.context = self._context
+
+    def end(self, name: str, *args: Any) -> None:
+        """Call what ends a handle, whatever it says: nobody needs it any more."""
+        with suppress(LocalrtError):
+            self.enter()
+            getattr(self._driver, name)(*args)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[int, int]:
+        self.enter()
+        _, free, total = self._driver.cuMemGetInfo()
+        return int(free), int(total)
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of the GPU that are in use here, or kept to be."""
+        return sum(list(self._taken.values()))
+
+    def alloc(self, nbytes: int) -> int:
+        try:
+            return self._alloc(nbytes)
+        except MemoryBudgetError:
+            if self.recording:
+                raise
+            self.trim()
+            return self._alloc(nbytes)
+
+    def _alloc(self, nbytes: int) -> int:
+        if self.most_nbytes is not None and self.taken_nbytes + nbytes > self.most_nbytes:
+            raise _full()
+        with self._unrecorded():
+            address = int(self.call("cuMemAlloc", nbytes))
+        self._taken[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        del self._taken[address]
+        if not self.recording:
+            self.end("cuStreamSynchronize", self._main)  # what is started may still use it
+        with self._unrecorded():
+            self.end("cuMemFree", address)
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """What is called within may wait for the GPU, which a recording otherwise forbids."""
+        before = self.call("cuThreadExchangeStreamCaptureMode", self._mode(_RELAXED))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", before)
+
+    def _mode(self, number: int) -> Any:
+        return self._driver.CUstreamCaptureMode(number)
+
+    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+        self.call("cuMemcpyHtoDAsync", to, values.ctypes.data, values.nbytes, stream or self.stream)
+
+    def stage(self, to: int, values: Values) -> None:
+        assert not self.recording, "replays would copy what is there by then"
+        self._staging.copy_in(to, values)
+
+    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+        stream = stream or self.stream
+        self.call("cuMemcpyDtoHAsync", values.ctypes.data, source, values.nbytes, stream)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self.call("cuMemcpyDtoDAsync", to, source, nbytes, self.stream)
+
+    def clear(self, to: int, nbytes: int) -> None:
+        self.call("cuMemsetD8Async", to, 0, nbytes, self.stream)
+
+    # -- streams and pinned RAM --------------------------------------------------------------------
+
+    @property
+    def stream(self) -> Any:
+        """Where what this thread starts runs."""
+        return getattr(self.thread, "stream", self._main)
+
+    @property
+    def recording(self) -> bool:
+        """Whether this thread records."""
+        return getattr(self.thread, "pool", None) is not None
+
+    def new_stream(self) -> Any:
+        """One beside the others, for as long as the process lives."""
+        return self.call("cuStreamCreate", _NON_BLOCKING)
+
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
+        return Event(self, self.call("cuEventCreate", _SLEEPS * sleeps | _UNTIMED * (not timed)))
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """What the stream is given from now on waits for the event."""
+        self.call("cuStreamWaitEvent", stream, event.handle, 0)
+
+    def synchronize(self, stream: Any = None) -> None:
+        self.call("cuStreamSynchronize", stream or self.stream)
+
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+        nbytes = max(1, prod(shape) * np.dtype(dtype).itemsize)
+        block = Block(self.alloc_host(nbytes), nbytes, self.free_host)
+        ctypes.memset(block.address, 0, nbytes)
+        return array_of(block, shape, dtype)
+
+    def alloc_host(self, nbytes: int) -> int:
+        """The address of pinned RAM, which may hold anything."""
+        with self._unrecorded():
+            return int(self.call("cuMemHostAlloc", nbytes, 0))
+
+    def free_host(self, address: int) -> None:
+        """Free it."""
+        with self._unrecorded():
+            self.end("cuMemFreeHost", address)
+
+    def register(self, data: Values) -> bool:
+        """Pin RAM that is there; whether the system allows it."""
+        self.enter()
+        (status,) = self._driver.cuMemHostRegister(data.ctypes.data, data.nbytes, 0)
+        return int(status) == 0
+
+    def unregister(self, data: Values) -> None:
+        """Unpin it."""
+        self.end("cuMemHostUnregister", data.ctypes.data)
+
+    # -- kernels and graphs ------------------------------------------------------------------------
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        function = self._functions.get(program) or self._load(program)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self.call(
+            "cuLaunchKernel",
+            *(function, *grid, threads, 1, 1, 0, self.stream, ctypes.addressof(pointers), 0),
+        )
+
+    def prepare(self, program: Program) -> None:
+        if program not in self._functions and program not in self._prepared:
+            self._prepared[program] = self._code(program)
+
+    def _code(self, program: Program) -> bytes:
+        major, minor = self.capability
+        if 10 * major + minor < OLDEST:
+            raise LocalrtError(
+                f"{self.name} is too old: localrt computes on GPUs of compute capability "
+                f"{OLDEST / 10} and later"
+            )
+        return machine_code(program, 10 * major + minor, self._folder)
+
+    def _load(self, program: Program) -> Any:
+        with self._lock:
+            code = self._prepared.pop(program, None) or self._code(program)
+            module = self.call("cuModuleLoadData", code)
+            function = self.call("cuModuleGetFunction", module, program.name.encode())
+            self._functions[program] = function
+            return function
+
+    @contextmanager
+    def record_on(self, stream: Any, pool: Pool) -> Iterator[None]:
+        """What this thread starts within goes to another stream, in memory of its own."""
+        self.thread.stream, self.thread.pool = stream, pool
+        try:
+            yield
+        finally:
+            del self.thread.stream, self.thread.pool
+
+    def begin_graph(self) -> None:
+        """Record the thread's stream, instead of running what it is given."""
+        self.call("cuStreamBeginCapture", self.stream, self._mode(_THREAD_LOCAL))
+
+    def end_graph(self) -> Graph:
+        """What has been recorded.
+
+        Raises:
+            LocalrtError: something was called that cannot be recorded.
+        """
+        graph = self.call("cuStreamEndCapture", self.stream)
+        try:
+            return Graph(self, self.call("cuGraphInstantiate", graph, 0), self.pool)
+        finally:
+            self.call("cuGraphDestroy", graph)
+
+
+class Graph:
+    """Recorded work, and the memory that it was recorded with."""
+
+    def __init__(self, gpu: Cuda, handle: Any, pool: Pool) -> None:
+        self._gpu, self._handle, self._pool = gpu, handle, pool
+        weakref.finalize(self, gpu.end, "cuGraphExecDestroy", handle)
+
+    def replay(self) -> None:
+        """Start it again."""
+        self._gpu.call("cuGraphLaunch", self._handle, self._gpu.stream)
+
+
+class _Staging:
+    """Pinned RAM through which values go to the GPU, in halves: one is filled again once the
+    copies from it are done.
+    """
+
+    def __init__(self, gpu: Cuda) -> None:
+        self._gpu = gpu
+        self._halves: list[Values] = []
+        self._events: list[Event] = []
+        self._half = self._used = 0
+        self._lock = threading.Lock()
+
+    def copy_in(self, to: int, values: Values) -> None:
+        if values.nbytes > _STAGED:
+            self._gpu.copy_in(to, values)  # CUDA copies plain RAM aside itself
+            return
+        with self._lock:
+            if not self._halves:
+                self._halves = [self._gpu.pinned((_STAGED,), np.uint8) for _ in range(2)]
+                self._events = [self._gpu.event() for _ in range(2)]
+            if self._used + values.nbytes > _STAGED:
+                self._events[self._half].record()
+                self._half, self._used = 1 - self._half, 0
+                self._events[self._half].synchronize()
+            place = self._halves[self._half][self._used : self._used + values.nbytes]
+            place[:] = values.reshape(-1).view(np.uint8)
+            self._used += -(-values.nbytes // 16) * 16
+            self._gpu.copy_in(to, place)
+
+
+def array_of(block: Block, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+    """A block of RAM as an array, whose last view frees it."""
+    memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
+    weakref.finalize(memory, block.free)
+    whole: Any = memory  # a buffer, as types do not say
+    values = np.frombuffer(whole, np.uint8)[: prod(shape) * np.dtype(dtype).itemsize]
+    return values.view(dtype).reshape(shape)
+
+
+_entered = threading.local()
+
+
+def _full() -> MemoryBudgetError:
+    return MemoryBudgetError(
+        "the GPU has no memory left: close other programs that use it, or give the model less "
+        f"{option('gpu_memory')}"
+    )
+
+
+def _error(driver: Any, name: str, status: Any) -> LocalrtError:
+    if int(status) == _OUT_OF_MEMORY:
+        return _full()
+    said = driver.cuGetErrorString(status)[1]
+    why = said.decode() if isinstance(said, bytes) else str(status)
+    return LocalrtError(f"the GPU refuses {_CALLS.get(name, name)}: {why}")
+
+
+_CALLS = {"cuLaunchKernel": "a kernel", "cuModuleLoadData": "a kernel"}
+
+
+@cache
+def bindings() -> Any:
+    """The driver's functions, once it is initialized.
+
+    Raises:
+        MissingExtraError: they are not installed.
+        LocalrtError: there is no driver, or no GPU.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise MissingExtraError(
+            "a GPU needs NVIDIA's bindings: pip install 'localrt[gpu]'"
+        ) from error
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # libcuda.so.1 is not there
+        raise LocalrtError("NVIDIA's driver is not installed") from error
+    if int(status) != 0:
+        raise _error(driver, "cuInit", status)
+    return driver
