@@ -63,7 +63,8 @@ def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
 class ManyBuild:
     """One variant for many rows. ``per_product``: instructions of a warp in the innermost loop for
     16 weight rows, 32 columns and 8 rows of records; ``unpacking``: those besides, on the longest
-    way through the outer loop but for the ends of chains, of which there are few.
+    ways through the outer loop of warps that unpack and of as many that do not, but for the ends of
+    chains, of which there are few.
     """
 
     format: str
@@ -88,7 +89,11 @@ def build_many(format_: str, target: int) -> ManyBuild:
         _number(r"(\d+) bytes spill stores", compiled.log),
         _number(r"(\d+) bytes smem", compiled.log),
         round(len(inner) / products, 1),
-        round((_longest(outer) - len(inner)) / (2 * products), 1),
+        round(
+            (_longest(outer) + _longest(outer, unpacks=False)) / (4 * products)
+            - len(inner) / (2 * products),
+            1,
+        ),
     )
 
 
@@ -170,9 +175,10 @@ def _loops(code: list[Line]) -> list[list[Line]]:
     return loops
 
 
-def _longest(loop: list[Line]) -> int:
+def _longest(loop: list[Line], *, unpacks: bool = True) -> int:
     """Instructions on the longest way through a loop, an inner loop once. Blocks that add up sums,
-    which are a quarter of additions, are left out.
+    which are a quarter of additions, are left out; without ``unpacks`` also those that store to
+    shared memory.
     """
     places, ways = _places(loop), {0: 0}
     for at, (_, text) in enumerate(loop):
@@ -181,8 +187,10 @@ def _longest(loop: list[Line]) -> int:
         nexts, target = [at + 1], places.get(_jump(text), 0)
         if target > at:
             skipped = loop[at + 1 : target]
-            sums = 4 * sum("FADD" in line for _, line in skipped) >= len(skipped) + 1
-            nexts = [target] if sums or not text.startswith("@") else [at + 1, target]
+            left_out = 4 * sum("FADD" in line for _, line in skipped) >= len(skipped) + 1
+            if not unpacks:
+                left_out |= any(line.split()[0].startswith("STS") for _, line in skipped)
+            nexts = [target] if left_out or not text.startswith("@") else [at + 1, target]
         for each in nexts:
             ways[each] = max(ways.get(each, 0), ways[at] + 1)
     return ways[len(loop)]

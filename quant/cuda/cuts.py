@@ -11,7 +11,7 @@ from functools import cache
 from localrt.quant.cuda.formats import halves_steps
 
 # Of linear_many.cu: tiles of a block, rows of records that blocks have at once in the GPU's cache.
-_BLOCK_TILES, _CACHED_ROWS = 8, 512
+_BLOCK_TILES, _CACHED_ROWS = 4, 512
 # With four eights of rows their sums and scales need more registers than there are.
 _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
@@ -44,9 +44,9 @@ def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
 
 def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int, int, int] | None:
     """The blocks of a product of many rows of records, or None where it is one of few: up to 32
-    rows, and up to 64 where blocks of 128 weight rows would leave processors idle.
+    rows, and up to 64 where blocks of 64 weight rows would leave processors idle.
     """
-    each = 48 if halves_steps(format_) else 64  # ROWS of linear_many.cu
+    each = 96 if halves_steps(format_) else 128  # ROWS of linear_many.cu
     along, across = -(-rows // each), -(-tiles // _BLOCK_TILES)
     if rows <= 32 or (rows <= 64 and along * across < processors):
         return None

@@ -80,11 +80,10 @@ HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
 PRODUCT_MACS = 16 * 32 * 8
 """Of 16 weight rows, 32 columns and 8 rows: what a warp multiplies at once."""
 _INSTRUCTIONS = {
-    **{"q4_k": 30, "q5_k": 32, "q6_k": 46, "q3_k": 47, "q2_k": 56, "nvfp4": 39},
-    **{"iq4_xs": 30, "iq3_xxs": 32, "iq3_s": 33, "iq2_xxs": 34, "iq1_s": 35},
-    **{"iq2_xs": 54, "iq2_s": 55, "iq1_m": 57},
+    **{"q4_k": 26, "q5_k": 28, "q6_k": 40, "q3_k": 41, "q2_k": 51, "nvfp4": 35},
+    **{"iq2_xs": 45, "iq2_s": 45, "iq1_m": 46, "mxfp4": 23, "nf4": 23, "iq4_nl": 23},
 }
-_USUAL_INSTRUCTIONS = 27
+_USUAL_INSTRUCTIONS = 25
 
 _HALVES = ("NibbleHalves", "SixBitHalves", "ByteScales", "HalfNibbles", "PairScales", "E4m3Scale")
 

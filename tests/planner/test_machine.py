@@ -126,11 +126,11 @@ def product_flops(gpu: str, format: str) -> float:
 
 
 def test_prompts_take_the_instructions_of_a_format() -> None:
-    """An RTX 4060 does 120e12 operations with 8 bits: 16 clocks of 30 instructions, half of them
+    """An RTX 4060 does 120e12 operations with 8 bits: 16 clocks of 26 instructions, half of them
     used. Its 16-bit products, which a GPU without 8-bit tensor cores has, reach 0.85 of 30e12.
     """
     mid = product_flops("RTX 4060 8GB", "q4_k")
-    assert mid == pytest.approx(120e12 * 16 / 30 / 2, rel=0.01)
+    assert mid == pytest.approx(120e12 * 16 / 26 / 2, rel=0.01)
     for name in ("mxfp4", "q6_k", "iq2_xs"):
         times = product_instructions("q4_k") / product_instructions(name)
         assert product_flops("RTX 4060 8GB", name) == pytest.approx(times * mid, rel=0.01)

@@ -1,7 +1,7 @@
-// Products of many rows with one matrix. A block takes 128 weight rows and 64
+// Products of many rows with one matrix. A block takes 64 weight rows and 128
 // rows of records, 64 columns at a time: weights are unpacked to bytes in shared memory while those before
-// them are multiplied, by warps of 32 weight rows and 32 rows of records. Sums are added in the order of
-// sums.cuh, so bits are those of linear.cu. Compiled for
+// them are multiplied, by warps of 32 weight rows and 32 rows of records. Half of the warps unpack. Sums
+// are added in the order of sums.cuh, so bits are those of linear.cu. Compiled for
 //
 //   FORMAT   see formats.cuh
 //   GATE OUT FINE   see linear.cu
@@ -10,7 +10,7 @@
 using Weights = FORMAT;
 using Codes = Weights::Codes;
 using Scales = Weights::Scales<1>;
-constexpr int PAIRS = 4, SIDES = 2, N = Scales::HALVES ? 3 : 4, ROWS = 8 * N * SIDES;
+constexpr int PAIRS = 2, SIDES = 4, STEPS = 2, N = Scales::HALVES ? 3 : 4, ROWS = 8 * N * SIDES;
 constexpr int SPAN = Weights::SPAN, TURN = SPAN > 4 ? SPAN : 4;
 constexpr bool HALVES = Scales::HALVES, TWO_LEVEL = Scales::TWO_LEVEL, MINIMUM = Scales::MINIMUM, MINIMA = MINIMUM && HALVES;
 
@@ -159,7 +159,7 @@ FN void multiply_step(Results& sums, const Step& step, int pair, int side, int l
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
-    __shared__ Step steps[2][2];
+    __shared__ Step steps[2][STEPS];
     const int warp = threadIdx.x / 32, lane_of = threadIdx.x % 32, pair = warp % PAIRS, side = warp / PAIRS;
     const Lane lane = Lane::make(lane_of);
     // Blocks that follow one another share weights, as many as have their records in the GPU's cache.
@@ -171,23 +171,26 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
     const int wanted = GATE ? blockIdx.y * PAIRS + pair : 2 * (blockIdx.y * PAIRS + pair) + lane.g / 4;
     // Beyond the matrix, a warp computes its last tile once more.
     const int tile = (wanted < half ? wanted : half - 1) + (GATE ? lane.g / 4 * half : 0);
-    const auto span = [&](int step) { return args.w + tile * args.tile_bytes + (i64)(step / SPAN) * Weights::BYTES; };
-    const int row = rows_from + threadIdx.x / 4, records = (row < args.m ? row : args.m - 1) * args.x_stride;
+    const auto span = [&](u32 step) { return args.w + tile * args.tile_bytes + (i64)(step / SPAN) * Weights::BYTES; };
+    const int row = rows_from + threadIdx.x / 2, records = (row < args.m ? row : args.m - 1) * args.x_stride;
 
-    const auto fetch = [&](Step (&to)[2], int step) {  // four threads copy a row's record
-        const u8* at = args.x + records + step / 2 * RECORD;
-        const int row = threadIdx.x / 4, t = threadIdx.x % 4;
+    const auto fetch = [&](Step (&to)[STEPS], u32 step) {  // two threads copy a row's record
+        const int row = threadIdx.x / 2, t = threadIdx.x % 2;
+        const u8* at = args.x + (records + step / 2 * RECORD);
         if (row < ROWS) {
-            copy_eight(&to[0].numbers[row][t], at + 16 * t);
-            copy_eight(&to[1].numbers[row][t], at + 16 * t + 8);
-            if (t < 2) copy_eight(&to[t].scales[row], at + SCALES + 8 * t);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                copy_eight(&to[0].numbers[row][2 * t + i], at + 32 * t + 16 * i);
+                copy_eight(&to[1].numbers[row][2 * t + i], at + 32 * t + 16 * i + 8);
+            }
+            copy_eight(&to[t].scales[row], at + SCALES + 8 * t);
         }
-        const int own = step + side;
-        if (own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
+        const u32 own = step + side;
+        if (side < STEPS && own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
     };
-    const auto unpack = [&](Step (&to)[2], int step) {  // a warp has one step of its pair
-        const int own = step + side;
-        if (own >= args.steps) return;
+    const auto unpack = [&](Step (&to)[STEPS], u32 step) {  // a warp has one step of its pair
+        const u32 own = step + side;
+        if (side >= STEPS || own >= args.steps) return;
         Codes codes;
         Codes::load(codes, span(own) + Weights::HEAD + own % SPAN * Weights::STEP, lane);
         write_factors<Scales>(to[side].factors[pair], span(own), lane, lane_of, own % SPAN);

@@ -161,11 +161,12 @@ def test_many_rows_in_blocks(
     emulator: Emulator, name: str, gate: str | None, fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks either way, of which the last lack rows, and more than fit the cache."""
-    monkeypatch.setattr(cuts, "_CACHED_ROWS", 64)
-    weight, x = matrix(name, 288, 1280), torch.cat([inputs(41, 1280), inputs(64, 1280)])
+    monkeypatch.setattr(cuts, "_CACHED_ROWS", 128)
+    rows = [inputs(count, 1280) for count in (41, 64, 64)]
+    weight, x = matrix(name, 160, 1280), torch.cat(rows)
     found = run(quantized(x, fine=fine), weight, gate=gate)
     assert emulator.launches[-1].name == "linear_many"
-    some = [0, 40, 41, 104]
+    some = [0, 40, 41, 168]
     assert np.array_equal(run(quantized(x[some], fine=fine), weight, gate=gate), found[some])
 
 
