@@ -29,7 +29,7 @@ from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.formats.ggml import GGUF_CODECS
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
-# with a minimum: over its range), with room for the rounding of the scale itself.
+# with a minimum: over its range).
 GAPS = {
     "int4": 1 / 8,  # the other end has one code less
     "int5": 1 / 16,
@@ -60,7 +60,7 @@ def gap(codec: Codec, values: np.ndarray) -> np.ndarray:
         span = groups.max(axis=-1, keepdims=True) - groups.min(axis=-1, keepdims=True)
         # The minimum is a half too: its rounding shifts the whole group.
         return span * GAPS[base] / 2 + size * 2**-10
-    return size * GAPS[base]
+    return size * (GAPS[base] + 2**-10)  # the scale is a half
 
 
 @given(own, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 5))
