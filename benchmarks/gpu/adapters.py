@@ -23,8 +23,7 @@ from benchmarks.gpu.timing import (
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.tensor import widened
-from localrt.quant.formats.convert import bf16_bits
+from localrt.quant.formats.convert import bf16_bits, bf16_values
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
@@ -51,7 +50,7 @@ def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRa
 
     def values(shape: tuple[int, int], size: float) -> np.ndarray:
         made = rng.standard_normal(shape, np.float32) * np.float32(size)
-        return widened(bf16_bits(made))
+        return bf16_values(bf16_bits(made))
 
     a, b = values((RANK, columns), columns**-0.5), values((rows, RANK), 0.1 * RANK**-0.5)
     factors = rng.uniform(0.8, 1.2, rows).astype(np.float32) if dora else None

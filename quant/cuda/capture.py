@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.driver import Cuda, Graph
-from localrt.quant.cuda.memory import Pool
 from localrt.quant.cuda.stream import Between, Cut
 
 _MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
@@ -27,8 +26,8 @@ class Capture:
     """
 
     def __init__(self, device: Cuda) -> None:
-        self.device, self.stream = device, device.new_stream()
-        self.pool = Pool(device.alloc, device.free)
+        self.device, self.stream = device, device.new_stream(self)
+        self.pool = device.new_pool()
         self._graphs: WeakSet[Graph] = WeakSet()
         self._executable_nbytes = self._recorded = 0
 
@@ -51,7 +50,7 @@ class Capture:
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take: their scratch, and what the driver keeps of each."""
-        if not self._graphs:
+        if not self._graphs:  # what the last one has used is the GPU's again
             self.pool.trim()
         mean = self._executable_nbytes // max(1, self._recorded)
         return self.pool.nbytes + len(self._graphs) * mean

@@ -52,8 +52,8 @@ def _seen(tensor: Tensor) -> Any:
     if device.is_gpu:
         found = torch.as_tensor(tensor, device=str(device))
     else:
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        memory = (ctypes.c_ubyte * (span * tensor.dtype.itemsize)).from_address(tensor.address)
+        nbytes = tensor.span * tensor.dtype.itemsize
+        memory = (ctypes.c_ubyte * nbytes).from_address(tensor.address)
         kind = torch.int16 if tensor.dtype is BFLOAT16 else torch.float32
         found = torch.frombuffer(memory, dtype=kind).as_strided(tensor.shape, tensor.strides)
     return found.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else found

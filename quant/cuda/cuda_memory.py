@@ -20,7 +20,8 @@ from localrt.quant.cuda.driver import array_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
-from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, upload, widened
+from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, upload
+from localrt.quant.formats.convert import bf16_values
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
@@ -40,7 +41,7 @@ class CudaCopies:
         self._real = self._device.is_gpu
         self.name = self._device.name
         self._stream, self._back = (
-            self._device.new_stream() if self._real else None for _ in range(2)
+            self._device.new_stream(self) if self._real else None for _ in range(2)
         )
         self._lock = threading.Lock()
         self._pinned: dict[int, Bytes] = {}  # by address
@@ -164,7 +165,7 @@ class CudaCopies:
 
         def received() -> npt.NDArray[np.float32]:
             event.synchronize()
-            return widened(rows) if x.dtype is BFLOAT16 else rows
+            return bf16_values(rows) if x.dtype is BFLOAT16 else rows
 
         return received
 

@@ -43,16 +43,19 @@ class Device(ABC):
     """
 
     is_gpu = False
-    index = 0
     name = "cpu"
     processors = 1
     capability: tuple[int, int] = (0, 0)
     stream: Any = None
 
     def __init__(self) -> None:
-        self.scratch = Pool(self.alloc, self.free)
-        self.kept = Pool(self.alloc, self.free, slab=GRANULE)
+        self._lock = threading.RLock()
+        self.scratch, self.kept = self.new_pool(), self.new_pool(slab=GRANULE)
         self.thread = threading.local()
+
+    def new_pool(self, **options: int) -> Pool:
+        """One of its memory."""
+        return Pool(self.alloc, self.free, lock=self._lock, **options)
 
     @property
     def pool(self) -> Pool:
@@ -215,10 +218,8 @@ def count_gpus() -> int:
 _opening = threading.Lock()
 
 
-def device_of(name: str | Device) -> Any:
+def device_of(name: str) -> Any:
     """The device of a name: ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
-    if isinstance(name, Device):
-        return name
     with _opening:  # two threads that come first would get one each
         if name == "cpu":
             return _ram()

@@ -37,7 +37,7 @@ class Event:
 
     def __init__(self, gpu: Cuda, handle: Any) -> None:
         self._gpu, self.handle = gpu, handle
-        self._end = weakref.finalize(self, gpu.end, "cuEventDestroy", handle)
+        weakref.finalize(self, gpu.end, "cuEventDestroy", handle)
 
     def record(self, stream: Any = None) -> None:
         """It happens once what has been given to the stream until now is done."""
@@ -78,12 +78,12 @@ class Cuda(Device):
         self.cache_nbytes = attribute("L2_CACHE_SIZE")
         self.version = int(self.call("cuDriverGetVersion", enter=False))
         self._context = self.call("cuDevicePrimaryCtxRetain", handle, enter=False)
-        self._main = self.new_stream()
+        self._main = self.call("cuStreamCreate", _NON_BLOCKING)
         self._staging = _Staging(self)
         self._folder = Settings.from_environment().cache_dir / "kernels"
         self._functions: dict[Program, Any] = {}
         self._prepared: dict[Program, bytes] = {}
-        self._lock = threading.Lock()
+        self._loading = threading.Lock()
         self.most_nbytes: int | None = None
         """Bytes that may be taken of the GPU at most."""
         self._taken: dict[int, int] = {}  # sizes by address
@@ -94,7 +94,8 @@ class Cuda(Device):
     # -- calls -----------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, enter: bool = True, among: tuple[int, ...] = (0,)) -> Any:
-        """What a function of the driver returns; its status, where more than one is good.
+        """What a function of the driver returns, a list of several results; its status, where more
+        than one is good.
 
         Raises:
             MemoryBudgetError: the GPU has no memory left.
@@ -105,7 +106,9 @@ class Cuda(Device):
         status, *values = getattr(self._driver, name)(*args)
         if int(status) not in among:
             raise _error(self._driver, name, status)
-        return int(status) if len(among) > 1 else values[0] if values else None
+        if len(among) > 1:
+            return int(status)
+        return values[0] if len(values) == 1 else values
 
     def enter(self) -> None:
         """Make this GPU's context the thread's, which other users of CUDA may have changed."""
@@ -121,8 +124,7 @@ class Cuda(Device):
     # -- memory ----------------------------------------------------------------------------------
 
     def memory(self) -> tuple[int, int]:
-        self.enter()
-        _, free, total = self._driver.cuMemGetInfo()
+        free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
     @property
@@ -195,9 +197,11 @@ class Cuda(Device):
         """Whether this thread records."""
         return getattr(self.thread, "pool", None) is not None
 
-    def new_stream(self) -> Any:
-        """One beside the others, for as long as the process lives."""
-        return self.call("cuStreamCreate", _NON_BLOCKING)
+    def new_stream(self, owner: object) -> Any:
+        """One beside the others, for as long as its ``owner`` lives."""
+        stream = self.call("cuStreamCreate", _NON_BLOCKING)
+        weakref.finalize(owner, self.end, "cuStreamDestroy", stream)
+        return stream
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return Event(self, self.call("cuEventCreate", _SLEEPS * sleeps | _UNTIMED * (not timed)))
@@ -259,7 +263,7 @@ class Cuda(Device):
         return machine_code(program, 10 * major + minor, self._folder)
 
     def _load(self, program: Program) -> Any:
-        with self._lock:
+        with self._loading:
             code = self._prepared.pop(program, None) or self._code(program)
             module = self.call("cuModuleLoadData", code)
             function = self.call("cuModuleGetFunction", module, program.name.encode())
@@ -354,6 +358,11 @@ def _full() -> MemoryBudgetError:
 
 
 def _error(driver: Any, name: str, status: Any) -> LocalrtError:
+    if int(status) == _OUT_OF_MEMORY and name == "cuMemHostAlloc":
+        return MemoryBudgetError(
+            "the system pins no more RAM for the GPU: close other programs, or give the model less "
+            f"{option('ram')}"
+        )
     if int(status) == _OUT_OF_MEMORY:
         return _full()
     said = driver.cuGetErrorString(status)[1]

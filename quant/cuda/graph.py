@@ -277,10 +277,11 @@ class StaticPass:
         self.wanted = list(shape.wanted)
         self._device = device = device_of(ops.device)
         self._numbers = Numbers(span.rows, [shape.blocks])
-        self._inputs = zeros(*self._numbers.staged.shape, dtype=INT64, device=device)
+        count, kept = len(self._numbers.staged), device.kept
+        self._inputs = zeros(count, dtype=INT64, device=device, pool=kept)
         self._tree = None if span.mask is None else ops.tree(span.mask)
         whole = self.wanted == list(range(span.rows))
-        self._index = None if whole else upload(np.array(self.wanted, np.int64), device)
+        self._index = None if whole else upload(np.array(self.wanted), device, pool=kept)
         self._limit = (shape.blocks * BLOCK_TOKENS,)
         self._table: SequenceTable | None = None
         if isinstance(span.cache, HybridCache):

@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
@@ -127,8 +126,7 @@ class CudaStopwatch:
         self._awake = True
 
 
-@cache
-def prefers_int8(device: Any) -> bool:
+def prefers_int8(device: Device) -> bool:
     """Whether a GPU's products of 8-bit integers are four times as fast as those of bf16 with
     float32 sums: every one but data centers' since Ampere.
     """

@@ -9,9 +9,8 @@ a model.
 
 from __future__ import annotations
 
-from typing import Any
-
 from localrt.quant.cuda import cublas
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.launch import prefers_int8
 from localrt.quant.cuda.products import (
     MOST_ROWS,
@@ -45,7 +44,7 @@ def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
     """
     if isinstance(part, Tensor):
         return rows <= MOST_ROWS or not cublas.multiplies(part.device)
-    device = part.data.device
+    device = _device(part)
     return rows <= MOST_ROWS or prefers_int8(device) or not cublas.multiplies(device)
 
 
@@ -145,8 +144,8 @@ def _rows(x: Tensor | Records) -> int:
     return x.rows if isinstance(x, Records) else len(x)
 
 
-def _device(x: Tensor | Records) -> Any:
-    return x.data.device if isinstance(x, Records) else x.device
+def _device(x: Tensor | Records | TiledMatrix) -> Device:
+    return x.device if isinstance(x, Tensor) else x.data.device
 
 
 def _multiply_unpacked(
@@ -171,19 +170,11 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     if len(weight.parts) == 1 and isinstance(part, TiledMatrix) and rows % 16 == 0:
         product(quantize(x, fine=weight.fine), part, out)
         return
-    if len(weight.parts) == 1 and isinstance(part, Tensor) and _by_kernels(count, part):
-        dense_product(x, part, out)
-        return
-    stacked = empty(heads * rows, columns, dtype=BFLOAT16, device=x.device)
-    first = 0
-    for part in weight.parts:
-        stop = first + part.shape[0]
-        _unpack(part, stacked[first:stop])
-        first = stop
-    if cublas.multiplies(x.device):
-        cublas.multiply(x, stacked.view(heads, rows, columns), out)
+    dense = part if len(weight.parts) == 1 and isinstance(part, Tensor) else _whole(weight)
+    if _by_kernels(count, dense):
+        dense_product(x, dense, out)
     else:
-        dense_product(x, stacked, out)
+        cublas.multiply(x, dense.view(heads, rows, columns), out)
 
 
 def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
@@ -195,8 +186,15 @@ def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
     return dense
 
 
-def _unpack(part: TiledMatrix | Tensor, out: Tensor) -> None:
-    if isinstance(part, Tensor):
-        out.put(part)
-    else:
-        unpack_rows(part, out)
+def _whole(weight: CudaWeight) -> Tensor:
+    """All rows of all parts in bf16."""
+    dense = empty(*weight.shape, dtype=BFLOAT16, device=_device(weight.parts[0]))
+    first = 0
+    for part in weight.parts:
+        out = dense[first : first + part.shape[0]]
+        first += part.shape[0]
+        if isinstance(part, Tensor):
+            out.put(part)
+        else:
+            unpack_rows(part, out)
+    return dense

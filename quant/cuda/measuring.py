@@ -271,7 +271,7 @@ class _Link:
         for _ in range(self._size.copies):
             end = self._send()
         count = 0
-        while not count or not _happened(end):
+        while not count or not self._copies.ended(end):
             host.read_all(data)
             count += 1
         seconds = time.perf_counter() - started
@@ -292,10 +292,6 @@ class _Link:
 
 def _host() -> NativeOps | None:
     return NativeOps() if find_library() else None
-
-
-def _happened(event: Any) -> bool:
-    return event is None or bool(event.query())
 
 
 def _median(call: Callable[[], object]) -> float:

@@ -9,6 +9,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import RLock
 
 _SLAB = 16 << 20
@@ -43,10 +44,18 @@ def _free_all(slabs: dict[int, int], free: Callable[[int], None]) -> None:
 
 
 class Pool:
-    """Memory that ``alloc`` gives by its size and ``free`` takes back by its address."""
+    """Memory that ``alloc`` gives by its size and ``free`` takes back by its address.
+
+    Pools whose ``alloc`` trims each other share a ``lock`` that a thread may take again.
+    """
 
     def __init__(
-        self, alloc: Callable[[int], int], free: Callable[[int], None], *, slab: int = _SLAB
+        self,
+        alloc: Callable[[int], int],
+        free: Callable[[int], None],
+        *,
+        slab: int = _SLAB,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._alloc, self._free, self._slab = alloc, free, slab
         self._slabs: dict[int, int] = {}  # sizes by address
@@ -54,7 +63,7 @@ class Pool:
         self._taken: dict[int, int] = {}
         # A block may end in any thread, also while this one has the lock.
         self._ended: deque[int] = deque()
-        self._lock = RLock()
+        self._lock = lock or RLock()
         # Once its last block has ended too, which refers to it.
         weakref.finalize(self, _free_all, self._slabs, free).atexit = False
 

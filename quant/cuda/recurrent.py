@@ -249,7 +249,7 @@ class SequenceTable:
         if dry:
             numbers = numbers.copy()
             numbers[_FOLD : self._records : SEQUENCE_NUMBERS] = -1
-        return upload(numbers, device, out=out)
+        return upload(numbers, device) if out is None else out.put(numbers)
 
     def split(self, buffer: Tensor) -> Sequences:
         """The parts of a copy."""

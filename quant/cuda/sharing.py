@@ -44,7 +44,7 @@ class _Exchange:
 
     def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
         slots = len(rows) * routing.used, rows.shape[1]
-        self.slots = zeros(*slots, device=device)
+        self.slots = zeros(*slots, device=device, pool=device.kept)
         self.rows: Floats = device.pinned(rows.shape, np.float32)
         self.results: npt.NDArray[np.int32] = device.pinned(routing.results.shape, np.int32)
         self.host_slots: Floats = device.pinned(slots, np.float32)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.formats.convert import bf16_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,13 @@ class Tensor:
     def size(self) -> int:
         """Numbers."""
         return prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Numbers from the first to the last in memory, with what lies between them."""
+        if not self.size:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -173,12 +181,11 @@ class Tensor:
     def to_host(self) -> npt.NDArray[Any]:
         """A copy in RAM, for which the host waits; bf16 as float32."""
         values = self.bits()
-        return widened(values) if self.dtype is BFLOAT16 else values
+        return bf16_values(values) if self.dtype is BFLOAT16 else values
 
     def bits(self) -> npt.NDArray[Any]:
         """The same, in numpy's type of the numbers."""
-        span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
-        whole = np.empty(span if self.size else 0, self.dtype.numpy)
+        whole = np.empty(self.span, self.dtype.numpy)
         if self.size:
             self.device.copy_out(whole, self.address)
             self.device.synchronize()
@@ -249,20 +256,12 @@ def upload(
     values: npt.NDArray[Any],
     device: Device,
     *,
-    out: Tensor | None = None,
     dtype: Dtype | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """A copy of ``values`` on the device, in ``out`` if given, which the host does not wait for.
+    """A copy of ``values`` on the device, which the host does not wait for.
 
     bf16 come as their bits, with their ``dtype``.
     """
-    if out is None:
-        kind = dtype or _BY_NUMPY[values.dtype]
-        out = empty(*values.shape, dtype=kind, device=device, pool=pool)
-    return out.put(values)
-
-
-def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bf16 numbers by their bits, in float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    kind = dtype or _BY_NUMPY[values.dtype]
+    return empty(*values.shape, dtype=kind, device=device, pool=pool).put(values)

@@ -153,6 +153,13 @@ def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
     return made.reshape(values.shape)
 
 
+def bf16_values(bits: npt.NDArray[np.uint16]) -> Floats:
+    """The inverse of ``bf16_bits``."""
+    made = np.empty(bits.shape, np.float32)
+    _unpack_bf16(np.ascontiguousarray(bits).view(np.uint8), made)
+    return made
+
+
 def unpack(tensor: PackedTensor) -> Floats:
     """The tensor's values, float32, of ``tensor.shape``.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.common.errors import MemoryBudgetError
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.quant.cuda.cuda_memory import CudaCopies
@@ -187,6 +188,25 @@ def test_passes_take_the_same_memory(device: Cuda, driver: Driver) -> None:
         del other, again
     assert len(set(addresses)) == 1
     assert device.taken_nbytes == SLAB
+
+
+def test_pinned_ram_that_the_system_refuses(device: Cuda, driver: Driver) -> None:
+    """Which is not the GPU's memory."""
+    driver.set(pinned=1000)
+    with pytest.raises(MemoryBudgetError, match="pins no more RAM"):
+        device.pinned((2000,), np.uint8)
+
+
+def test_streams_end_with_whom_they_are_for(gpu: Kernels, device: Cuda) -> None:
+    """Programs load one model after another."""
+    copies = CudaCopies()
+    made = copies._stream, copies._back
+    copies.close()
+    del copies
+    gc.collect()
+    for stream in made:
+        with pytest.raises(LocalrtError, match="invalid resource handle"):
+            device.synchronize(stream)
 
 
 def test_uploads(device: Cuda) -> None:

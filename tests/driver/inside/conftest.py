@@ -13,7 +13,6 @@ import pytest
 from localrt.quant.cuda import cublas, products
 from localrt.quant.cuda import device as devices
 from localrt.quant.cuda import driver as calling
-from localrt.quant.cuda import launch as launching
 from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.programs import Program
@@ -80,7 +79,7 @@ def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 def forget() -> None:
     """Begin anew with GPUs, and what is kept for each."""
-    for kept in (products._counters, launching.prefers_int8, cublas.multiplies):
+    for kept in (products._counters, cublas.multiplies):
         kept.cache_clear()
     gc.collect()
     for index in (0, 1):

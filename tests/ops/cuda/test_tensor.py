@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -10,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.device import Ram, device_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.tensor import (
     BFLOAT16,
     FLOAT32,
     UINT8,
     upload,
-    widened,
     zeros,
 )
-from localrt.quant.formats.convert import bf16_bits
+from localrt.quant.formats.convert import bf16_bits, bf16_values
 
 RAM = device_of("cpu")
 VALUES = np.arange(2 * 6 * 8, dtype=np.float32).reshape(2, 6, 8)
@@ -72,7 +73,7 @@ def test_types() -> None:
 def test_bf16() -> None:
     values = np.random.default_rng(1).standard_normal((3, 40), np.float32)
     there = upload(bf16_bits(values), RAM, dtype=BFLOAT16)
-    assert np.array_equal(there.to_host(), widened(bf16_bits(values)))
+    assert np.array_equal(there.to_host(), bf16_values(bf16_bits(values)))
     assert np.abs(there.to_host() - values).max() < 0.01
     assert np.array_equal(there.bits(), bf16_bits(values))
 
@@ -150,3 +151,29 @@ def test_a_pool_that_is_full() -> None:
     assert block.nbytes == 0
     block.free()
     pool.take(700_000)
+
+
+def test_pools_that_make_room_for_each_other() -> None:
+    """Two threads find a device full, one in each of its pools: neither waits for the other."""
+
+    class Full(Ram):
+        """It has room once it is trimmed, for which each thread gives the other time to come."""
+
+        meet = threading.Barrier(2)
+
+        def alloc(self, nbytes: int) -> int:
+            with suppress(threading.BrokenBarrierError):
+                self.meet.wait(0.2)
+            self.trim()
+            return super().alloc(nbytes)
+
+    device = Full()
+    threads = [
+        threading.Thread(target=pool.take, args=(1000,), daemon=True)
+        for pool in (device.kept, device.scratch)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
