@@ -270,9 +270,21 @@ async def test_delete(library: FakeLibrary) -> None:
         await until(pilot, lambda: any("Permission" in n.message for n in app._notifications))
         assert len(rows(app)) == 3
         library.error = None
-        await pilot.press("up", "ctrl+d", "y")
+        await pilot.press("ctrl+d", "y")  # the highlight has stayed
         await until(pilot, lambda: len(rows(app)) == 2)
         assert [model.name for model in library.here] == ["smollm2", "org/huge"]
+
+
+async def test_list_read_again(library: FakeLibrary) -> None:
+    async with opened(library) as (app, pilot):
+        chosen = {"pageup": "org/chat:Q4_K_M", "pagedown": "org/huge"}
+        for key, name in chosen.items():
+            await pilot.press(key)
+            library.here.insert(0, replace(MODELS[0], name=f"new {key}"))
+            app.models._look()
+            await until(pilot, lambda: len(rows(app)) == len(library.here))
+            assert isinstance(app.models.chosen, LocalModel)
+            assert app.models.chosen.name == name
 
 
 async def test_delete_packed_copy(

@@ -121,7 +121,7 @@ class ModelsScreen(SearchDialog[_Row]):
     # -- the list --------------------------------------------------------------------------------
 
     def _look(self, keep: str | None = None) -> None:
-        """Read the folders again, in a thread, and show what is there."""
+        """Read the folders again, in a thread, and show what is there; the highlight stays."""
 
         def read() -> tuple[list[LocalModel], Mapping[str, float], str]:
             models, uses = localrt.list_models(), localrt.uses()
@@ -134,12 +134,14 @@ class ModelsScreen(SearchDialog[_Row]):
             models, self._uses, text = await asyncio.to_thread(read)
             self._here = sorted(models, key=lambda each: -self._uses.get(each.name, 0.0))
             self._room.update(text)
-            self.fill(keep)
+            row = self.chosen
+            here = _name(row) if isinstance(row, LocalModel | Path) else None
+            self.fill(keep or here, self.rows.highlighted or 0)
 
         self._later(show(), "look")
 
-    def fill(self, keep: str | None = None) -> None:
-        """The rows that fit the words."""
+    def fill(self, keep: str | None = None, place: int = 0) -> None:
+        """The rows that fit the words; ``keep`` is highlighted, or else the row at ``place``."""
         words = self.words.lower().split()
         here = [model for model in self._here if _has(model, words)]
         listed = {model.path for model in here}
@@ -151,7 +153,8 @@ class ModelsScreen(SearchDialog[_Row]):
         elif words and not is_path(self.words.strip()):
             rows.append("search")
         name = keep or (self._current if not words else None)
-        place = next((i for i, model in enumerate(here) if model.name == name), 0)
+        known = [_name(row) if isinstance(row, LocalModel | Path) else None for row in rows]
+        place = known.index(name) if name is not None and name in known else place
         none = "No models yet: type a name, or a path"
         if words:
             none = _NO_FILE if is_path(self.words.strip()) else _NOT_FOUND
