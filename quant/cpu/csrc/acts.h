@@ -7,8 +7,8 @@ namespace {
 
 // Rows are taken in runs; a run of n rows is stored together, group by group, so that a kernel reaches
 // all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS
-// (1 or 4) are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less. AMX takes
-// TILE_ROWS and more in runs of sixteen: a tile costs the same for fewer.
+// (1, 4 or 12) are one run, of one row or an even number (the last one maybe empty); more are runs of PANEL_ROWS
+// and less. AMX takes TILE_ROWS and more in runs of sixteen: a tile costs the same for fewer.
 constexpr int TILE_ROWS = 32, MOST_RUN = LRT_AMX ? 16 : PANEL_ROWS;
 inline bool in_tiles(int rows) { return LRT_AMX && rows >= TILE_ROWS; }
 inline int longest_run(int rows) { return in_tiles(rows) ? MOST_RUN : PANEL_ROWS; }
@@ -20,7 +20,7 @@ struct Runs {
 
     explicit Runs(int rows_) : rows(rows_) {
         count = rows <= DIRECT_ROWS ? 1 : (rows + longest_run(rows) - 1) / longest_run(rows);
-        const int padded = rows == 3 && DIRECT_ROWS == 4 ? 4 : rows;
+        const int padded = rows > 1 && rows <= DIRECT_ROWS ? (rows + 1) / 2 * 2 : rows;
         size = padded / count;
         longer = padded % count;
     }

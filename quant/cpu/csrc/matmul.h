@@ -26,7 +26,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     using Products = std::conditional_t<PRECISE, PairDots<Layout::SYMMETRIC, chains(R)>, DotsOf<Layout, STEPS, chains(R)>>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     F16L sums[R];
-#pragma GCC unroll 4
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) sums[r] = F16L::zero();
     for (int group = 0; group < groups;) {
         const auto head = Layout::open(tile);
@@ -43,27 +43,27 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
                 Products dots[R];
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int r = 0; r < R; r++) dots[r].begin(Layout::SYMMETRIC ? start + r * HALVES + half : nullptr);
 #pragma GCC unroll 8
                 for (int i = 0; i < STEPS; i++) {
                     const int v = HALVES == 1 ? codes.nth(i) : half * STEPS + i;
                     const typename Products::Weights w = codes.at(v);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                     for (int r = 0; r < R; r++) dots[r].add(i, w, Codes::quad(a + Codes::GROUP * r, v));
                 }
                 if constexpr (MINIMA && PRECISE) {
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                     for (int r = 0; r < R; r++) part[r] = F16L::from(dots[r].total()) * head.d;
                 } else if constexpr (MINIMA) {  // both halves' sums in a word
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                     for (int r = 0; r < R; r++) {
                         const I16 sum = dots[r].total();
                         both[r] = half ? both[r] | sum.shl(16) : sum & I16::set1(0xFFFF);
                     }
                 } else {
                     const F16L scale = Layout::scale(head, tile, step, half);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                     for (int r = 0; r < R; r++) {
                         const F16L dot = F16L::from(dots[r].total());
                         part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
@@ -74,7 +74,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
             }
             if constexpr (MINIMA) {
                 const I16 scales = Layout::scales(tile, step), minima = Layout::minima(tile, step);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int r = 0; r < R; r++) {
                     if (!PRECISE) part[r] = F16L::from(both[r].dot2(scales)) * head.d;
                     part[r] = add_minima<Codes>(minima, start + STARTS * r).fma(head.least, part[r]);
@@ -87,7 +87,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
         }
         tile = steps;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) totals[r] = sums[r];
 }
 
@@ -124,7 +124,7 @@ namespace {
 
 // Of a task with many rows; of gated ones with few; of a task, if its totals fit.
 constexpr int TASK_TILES = 8, PIECE_TILES = 32, MOST_TILES = 32;
-constexpr int TOTALS = ROW_CHUNK * TASK_TILES;
+constexpr int TOTALS = ROW_CHUNK * TASK_TILES, PIECE_TOTALS = 4 * PIECE_TILES;
 
 inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
@@ -214,27 +214,23 @@ template <class Layout> struct Packed {
     }
     static const uint8_t* at(const Matrix& m, int tile) { return m.data + tile * tile_bytes(m); }
     static void direct(const Matrix& m, int tile, const Acts& acts, F16L* sums) {
-        if (acts.pairs) return direct_rows<Layout, 1, PairCodes>(at(m, tile), span(m), acts, sums);
-        if (acts.rows == 1) return direct_rows<Layout, 1, ByteCodes>(at(m, tile), span(m), acts, sums);
-        if constexpr (DIRECT_ROWS == 4) {
-            if (acts.rows == 2) direct_rows<Layout, 2, ByteCodes>(at(m, tile), span(m), acts, sums);
-            else direct_rows<Layout, 4, ByteCodes>(at(m, tile), span(m), acts, sums);
-        }
+        if (acts.pairs) direct_of<PairCodes>(m, tile, acts, sums);
+        else direct_of<ByteCodes>(m, tile, acts, sums);
+    }
+    template <class Codes, int R = 1> static void direct_of(const Matrix& m, int tile, const Acts& acts, F16L* sums) {
+        if constexpr (R < DIRECT_ROWS)
+            if (acts.rows > R) return direct_of<Codes, R == 1 ? 2 : R + 2>(m, tile, acts, sums);
+        direct_rows<Layout, R, Codes>(at(m, tile), span(m), acts, sums);
     }
     // Never inlined, for their totals' sake: side by side in one frame those of all layouts fill the stack.
     static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
                                       const Target& target) {
-        const bool few = acts.rows <= DIRECT_ROWS;
-        if (few && (!acts.pairs || acts.rows == 1)) {
+        if (acts.rows <= DIRECT_ROWS) {
             F16L sums[DIRECT_ROWS];
             for (int t = tile; t < tile + count; t++) {
                 direct(m, t, acts, sums);
                 for (int row = 0; row < acts.rows; row++) target.put(sums[row], row, t);
             }
-            return;
-        }
-        if (few && count > PANEL_TILES) {  // few rows wait for memory, which is best read in order
-            for (int t = 0; t < count; t += PANEL_TILES) multiply(m, tile + t, least(PANEL_TILES, count - t), acts, runs, range, target);
             return;
         }
         const uint8_t* tiles[MOST_TILES];
@@ -250,23 +246,24 @@ template <class Layout> struct Packed {
     // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
     static LRT_NOINLINE void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
                                             const Runs& runs, RunRange range, const Gated& out) {
-        if (acts.rows <= DIRECT_ROWS && count > PIECE_TILES) {
-            const int piece = PIECE_TILES / unit * unit;
-            for (int t = 0; t < count; t += piece)
-                multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
-            return;
-        }
         alignas(64) float values[PIECE_TILES * 16];
         if (acts.rows <= DIRECT_ROWS) {
-            F16L gates[PIECE_TILES][DIRECT_ROWS], ups[PIECE_TILES][DIRECT_ROWS];
-            for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates[t]);
-            for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups[t]);
-            for (int t = 0; t < count; t++) out.adapt(gates[t], ups[t], 1, 0, acts.rows, gate, up, tile + t);
+            const int rows = runs.padded(), piece = least(PIECE_TILES, PIECE_TOTALS / rows) / unit * unit;
+            if (count > piece) {
+                for (int t = 0; t < count; t += piece)
+                    multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
+                return;
+            }
+            F16L gates[PIECE_TOTALS], ups[PIECE_TOTALS];
+            for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates + t * rows);
+            for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups + t * rows);
+            for (int t = 0; t < count; t++) out.adapt(gates + t * rows, ups + t * rows, 1, 0, acts.rows, gate, up, tile + t);
             for (int row = 0; row < acts.rows; row++) {
-                for (int t = 0; t < count; t++) out.gated(gates[t][row], ups[t][row], gate, up, tile + t).store(values + 16 * t);
+                for (int t = 0; t < count; t++)
+                    out.gated(gates[t * rows + row], ups[t * rows + row], gate, up, tile + t).store(values + 16 * t);
                 out.finish(runs, row, values, 16 * tile, 16 * count);
             }
-            for (int row = acts.rows; row < runs.padded(); row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
+            for (int row = acts.rows; row < rows; row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
             return;
         }
         const uint8_t* tiles[MOST_TILES];

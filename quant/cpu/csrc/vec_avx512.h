@@ -7,9 +7,9 @@ namespace {
 
 // Panels of two tiles and six rows: 24 sums and products of the 32 registers.
 #define LRT_PANEL_ROWS 6
-constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 4;
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 12;
 constexpr int code_class(int) { return 255; }  // of codes that share their kernels
-constexpr int chains(int) { return 2; }  // of sums: several have less latency
+constexpr int chains(int rows) { return rows < 6 ? 2 : 1; }  // of sums: of few rows, two have less latency
 constexpr bool WIDE_LOOK_UP = true;  // of codebooks' entries
 constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // rows times heads that share a key; sums of theirs in registers
 
