@@ -1,7 +1,7 @@
 """Draft heads: small decoders that draft for one model and read its features.
 
 A block of multi-token prediction (MTP) is published inside the model's own files or in a file of
-its own, an EAGLE-3 head as a folder or a GGUF file, an assistant of Gemma 4 and DFlash as folders.
+its own, an EAGLE-3 head, an assistant of Gemma 4 and DFlash as a folder or a GGUF file.
 ``models/layers/heads.py`` computes them. A head shares its target's embedding and output matrix
 where it has none of its own.
 """
@@ -51,7 +51,8 @@ from localrt.quant.ops.protocol import Ops
 Ints = npt.NDArray[np.int64]
 
 _TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
-_ORDER = "masked_embedding.token_ordering"  # an assistant's tokens, cluster by cluster
+# An assistant's tokens, cluster by cluster, in folders and in GGUF files
+_ORDER, _FILES_ORDER = "masked_embedding.token_ordering", "masked_embd_ordering"
 _UNUSED = "t2d"
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
@@ -129,6 +130,7 @@ class HeadFile(GgufCheckpoint):
     ) -> dict[str, StoredTensor]:
         found = super()._rename(predicting, of_block=of_block)
         self.tokens = _integers(found, _TOKENS)
+        self.order = _integers(found, _FILES_ORDER)
         return found
 
 
@@ -195,8 +197,8 @@ def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
     Raises:
         UnsupportedModelError: it is another model's, or of an unknown kind.
     """
-    own_readers = {DFLASH: _read_dflash, **dict.fromkeys(EAGLE3, _read_eagle3)}
-    own_readers.update(dict.fromkeys(ASSISTANTS, _read_assistant))
+    own_readers = dict.fromkeys(DFLASH, _read_dflash) | dict.fromkeys(EAGLE3, _read_eagle3)
+    own_readers |= dict.fromkeys(ASSISTANTS, _read_assistant)
     head = own_readers.get(checkpoint.architecture, _read_prediction)(checkpoint, target)
     own = head.decoder
     width = own.block.width if isinstance(own.block, AssistantBlock) else own.hidden_size
@@ -293,7 +295,7 @@ def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
         what = min(unknown, default="is_causal or rope_is_neox_style")
         raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
     raw, tokens = RawConfig(checkpoint), checkpoint.tokens
-    own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id")
+    own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id", None)
     block = raw.integer("block_size", 16)
     scale = raw.number("input_embedding_scale", target.embedding_scale)
     if mask >= target.vocab_size or not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):

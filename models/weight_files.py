@@ -17,7 +17,9 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _DRAFTS = re.compile(
-    r"(^|/)mtp[-_./]|(^|[-._/])(eagle-?3|dflash|it-assistant)(?=[-._/]|$)", re.IGNORECASE
+    r"(^|/)mtp[-_./]|(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant)"
+    r"(?=[-._/]|$)",
+    re.IGNORECASE,
 )
 _OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
 
@@ -45,8 +47,8 @@ def weight_files(names: Collection[str], shards: Collection[str] | None) -> list
 
 def is_draft_file(path: str) -> bool:
     """Whether a GGUF file's name, or a repository's, is that of a draft head: ``mtp-`` before the
-    model's name, ``eagle3``, ``dflash``, or Gemma's ``it-assistant``. ``X-MTP`` is a model with a
-    block.
+    model's name, ``eagle3``, ``dflash``, ``dspark``, or Gemma 4's ``assistant``. ``X-MTP`` is a
+    model with a block.
     """
     return _DRAFTS.search(path) is not None
 

@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING
 from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.loading.draft_head import HeadDraft
-from localrt.loading.draft_model import (
-    MTP,
-    PLUS_NGRAM,
-    Draft,
-    DraftPlace,
-    Drafts,
-    ModelDraft,
-)
+from localrt.loading.draft_model import DraftPlace, ModelDraft
+from localrt.loading.drafts import MTP, PLUS_NGRAM, Draft, Drafts
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.offload.account import (

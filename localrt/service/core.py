@@ -34,7 +34,7 @@ from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
 from localrt.loading.draft_loading import load_with_draft
-from localrt.loading.draft_model import Drafts
+from localrt.loading.drafts import Drafts
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint

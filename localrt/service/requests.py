@@ -27,7 +27,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
-from localrt.loading.draft_model import Drafts
+from localrt.loading.drafts import Drafts
 from localrt.loading.parts import LoadedModel
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters

@@ -36,15 +36,18 @@ EAGLE3 = (
 )
 """What EAGLE-3 heads call their architecture in GGUF files and in ``config.json``."""
 
-ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+ASSISTANTS = (
+    "gemma4-assistant",
+    "Gemma4AssistantForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM",
+)
 """What Gemma 4's assistants call theirs."""
 
-DFLASH = "DFlashDraftModel"
+DFLASH = ("dflash", "DFlashDraftModel")
 """What DFlash drafts call theirs."""
 
-HEADS = {DFLASH: "a DFlash draft", **dict.fromkeys(EAGLE3, "an EAGLE-3 head")}
-HEADS |= dict.fromkeys(ASSISTANTS, "an assistant")
-HEADS |= {"dflash": "a DFlash draft", "gemma4-assistant": "an assistant"}  # in GGUF
+HEADS = dict.fromkeys(EAGLE3, "an EAGLE-3 head")
+HEADS |= dict.fromkeys(ASSISTANTS, "an assistant") | dict.fromkeys(DFLASH, "a DFlash draft")
 """The architectures of what only drafts for a model, and what it is."""
 
 TEXT_KEYS = ("llm_config", "text_config")

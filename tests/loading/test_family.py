@@ -129,7 +129,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:
-        monkeypatch.setattr("localrt.loading.draft_model.family_draft", lambda _: draft)
+        monkeypatch.setattr("localrt.loading.drafts.family_draft", lambda _: draft)
         with localrt.load(tmp_path / "target") as model:
             chunk = model.generate("ab ab", **options)
         return chunk.token_ids, str(chunk.metrics.speculation)
@@ -147,7 +147,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_auto_without_room(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.loading.draft_model.family_draft", lambda _: str(tiny_folder))
+    monkeypatch.setattr("localrt.loading.drafts.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
         monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)

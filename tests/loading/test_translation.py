@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import localrt
-from localrt.loading.draft_model import TranslatedSource
+from localrt.loading.draft_translation import TranslatedSource
 from localrt.models.tokenizers import Tokenizer
 from localrt.speculative.source import Check, DraftSource
 from localrt.speculative.tree import TokenTree

@@ -24,6 +24,7 @@ _KEYS = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_out": "backbone_hidden_size",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
     "altup.active_idx": "altup_active_idx",
@@ -181,6 +182,10 @@ def _gemma4(config: Any, rope: Any, kinds: Any) -> Any:
     return own
 
 
+def _assistant(config: Any, rope: Any, kinds: Any) -> Any:
+    return {**_gemma4(config, rope, kinds), "nextn_predict_layers": config.num_hidden_layers}
+
+
 def _deepseek(config: Any, rope: Any, kinds: Any) -> Any:
     v2 = config.model_type == "deepseek_v2"
     own = {
@@ -311,6 +316,7 @@ _CHANGES: Mapping[str, Any] = {
     "gpt-oss": _mixture,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
+    "gemma4-assistant": _assistant,
     "deepseek2": _deepseek,
     "qwen3next": _delta,
     "qwen35": _delta,

@@ -57,13 +57,18 @@ _NAMES = {
     "gpt-oss": "gpt-oss",
     "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe",
+    "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite",
 }
 FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
 
-_NEWER = {"granite_swa": ("granite", "granitemoe", "gpt-oss"), "qwen4exp": ("qwen35moe",)}
+_NEWER = {
+    "granite_swa": ("granite", "granitemoe", "gpt-oss"),
+    "qwen4exp": ("qwen35moe",),
+    "gemma4-assistant": ("gemma4",),
+}
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 _INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
@@ -80,6 +85,14 @@ _CONNECTION = {
     "input_mix_weight_up": "up",
     "block_inject_weight": "inject",
 }
+_ORDER = "masked_embd_ordering"
+_WHOLE = {
+    "pre_projection.weight": "nextn.pre_projection.weight",
+    "post_projection.weight": "nextn.post_projection.weight",
+    "masked_embedding.centroids.weight": "masked_embd_centroids.weight",
+    "masked_embedding.token_ordering": _ORDER,
+}
+"""An assistant's tensors that belong to no layer."""
 _STEMS = {
     "dt_bias": "ssm_dt.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
@@ -160,6 +173,8 @@ def write_tiny_gguf(
         for name, array in tensors.items()
         if not (only_block and name.startswith(layers)) and not name.endswith(without or "\0")
     }
+    if (order := typed.get(_ORDER)) is not None:
+        typed[_ORDER] = order[0].astype(np.int32), "i32"
     whole["tokenizer.ggml.model"] = "no_vocab"
     return write_gguf(path, architecture, whole, typed)[0]
 
@@ -216,7 +231,7 @@ class _Model:
             else:
                 stem = name.removesuffix("_exps.weight")
                 found |= {f"{stem}.{n}.weight": value for n, value in enumerate(ordered)}
-        if self.architecture == "gemma4":
+        if self.architecture.startswith("gemma4"):
             found["rope_freqs.weight"] = self._divisors()
         return found
 
@@ -267,6 +282,8 @@ class _Model:
 
     def _name(self, key: str) -> str:
         layer = _layer(key)
+        if key in _WHOLE:
+            return _WHOLE[key]
         if layer is not None:
             if ".nextn." in key:
                 return f"blk.{layer}.{key.partition(f'.{layer}.')[2]}"

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
+from localrt.models.heads import is_head
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
+from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import load_block
 from tests.models.tiny import edited, load_ours, relative_error, save_tiny, tokens
 from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
@@ -21,13 +24,25 @@ KINDS = [("gemma4", {}), ("gemma4-double-wide", {"use_ordered_embeddings": True}
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
+@pytest.mark.parametrize("form", ["folder", "gguf"])
 @pytest.mark.parametrize("held", [5, 23])
-def test_assistant(name: str, options: dict[str, Any], held: int, tmp_path: Path) -> None:
-    tiny = TinyAssistant(name, tmp_path / "target", tmp_path / "own", **options, **CLUSTERS)
+def test_assistant(
+    name: str, options: dict[str, Any], held: int, form: str, tmp_path: Path
+) -> None:
+    clusters = CLUSTERS
+    if form == "gguf":  # which does not say how many clusters get logits
+        clusters = {**CLUSTERS, "centroid_intermediate_top_k": 32}
+    tiny = TinyAssistant(name, tmp_path / "target", tmp_path / "own", **options, **clusters)
     ids, drafts = IDS[: held + 1], [9, 4, 140]
     theirs = tiny.levels(ids, drafts)
     target = load_ours(tmp_path / "target")
-    config, head = load_block(tmp_path / "own", target)
+    own = tmp_path / "own"
+    if form == "gguf":
+        own = write_tiny_gguf(own, tmp_path / "assistant.gguf", "gemma4-assistant")
+    assert is_head(own)
+    with pytest.raises(UnsupportedModelError, match="holds an assistant of a model, which"):
+        open_checkpoint(own)
+    config, head = load_block(own, target)
     width = target.config.hidden_size
     seen = Features(config.layers, np.empty((held, width), np.float32))
     cache = target.cache(64)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.heads import BlockDecoder
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.heads import BlockDecoder, is_head
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_heads import load_block
@@ -20,13 +21,20 @@ from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
 IDS = tokens(14)
 
 
+@pytest.mark.parametrize("form", ["folder", "gguf"])
 @pytest.mark.parametrize("window", [8, 1 << 20])
-def test_dflash(window: int, tmp_path: Path) -> None:
+def test_dflash(window: int, form: str, tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path)
     target = load_ours(tmp_path)
     width, known = target.config.hidden_size, len(IDS) - 1
-    tiny = TinyDFlash(tmp_path / "own", width, target.config.vocab_size, window=window)
-    config, head = load_block(tmp_path / "own", target)
+    own = tmp_path / "own"
+    tiny = TinyDFlash(own, width, target.config.vocab_size, window=window)
+    if form == "gguf":
+        own = tiny.save_gguf(tmp_path / "dflash.gguf")
+    assert is_head(own)
+    with pytest.raises(UnsupportedModelError, match="holds a DFlash draft of a model, which"):
+        open_checkpoint(own)
+    config, head = load_block(own, target)
     assert isinstance(head, BlockDecoder)
     assert (config.layers, config.block, config.mask) == ((1, 2, AFTER_LAST), BLOCK, MASK)
     features = Features(config.layers, np.empty((known, 3 * width), np.float32))
@@ -63,3 +71,21 @@ def test_other_drafts(changes: dict[str, Any], said: str, tmp_path: Path) -> Non
     TinyDFlash(tmp_path / "own", target.config.hidden_size, target.config.vocab_size)
     with pytest.raises(UnsupportedModelError, match=said):
         load_block(edited(tmp_path / "own", **changes), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_layers": [0, 4]}, r"it reads layers \[-1, 3\], and the model has 3"),
+        ({"target_layers": ["2"]}, r"the layers that it reads are \['2'\]"),
+        ({"selector_rank": 8}, "with its selector_rank is not supported"),
+        ({"hyper_connection.count": 4}, "with its hyper_connection is not supported"),
+        ({"embedding_scale": 8.0}, "and embeddings times 8"),
+    ],
+)
+def test_other_drafts_in_gguf(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    target = load_ours(tmp_path)
+    tiny = TinyDFlash(tmp_path / "own", target.config.hidden_size, target.config.vocab_size)
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_block(tiny.save_gguf(tmp_path / "dflash.gguf", **changes), target)

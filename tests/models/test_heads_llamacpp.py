@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Gemma4TextConfig
 
 from localrt.models.decoder import FinalNorm
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.models.heads import BlockDecoder
+from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import BLOCKS, IDS, load_block
-from tests.models.tiny import load_ours, relative_error, save_tiny
+from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny
+from tests.models.tiny_assistants import TinyAssistant
+from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
@@ -187,3 +191,70 @@ def test_eagle3_head(form: str, tmp_path: Path) -> None:
     assert relative_error(found, theirs[:, tiny.tokens]) < 1e-3
     assert np.isneginf(np.delete(theirs, tiny.tokens, axis=1)).all()
     assert relative_error(last.rows, made) < 1e-3
+
+
+def test_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp reads the target's last two layers, and its converter leaves clusters out."""
+    sizes = CONFIGS["gemma4"]().to_dict()
+    sizes["layer_types"][-2:] = "sliding_attention", "full_attention"
+    sizes.pop("per_layer_config")
+    monkeypatch.setitem(CONFIGS, "gemma4", lambda: Gemma4TextConfig(**sizes, global_head_dim=48))
+    tiny = TinyAssistant("gemma4", tmp_path / "target", tmp_path / "own")
+    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "gemma4")
+    own = write_tiny_gguf(tmp_path / "own", tmp_path / "assistant.gguf", "gemma4-assistant")
+    width, held = tiny.target.config.get_text_config().hidden_size, len(IDS) - 1
+    theirs, carried = [], []
+    with opened(path) as target, opened(own, kind=_MTP, other=target) as head:
+        for context in (target, head):
+            context.set_embeddings_nextn(context.handle, True, False)
+        target.process(_DECODE, IDS[:-1], None, 0)
+        hidden = target.rows(target.get_embeddings_nextn(target.handle), held, width)[-1:]
+        given = hidden
+        for token in (IDS[-1], 9, 4):
+            head.process(_DECODE, [token], given, held)
+            theirs.append(head.logits(1)[0])
+            given = head.rows(head.get_embeddings_nextn(head.handle), 1, width)
+            carried.append(given[0])
+    ours = load_ours(path)
+    config, decoder = load_block(own, ours)
+    features, cache = Features(config.layers, np.empty((held, width), np.float32)), ours.cache(32)
+    ours.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], features=features)
+    given = FinalNorm(ours)(features.rows)[-1:]
+    assert relative_error(given, hidden) < 1e-3
+    cache.trim(held - 1)
+    for token, logits, output in zip((IDS[-1], 9, 4), theirs, carried, strict=True):
+        batch = Batch(np.array([token]), np.array([held]), (Span(cache, 1, np.ones((1, 1), bool)),))
+        made = Features((CARRIED,), np.empty((1, width), np.float32))
+        found = decoder.forward(batch, given=given, features=made)
+        assert relative_error(found[0], logits) < 1e-3
+        assert relative_error(made.rows[0], output) < 1e-3
+        cache.trim(held - 1)
+        given = made.rows
+
+
+def test_dflash(tmp_path: Path) -> None:
+    config = save_tiny("llama", tmp_path / "target").config
+    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "llama")
+    tiny = TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size)
+    own, layers = tmp_path / "dflash.gguf", (0, 1, 2)
+    tiny.save_gguf(own, layers)
+    width, known, block = config.hidden_size, len(IDS) - 1, [IDS[-1], *[MASK] * (BLOCK - 1)]
+    with opened(path) as target, opened(own, other=target) as head:
+        for layer in layers:
+            target.set_embeddings_layer_inp(target.handle, layer, True)
+        target.process(_DECODE, IDS[:-1], None, 0)
+        read = [target.get_embeddings_layer_inp(target.handle, layer) for layer in layers]
+        given = np.concatenate([target.rows(data, known, width) for data in read], axis=1)
+        head.process(_DECODE, None, given, 0)
+        head.api.llama_set_causal_attn(head.handle, False)
+        head.process(_DECODE, block, None, known)
+        theirs = head.logits(BLOCK)
+    ours = load_ours(path)
+    read_config, decoder = load_block(own, ours)
+    assert isinstance(decoder, BlockDecoder)
+    assert read_config.layers == layers
+    cache = decoder.cache(32)
+    decoder.context.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], given=given)
+    span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), bool))
+    batch = Batch(np.array(block), np.arange(known, known + BLOCK), (span,))
+    assert relative_error(decoder.forward(batch), theirs) < 1e-3

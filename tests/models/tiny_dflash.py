@@ -10,9 +10,27 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.checkpoints.make_gguf import write_gguf
 from tests.models.tiny_heads import rms
 
 BLOCK, MASK = 6, 7
+_NAMES = {
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""What a GGUF file calls a draft's tensors, behind ``blk.N.``."""
 
 
 class TinyDFlash:
@@ -69,7 +87,41 @@ class TinyDFlash:
             "layer_types": ["sliding_attention"] * self.layers,
             **changes,
         }
+        self.config = config
         (folder / "config.json").write_text(json.dumps(config))
+
+    def save_gguf(self, path: Path, layers: tuple[int, ...] = (1, 2, 3), **keys: Any) -> Path:
+        """The draft as llama.cpp's converter writes it, which reads what goes into ``layers``."""
+        config = self.config
+        metadata = {
+            "block_count": self.layers,
+            "context_length": config["max_position_embeddings"],
+            "embedding_length": self.hidden,
+            "feed_forward_length": config["intermediate_size"],
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": 2,
+            "attention.key_length": self.size,
+            "attention.value_length": self.size,
+            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "rope.freq_base": config["rope_theta"],
+            "vocab_size": config["vocab_size"],
+            "block_size": BLOCK,
+            "target_layers": list(layers),
+            **keys,
+        }
+        if config["use_sliding_window"]:
+            metadata["attention.sliding_window"] = self.window
+            metadata["attention.sliding_window_pattern"] = [True] * self.layers
+        tensors = {}
+        for name, tensor in self.weights.items():
+            stem, prefix = name.removesuffix(".weight"), ""
+            if stem.startswith("layers."):
+                _, layer, stem = stem.split(".", 2)
+                prefix = f"blk.{layer}."
+            tensors[f"{prefix}{_NAMES[stem]}.weight"] = tensor.numpy(), "f32"
+        whole = {f"dflash.{key}": value for key, value in metadata.items()}
+        whole |= {"tokenizer.ggml.model": "no_vocab", "tokenizer.ggml.mask_token_id": MASK}
+        return write_gguf(path, "dflash", whole, tensors)[0]
 
     def expected(
         self, features: torch.Tensor, embedded: torch.Tensor, head: torch.Tensor

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
@@ -18,7 +18,6 @@ from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
 from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
-    EAGLE3,
     HEADS,
     DraftHeadError,
     as_first_block,
@@ -43,7 +42,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the file: the first MTP block, as a model of one
-    layer, or an EAGLE-3 head, which is all of the file.
+    layer, or one of ``HEADS``, which is all of the file.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
@@ -62,12 +61,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.architecture = self.metadata.text("general.architecture") or ""
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
-            head = self.architecture in EAGLE3
-            if self.architecture in HEADS and not head:
-                raise UnsupportedModelError(
-                    f"{path} holds {HEADS[self.architecture]} of a model, which is read from a "
-                    "folder of safetensors, not from GGUF"
-                )
+            head = self.architecture in HEADS
             predicting = self._prediction_blocks()
             stored = self._rename(predicting)
             if not stored:

@@ -82,7 +82,7 @@ def model_config(
         _add_kimi(config, metadata)
     if architecture in ("deepseek2", "glm4moe", "kimi-linear"):
         _add_choice(config, tensors)
-    if architecture in ("gemma3n", "gemma4"):
+    if architecture in ("gemma3n", "gemma4", "gemma4-assistant"):
         _add_gemma(config, architecture, metadata, tensors)
     if architecture in ("deepseek2", "kimi-linear"):
         _add_deepseek(config, architecture, metadata)
@@ -94,6 +94,12 @@ def model_config(
         for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
             config[name] = metadata.get(f"eagle3.{name}")
         config["eagle_aux_hidden_state_layer_ids"] = _listed(metadata, "eagle3.target_layers") or []
+    if architecture == "gemma4-assistant":
+        config["backbone_hidden_size"] = metadata.integer(f"{architecture}.embedding_length_out")
+        if (clusters := tensors.get("model.masked_embedding.centroids.weight")) is not None:
+            config["num_centroids"] = clusters.rows
+    if architecture == "dflash":
+        _add_dflash(config, metadata, tensors)
     if architecture == "qwen4exp":
         _add_connections(config, metadata, tensors)
     return config
@@ -381,6 +387,26 @@ def _add_gemma(
     config["enable_moe_block"] = bool(config.get("num_local_experts"))
     config["num_experts"] = config.get("num_local_experts")
     config["top_k_experts"] = config.get("num_experts_per_tok")
+
+
+def _add_dflash(
+    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Add DFlash's options, and which it has that are not known. A file counts layers' inputs, a
+    folder their outputs.
+    """
+    layers = _listed(metadata, "dflash.target_layers") or ()
+    config["use_sliding_window"] = config["sliding_window"] is not None
+    if "embedding_multiplier" in config:
+        config["input_embedding_scale"] = config["embedding_multiplier"]
+    config["dflash_config"] = {
+        "block_size": metadata.integer("dflash.block_size"),
+        "mask_token_id": metadata.integer("tokenizer.ggml.mask_token_id"),
+        "target_layer_ids": [n - 1 if type(n) is int else n for n in layers],
+        "selector_rank": metadata.integer("dflash.selector_rank"),
+        "hyper_connection": metadata.integer("dflash.hyper_connection.count"),
+        "markov_head": any(name.startswith("markov_") for name in tensors),
+    }
 
 
 def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:

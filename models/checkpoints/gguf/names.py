@@ -42,7 +42,13 @@ _TENSORS: Mapping[str, str] = {
 }
 
 _TENSORS_OF: Mapping[str, Mapping[str, str]] = {
+    "dflash": {"fc": "model.fc", "enc.output_norm": "model.hidden_norm"},
     "eagle3": {"fc": "model.fc", "enc.output_norm": "model.fc_norm"},
+    "gemma4-assistant": {
+        "nextn.pre_projection": "model.pre_projection",
+        "nextn.post_projection": "model.post_projection",
+        "masked_embd_centroids": "model.masked_embedding.centroids",
+    },
     "qwen4exp": {
         "per_layer_token_embd": "model.ngram_embedding",
         "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
@@ -237,6 +243,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "gemma3": _SANDWICH_NORMS,
     "gemma3n": _STREAMS,
     "gemma4": _EXPERTS_BESIDE,
+    "gemma4-assistant": _SANDWICH_NORMS,
     "glm4moe": _MLP_NORM,
     "gpt-oss": _MLP_NORM,
     "olmo2": _SANDWICH_NORMS,
@@ -357,7 +364,7 @@ SAMPLING_KEYS: Mapping[str, str] = {
 }
 
 _NAME = re.compile(
-    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.|indexer\.|enc\.)?[a-z0-9_]+)"
+    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:(?:shortconv|indexer|enc|nextn)\.)?[a-z0-9_]+)"
     r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias|scale))?"
 )
 
