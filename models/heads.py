@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from localrt.models.architectures import gemma4, llama, qwen
 from localrt.models.checkpoints.base import Checkpoint, StoredTensor, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3, DraftHeadError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
@@ -134,6 +136,16 @@ class HeadFile(GgufCheckpoint):
         return found
 
 
+class HeadStore(StoreCheckpoint):
+    """A store with an MTP block. ``tokens`` and ``order`` are as in ``HeadFolder``."""
+
+    tokens: Ints | None = None
+    order: Ints | None = None
+
+
+OpenHead: TypeAlias = HeadFolder | HeadFile | HeadStore
+
+
 def _integers(found: dict[str, StoredTensor], name: str) -> Ints | None:
     """The integers under ``name``, taken out of ``found``."""
     if (tensor := found.pop(name, None)) is None:
@@ -151,12 +163,14 @@ def _plain(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
 
 
-def open_head(path: Path) -> HeadFolder | HeadFile:
+def open_head(path: Path) -> OpenHead:
     """Open the head at ``path``: what only drafts for a model, or the MTP block in a model's files.
 
     Raises:
         CheckpointError: there is none.
     """
+    if (path / MANIFEST_NAME).is_file():
+        return HeadStore(path, predicts=True)
     return (HeadFolder if path.is_dir() else HeadFile)(path, predicts=True)
 
 
@@ -191,7 +205,7 @@ def is_head(path: Path) -> bool:
     return False
 
 
-def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+def read_head_config(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     """Read the config of a head, which must fit ``target``.
 
     Raises:
@@ -215,7 +229,7 @@ def read_head_config(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
     return head
 
 
-def _read_prediction(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+def _read_prediction(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     decoder = read_config(checkpoint)
     if decoder.architecture != target.architecture:
         raise UnsupportedModelError(
@@ -227,7 +241,7 @@ def _read_prediction(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -
     return HeadConfig(decoder=decoder, layers=(AFTER_LAST,), normed=True, own_normed=True)
 
 
-def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+def _read_eagle3(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     config, tokens = checkpoint.config, checkpoint.tokens
     raw = RawConfig(checkpoint)
     own = llama.read_config(raw)
@@ -255,7 +269,7 @@ def _read_eagle3(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> He
     )
 
 
-def _read_assistant(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+def _read_assistant(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     # Its layers share what the target has, and not each other's
     checkpoint.config = {**checkpoint.config, "num_kv_shared_layers": 0}
     raw, clusters = RawConfig(checkpoint), checkpoint.order
@@ -287,7 +301,7 @@ def _read_assistant(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) ->
     )
 
 
-def _read_dflash(checkpoint: HeadFolder | HeadFile, target: DecoderConfig) -> HeadConfig:
+def _read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     options = RawConfig(checkpoint).mapping("dflash_config")
     config = checkpoint.config = {"rope_is_neox_style": True, **checkpoint.config, **options}
     unknown = {key for key, value in options.items() if value} - _BLOCK_OPTIONS
@@ -352,7 +366,7 @@ def _within(tokens: Ints, count: int) -> bool:
 _8_BITS = quantized_format("int8-g32")
 
 
-def _kept_format(info: TensorInfo) -> Format:
+def kept_format(info: TensorInfo) -> Format:
     """What a head's matrix is kept in: 8 bits where it has 16 or 32. It is read at every step."""
     plain = info.format in (F32, F16, BF16) and len(info.shape) > 1 and not info.shape[1] % 32
     return _8_BITS if plain else info.format
@@ -364,7 +378,7 @@ def head_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
     total = 0
     for info in checkpoint.tensors.values():
         shape = (math.prod(info.shape[:-1]), info.shape[-1])
-        total += ops.weight_nbytes(shape, _kept_format(info) if packed else info.format)
+        total += ops.weight_nbytes(shape, kept_format(info) if packed else info.format)
     return total
 
 
@@ -377,7 +391,7 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
     decoder = config.decoder
 
     def kept(block: WeightBlock) -> WeightBlock:
-        format_ = _kept_format(checkpoint.tensors[block.name])
+        format_ = kept_format(checkpoint.tensors[block.name])
         if ops.compute_format != "packed" or not isinstance(block, PackedTensor):
             return block
         return block if block.format == format_ else pack(unpack(block), format_, name=block.name)

@@ -24,6 +24,7 @@ from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.places import MergedCheckpoint
+from localrt.models.heads import prediction_notes
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
                 losses=settings.data_dir / "losses",
                 progress=line,
             )
-    notes += _fallback_notes(report)
+    notes += [*_fallback_notes(report), *prediction_notes(report.path)]
     seconds = time.monotonic() - started
     if args.json:
         record = {"model": model.name, **report.to_dict(), "seconds": seconds, "notes": notes}

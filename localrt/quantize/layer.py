@@ -82,7 +82,7 @@ class LayerQuantizer:
         self.source = source
         self.config = config
         self._names = names = config.names
-        self._infos = infos
+        self.infos = infos
         self._method = method
         self._folded = folded
         self._tiler = tiler
@@ -105,8 +105,8 @@ class LayerQuantizer:
 
         Vectors, and tensors that already have their format, keep their values.
         """
-        format_ = self._infos[name].format
-        if len(self._infos[name].shape) == 1 or format_ == self.source.tensors[name].format:
+        format_ = self.infos[name].format
+        if len(self.infos[name].shape) == 1 or format_ == self.source.tensors[name].format:
             yield from stored_pieces(self.source, name, self._tiler)
             return
         scale = self._shared_scale(name)
@@ -124,14 +124,14 @@ class LayerQuantizer:
             group
             for group in self._groups
             if group[0] in hessians
-            and all(f"{prefix}{stem}.weight" in self._infos for stem in group)
+            and all(f"{prefix}{stem}.weight" in self.infos for stem in group)
         )
         group_of = {f"{prefix}{stem}.weight": group for group in groups for stem in group}
         done: dict[str, Quantized] = {}
 
         def pieces(name: str) -> Iterator[WeightBlock]:
             if name not in group_of:
-                is_vector = len(self._infos[name].shape) == 1
+                is_vector = len(self.infos[name].shape) == 1
                 yield from self._vector(name, prefix) if is_vector else self.rounded(name)
                 return
             if name not in done:
@@ -151,7 +151,7 @@ class LayerQuantizer:
         experts = [[stem.format("*") for stem in group] for group in self._expert_groups]
         first_of = {stem: group[0] for group in (*self._groups, *experts) for stem in group}
         found: dict[str, list[str]] = {}
-        for name, info in self._infos.items():
+        for name, info in self.infos.items():
             if name.startswith(prefix) and len(info.shape) == 2 and not name.endswith(ROUTERS):
                 (common,) = common_names([name])
                 stem = common.removeprefix(prefix).removesuffix(".weight")
@@ -173,7 +173,7 @@ class LayerQuantizer:
         """Quantize a group's matrices as one, and return them by name."""
         names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
         values = np.concatenate([rows for name in names for rows in self.rows(name)])
-        format_ = self._infos[names[0]].format
+        format_ = self.infos[names[0]].format
         is_out = self._folded > 0 and group == (self._names.out,)
         if self._folded and group == self._names.qkv:
             start = len(values) - self._value_rows(layer)
@@ -196,7 +196,7 @@ class LayerQuantizer:
         found: dict[str, Quantized] = {}
         start = 0
         for name in names:
-            stop = start + self._infos[name].shape[0]
+            stop = start + self.infos[name].shape[0]
             rows = replace(
                 whole.tensor,
                 name=name,
@@ -218,14 +218,14 @@ class LayerQuantizer:
         yield PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
 
     def _round(self, name: str, values: Floats, scale: float | None) -> PackedTensor:
-        format_ = self._infos[name].format
+        format_ = self.infos[name].format
         if format_.name not in CODECS:
             return pack(values, format_, name=name)
         return quantize(values, format_, name=name, scale=scale, search=self._search).tensor
 
     def _shared_scale(self, name: str) -> float | None:
         """The scale that a matrix shares with those of the same input, if its format has one."""
-        codec = CODECS.get(self._infos[name].format.name)
+        codec = CODECS.get(self.infos[name].format.name)
         if codec is None or codec.tensor_scale(1.0) == 1.0:
             return None
         stem = name.removesuffix(".weight")
@@ -244,7 +244,7 @@ class LayerQuantizer:
             ),
             [name],
         )
-        rows = (values for other in group if other in self._infos for values in self.rows(other))
+        rows = (values for other in group if other in self.infos for values in self.rows(other))
         return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
 
     def _value_rows(self, layer: int) -> int:

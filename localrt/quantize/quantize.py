@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from localrt.models.checkpoints.store.manifest import Quantization
-from localrt.models.config import EMBEDDING, HEAD
+from localrt.models.checkpoints.base import WeightBlock
+from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.heads import kept_format, open_head, read_head_config
 from localrt.models.registry import read_config, require_readable
-from localrt.models.units import list_units
+from localrt.models.units import Unit, list_units
 from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
 from localrt.offload.store.writer import FilePlan, plan_files
@@ -210,7 +212,18 @@ def quantize_model(
             tiler=fast_tiler(),
             search=search,
         )
-        files = plan_files(units, infos)
+        own: dict[str, TensorInfo] = {}
+        if (block := _prediction_block(source, config, search)) is not None:
+            opened.callback(block.source.close)
+            named = {f"{PREDICTION}.{info.name}": info for info in block.infos.values()}
+            own = {name: replace(info, name=name) for name, info in named.items()}
+            units = (*units, Unit(PREDICTION, tuple(own)))
+
+        def rounded(name: str) -> Iterator[WeightBlock]:
+            part = block if block is not None and name in own else weights
+            return part.rounded(name.removeprefix(f"{PREDICTION}."))
+
+        files = plan_files(units, infos | own)
         loss: float | None = None
         with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
             for text_name, data in text_files(source):
@@ -218,7 +231,7 @@ def quantize_model(
             if calibration is not None:
                 _write_calibrated_layers(writer, files, weights, calibration)
             for file in writer.pending:
-                writer.write(file, weights.rounded)
+                writer.write(file, rounded)
             if calibration is not None:
                 loss = _loss(writer, calibration)
             path = writer.finish(loss)
@@ -245,6 +258,24 @@ def quantize_model(
             formats=dict(Counter(info.format.name for info in changed)),
             loss=loss,
         )
+
+
+def _prediction_block(
+    source: Checkpoint, config: DecoderConfig, search: ScaleSearch
+) -> LayerQuantizer | None:
+    """Return what rounds the model's MTP block to the formats that heads are kept in; None if the
+    model has no block that can be read.
+    """
+    with suppress(LocalrtError), ExitStack() as opened:
+        block = opened.enter_context(closing(open_head(source.path)))
+        decoder = read_head_config(block, config).decoder
+        formats = {name: kept_format(info) for name, info in block.tensors.items()}
+        infos = stored_infos(block.tensors, formats)
+        opened.pop_all()
+        return LayerQuantizer(
+            block, decoder, infos, method="rtn", folded=0, tiler=fast_tiler(), search=search
+        )
+    return None
 
 
 def _mixed(

@@ -1,6 +1,7 @@
 """Writes a store file by file: the layout is planned first, so an interrupted run can continue.
 
-One safetensors file for the embedding, each layer, and the head with the final norm. The format
+One safetensors file for the embedding, each layer, the head with the final norm, and the MTP block
+if there is one. The format
 forbids holes: units are aligned by spaces at the end of the header and by explicit ``_pad``
 tensors. Tiles are one-dimensional ``U8`` tensors, vectors ``F32``. Everything is written in
 ``NAME.partial``, each file whole or not at all; a later run of the same packing keeps the files
@@ -36,6 +37,7 @@ from localrt.models.checkpoints.store.manifest import (
     LAYOUT,
     MANIFEST_NAME,
     PARTIAL_NAME,
+    PREDICTION,
     UNIT_ALIGNMENT,
     Manifest,
     StoredUnit,
@@ -89,6 +91,8 @@ def plan_files(units: Sequence[Unit], tensors: Mapping[str, TensorInfo]) -> tupl
 def _file_name(unit: Unit) -> str:
     if unit.layer is not None:
         return f"layer-{unit.layer:04d}.safetensors"
+    if unit.name == PREDICTION:
+        return f"{PREDICTION}.safetensors"
     embedding = unit.name == "embedding" or EMBEDDING in unit.tensors
     return "embedding.safetensors" if embedding else "head.safetensors"
 

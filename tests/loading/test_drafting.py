@@ -18,6 +18,7 @@ from localrt.loading.draft_model import vocabulary_problem
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.quant.cpu.abi import find_library
+from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
 from localrt.speculative.tree import ROOT
 from tests.conftest import write_tiny_model
@@ -169,7 +170,17 @@ def test_draft_model() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "kind", ["mtp", "mtp-gguf", "eagle3", "assistant", "assistant-gguf", "dflash", "dflash-gguf"]
+    "kind",
+    [
+        "mtp",
+        "mtp-gguf",
+        "mtp-store",
+        "eagle3",
+        "assistant",
+        "assistant-gguf",
+        "dflash",
+        "dflash-gguf",
+    ],
 )
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
     target, draft = tmp_path / "target", "mtp"
@@ -179,6 +190,8 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
             own = tmp_path / "mtp-Q8_0.gguf"
             how: dict[str, Any] = {"kind": "q8_0", "predicting": 1, "only_block": True}
             draft = str(write_tiny_gguf(target, own, "qwen3.5", **how))
+        if kind == "mtp-store":
+            target = quantize_model(target, tmp_path / "store", Recipe("int8-g32")).path
     elif kind.startswith("assistant"):
         draft = str(tmp_path)
         TinyAssistant("gemma4", target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)

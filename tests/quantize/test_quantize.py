@@ -21,6 +21,7 @@ from localrt.common.errors import (
 )
 from localrt.common.progress import Progress
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
+from localrt.models.heads import prediction_notes
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
 from localrt.quant.cpu.abi import find_library
@@ -31,7 +32,10 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.calibration import calibration_windows
 from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.test_heads import IDS, block_logits
+from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny_heads import TinyBlock
 from tests.store.synthetic import SyntheticCheckpoint
 
 TEXT = tokens(64 * 40, seed=9)
@@ -385,3 +389,25 @@ def test_windows() -> None:
     assert again == begun  # there are no others
     with pytest.raises(OptionError, match="has 31 tokens: at least 32"):
         calibration_windows(text[:31], length=32)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe", "deepseek-v3-plain"])
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_mtp_block_is_kept(name: str, kind: str, tmp_path: Path) -> None:
+    """In 8 bits, which another run leaves as they are."""
+    source = tmp_path / "source"
+    block = TinyBlock(name, source)
+    if kind == "gguf":
+        source = write_tiny_gguf(source, tmp_path / "m.gguf", name, predicting=1)
+    store = run(source, tmp_path / "store", "bf16", method="rtn").path
+    again = run(store, tmp_path / "again", "int8-g32", method="rtn").path
+    hidden, _ = block.expected(IDS)
+    target = load_ours(source)
+    theirs = block_logits(source, target, hidden)
+    ours = block_logits(store, target, hidden)
+    assert 0 < relative_error(ours, theirs) < 0.05
+    assert np.array_equal(block_logits(again, target, hidden), ours)
+    assert prediction_notes(store)
+    with closing(open_checkpoint(store)) as checkpoint:
+        assert not [name for name in checkpoint.tensors if name.startswith("mtp")]
+    assert logits(store).shape == (48, 211)

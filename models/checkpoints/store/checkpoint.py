@@ -20,11 +20,13 @@ from localrt.models.checkpoints.base import RangedFile, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
+    PREDICTION,
     Manifest,
     StoredUnit,
     UnitTensor,
     read_manifest,
 )
+from localrt.models.checkpoints.text_model import prediction_config
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
@@ -134,13 +136,24 @@ class StoreCheckpoint:
     """
 
     def __init__(
-        self, path: Path, *, manifest: Manifest | None = None, verify: bool = True
+        self,
+        path: Path,
+        *,
+        manifest: Manifest | None = None,
+        verify: bool = True,
+        predicts: bool = False,
     ) -> None:
         self.path = path
-        self.manifest = manifest or read_manifest(path / MANIFEST_NAME)
+        if predicts and not (path / f"{PREDICTION}.safetensors").is_file():
+            raise CheckpointError(f"{path} has no MTP block")
+        manifest = manifest or read_manifest(path / MANIFEST_NAME)
+        units = [unit for unit in manifest.units if (unit.name == PREDICTION) is predicts]
+        self.config: Mapping[str, Any] = manifest.config
+        if predicts:
+            self.config, units = prediction_config(manifest.config), list(map(_plain, units))
+        self.manifest = replace(manifest, units=tuple(units))
         self.kind: str = self.manifest.kind
         self.architecture = self.manifest.architecture
-        self.config: Mapping[str, Any] = self.manifest.config
         self.generation_config: Mapping[str, Any] = self.manifest.generation_config
         self._verify = Verifier(path, enabled=verify)
         self._held: tuple[StoredUnit, UnitMemory] | None = None
@@ -259,6 +272,14 @@ class StoreCheckpoint:
             if parts[0][1].row or not all(_follows(a, b) for a, b in pairwise(parts)):
                 raise CheckpointError(f"{self.path}: the parts of tensor {name!r} do not fit")
         return {name: tuple(parts) for name, parts in found.items()}
+
+
+def _plain(unit: StoredUnit) -> StoredUnit:
+    """The unit of an MTP block with its tensors' own names."""
+    tensors = (
+        replace(tensor, name=tensor.name.removeprefix(f"{PREDICTION}.")) for tensor in unit.tensors
+    )
+    return replace(unit, tensors=tuple(tensors))
 
 
 def _follows(before: _Part, after: _Part) -> bool:

@@ -31,6 +31,9 @@ STORE_VERSION = 1
 LAYOUT = "tiles-16"
 """Names the layout of ``quant/formats/tiled.py``. A change of it needs another name."""
 
+PREDICTION = "mtp"
+"""The unit of a model's MTP block, the beginning of its tensors' names, and its file's name."""
+
 UNIT_ALIGNMENT = 4096
 """Bytes: a unit begins at a multiple of it and is one long, so that disks can read it directly."""
 
