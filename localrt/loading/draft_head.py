@@ -22,12 +22,12 @@ from localrt.common.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import FEATURE_NBYTES, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.draft_block import BlockSource
+from localrt.loading.native import check_left
 from localrt.loading.parts import LoadedModel
 from localrt.models.decoder import FinalNorm
 from localrt.models.heads import (
@@ -39,7 +39,6 @@ from localrt.models.heads import (
     read_head_config,
 )
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
-from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.kv import GrowingCache, KVCache
 from localrt.quant.ops.protocol import Batch, Span
@@ -204,16 +203,10 @@ class HeadDraft:
 
     def _reserve(self, nbytes: int) -> None:
         """Take memory beside the model's."""
-        free = self.engine.free_memory()
-        tier = "RAM" if free is None else "GPU memory"
-        if not self.engine.weights.memory.streams:
-            left = ram_budget(self.engine.ram) - current_rss() if free is None else free
-            if nbytes > left:
-                raise MemoryBudgetError(
-                    f"it needs {format_bytes(nbytes)} and {format_bytes(max(left, 0))} of {tier} "
-                    "are left"
-                )
-        self._reserved = nbytes if free is None else 0
+        weights = self.engine.weights
+        if not weights.memory.streams:
+            check_left(nbytes, weights.ops, self.engine)
+        self._reserved = nbytes if weights.ops.free_memory() is None else 0
         self.engine.take_ram(self._reserved)
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:

@@ -20,6 +20,7 @@ from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import DraftPlace, ModelDraft
 from localrt.loading.drafts import MTP, PLUS_NGRAM, Draft, Drafts
+from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.offload.account import (
@@ -242,8 +243,6 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
     Raises:
         MemoryBudgetError: weights, cache and scratch do not fit in the rest of the budget.
     """
-    from localrt.common.formatting import format_bytes
-    from localrt.loading.native import memory_left
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import read_config
     from localrt.offload.account import resident_account
@@ -260,11 +259,7 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
         )
         least = min(ctx, 2048)
         need = resident_account(checkpoint, config, ops, least).total()
-        left, tier = memory_left(ops, options)
-    if need > left:
-        raise MemoryBudgetError(
-            f"it needs {format_bytes(need)} and {format_bytes(max(left, 0))} of {tier} are left"
-        )
+        check_left(need, ops, options)
     return ctx
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from math import prod
 
+from localrt.common.errors import MemoryBudgetError
+from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -142,8 +144,20 @@ def _fit_context(
     return ctx
 
 
-def memory_left(ops: Ops, options: LoadOptions) -> tuple[int, str]:
-    """Return the bytes left of the budget where ``ops`` compute, and that memory's name."""
+def check_left(nbytes: int, ops: Ops, options: LoadOptions | Engine) -> None:
+    """Raise MemoryBudgetError if a draft's ``nbytes`` are not left of the budget."""
+    left, tier = memory_left(ops, options)
+    if nbytes > left:
+        raise MemoryBudgetError(
+            f"it needs {format_bytes(nbytes)} and {format_bytes(max(left, 0))} of {tier} are left"
+        )
+
+
+def memory_left(ops: Ops, options: LoadOptions | Engine) -> tuple[int, str]:
+    """Return the bytes left of the budget where ``ops`` compute, and that memory's name.
+
+    ``options`` have the budget: those of ``load``, or a loaded model's.
+    """
     free = ops.free_memory()
     if free is not None:
         return min(free, options.gpu_memory or free), "GPU memory"
