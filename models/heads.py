@@ -174,10 +174,12 @@ def open_head(path: Path) -> OpenHead:
     return (HeadFolder if path.is_dir() else HeadFile)(path, predicts=True)
 
 
-def has_prediction_block(path: Path) -> bool:
-    """Whether the model at ``path`` has an MTP block that ``open_head`` opens."""
+def has_prediction_block(model: Checkpoint) -> bool:
+    """Whether an open model has an MTP block. Of a GGUF file its header has said so."""
+    if isinstance(model, GgufCheckpoint):
+        return model.has_block
     try:
-        open_head(path).close()
+        open_head(model.path).close()
     except (LocalrtError, OSError):
         return False
     return True

@@ -20,7 +20,6 @@ from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import family_draft, find_head
 from localrt.loading.parts import LoadedModel
-from localrt.models.heads import has_prediction_block
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, DraftSource
 from localrt.speculative.tuner import TreeSize, Tuner
@@ -146,10 +145,9 @@ class Drafts:
         """What ``auto`` drafts with besides lookups, if the model has it: its MTP block, or a head
         that was published for it.
         """
-        target = self._target
-        if not target.engine.info.streamed and has_prediction_block(target.path):
+        if self._target.has_block:
             return MTP
-        return find_head(target.path, Settings.from_environment())
+        return find_head(self._target.path, Settings.from_environment())
 
     @cached_property
     def _family(self) -> str | None:

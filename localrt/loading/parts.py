@@ -35,6 +35,7 @@ from localrt.loading.describing import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
+from localrt.models.heads import has_prediction_block
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.offload.store.pack import fingerprint
@@ -45,6 +46,7 @@ class LoadedModel:
     """The running parts of a model. ``tokenizer`` is None for a model without one.
 
     ``fingerprint`` identifies the model's contents; empty if its KV caches cannot be saved.
+    ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
     """
 
     path: Path
@@ -60,6 +62,7 @@ class LoadedModel:
     system: str | None = None  # for conversations without a system prompt
     fingerprint: str = ""
     quantization: str = ""
+    has_block: bool = False
 
 
 def load_parts(
@@ -122,6 +125,9 @@ def load_parts(
             system=system,
             fingerprint=fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
+            has_block=(
+                name == "native" and not engine.info.streamed and has_prediction_block(checkpoint)
+            ),
         )
     finally:
         checkpoint.close()

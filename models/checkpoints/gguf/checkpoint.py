@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -42,7 +42,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the file: the first MTP block, as a model of one
-    layer, or one of ``HEADS``, which is all of the file.
+    layer, or one of ``HEADS``, which is all of the file. ``has_block``: it has an MTP block.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
@@ -63,6 +63,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 raise CheckpointError(f"{path} does not name its architecture")
             head = self.architecture in HEADS
             predicting = self._prediction_blocks()
+            self.has_block = any(gguf_block(name) in predicting for name in self._names())
             stored = self._rename(predicting)
             if not stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
@@ -96,8 +97,11 @@ class GgufCheckpoint(SourcedCheckpoint):
 
     def _prediction_blocks(self) -> frozenset[int]:
         """The prediction blocks, which are not layers."""
-        names = [name for part in self._parts for name in part.tensors]
-        return prediction_blocks(*count_layers(self.architecture, self.metadata), names)
+        counted = count_layers(self.architecture, self.metadata)
+        return prediction_blocks(*counted, self._names())
+
+    def _names(self) -> Iterator[str]:
+        return (name for part in self._parts for name in part.tensors)
 
     def _rename(
         self, predicting: frozenset[int], *, of_block: int | None = None
