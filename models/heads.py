@@ -9,9 +9,11 @@ where it has none of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,6 +58,7 @@ _TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from
 # An assistant's tokens, cluster by cluster, in folders and in GGUF files
 _ORDER, _FILES_ORDER = "masked_embedding.token_ordering", "masked_embd_ordering"
 _UNUSED = "t2d"
+_ROWS_AT_ONCE = 4096
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 # Of ``dflash_config``; others are of kinds that are not known
@@ -90,8 +93,8 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a head uses of its target: how tokens are embedded, and the output matrix, if it is in
-    memory.
+    """What a head uses of its target: how tokens are embedded, and the output matrix, or the rows
+    of it that are the head's tokens; None if there is none in memory.
     """
 
     embedding: Part
@@ -368,10 +371,34 @@ def _within(tokens: Ints, count: int) -> bool:
 _8_BITS = quantized_format("int8-g32")
 
 
-def kept_format(info: TensorInfo) -> Format:
+def kept_format(info: TensorInfo | PackedTensor) -> Format:
     """What a head's matrix is kept in: 8 bits where it has 16 or 32. It is read at every step."""
     plain = info.format in (F32, F16, BF16) and len(info.shape) > 1 and not info.shape[1] % 32
     return _8_BITS if plain else info.format
+
+
+def _kept(block: WeightBlock, ops: Ops) -> WeightBlock:
+    if ops.compute_format != "packed" or not isinstance(block, PackedTensor):
+        return block
+    format_ = kept_format(block)
+    return block if block.format == format_ else pack(unpack(block), format_, name=block.name)
+
+
+def output_rows(
+    model: Checkpoint, config: DecoderConfig, ops: Ops, count: int
+) -> tuple[int, Callable[[], Weight]]:
+    """The bytes that the first ``count`` rows of a model's output matrix take in ``ops``, and what
+    reads them.
+    """
+    name = EMBEDDING if config.tied_head else HEAD
+    shape = (count, config.hidden_size)
+
+    def load() -> Weight:
+        edges = [*range(0, count, _ROWS_AT_ONCE), count]
+        with ops.scope():
+            return ops.weight(shape, (_kept(model.read(name, *r), ops) for r in pairwise(edges)))
+
+    return ops.weight_nbytes(shape, kept_format(model.tensors[name])), load
 
 
 def head_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
@@ -391,14 +418,7 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
         CheckpointError: a tensor is missing, or not the config's.
     """
     decoder = config.decoder
-
-    def kept(block: WeightBlock) -> WeightBlock:
-        format_ = kept_format(checkpoint.tensors[block.name])
-        if ops.compute_format != "packed" or not isinstance(block, PackedTensor):
-            return block
-        return block if block.format == format_ else pack(unpack(block), format_, name=block.name)
-
-    weights = WeightLoader(checkpoint, ops, repack=kept)
+    weights = WeightLoader(checkpoint, ops, repack=partial(_kept, ops=ops))
     shape = (decoder.vocab_size, decoder.hidden_size)
     with ops.scope():
         embedding = shared.embedding
@@ -411,7 +431,7 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
             at = config.places[layer : layer + 1] or None
             body.append(load_attention(decoder, layer, weights, at))
             body.append(load_resident_mlp(decoder, layer, weights, ops, experts))
-        head = shared.head if config.tokens is None else None
+        head = shared.head
         if config.output in checkpoint.tensors:
             head = weights.matrix(shape, config.output)
         if head is None:

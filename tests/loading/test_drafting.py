@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
 from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.offload.placed import Model as StoredModel
+from tests.offload.placed import passing
 from tests.real_models import real_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
@@ -279,6 +282,37 @@ def test_tree_of_a_block(tmp_path: Path) -> None:
                 above = 0.0 if parent == ROOT else tree.scores[parent]
                 assert abs(score - above - DECAY - logprobs[depth, token]) < 1e-4
             assert tree.height <= BLOCK - 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_head_of_a_streamed_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the first rows of the output matrix, and drafts their tokens."""
+    source, own = tmp_path / "source", None
+    if kind == "mtp":
+        TinyBlock("qwen3.5", source)
+    else:
+        config, own = save_tiny("llama", source).config, tmp_path / "own"
+        TinyDFlash(own, config.hidden_size, config.vocab_size)
+    store = quantize_model(source, tmp_path / "store", Recipe("int8-g32")).path
+    parts, model, ids = load_parts(store, LoadOptions(device="cpu")), StoredModel(store), tokens(12)
+    found = {}
+    with closing(parts.engine), closing(model), model.placed(passing(model.store)) as decoder:
+        streamed = replace(parts, engine=NativeEngine(decoder, parts.engine.info))
+        for case, most in (("resident", 0), ("streamed", 211), ("of 100", 100)):
+            monkeypatch.setattr("localrt.loading.draft_head.OUTPUT_ROWS", most)
+            target = streamed if most else parts
+            with closing(HeadDraft(target, own)) as draft:
+                session = target.engine.session(64)
+                source = draft.source(session, read_options({"temperature": 0.0}))
+                session.extend(ids[:-1])
+                found[case] = source.propose(ids, 40, 3)
+    for part in ("tokens", "parents", "scores"):
+        assert np.array_equal(*(getattr(found[case], part) for case in ("resident", "streamed")))
+    assert found["resident"].tokens.max() >= 100 > found["of 100"].tokens.max()
+    assert len(found["of 100"]) == 40
 
 
 def test_head_of_another_model(tmp_path: Path) -> None:
