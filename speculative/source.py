@@ -141,9 +141,6 @@ class Drafter(ABC):
     Only a drafter whose rows last goes on while the target computes.
     """
 
-    held_rows = True
-    """Whether a mask may cover rows of earlier passes; else a round computes the tree again."""
-
     @abstractmethod
     def cache(self, capacity: int) -> KVCache:
         """Return an empty cache for one sequence."""

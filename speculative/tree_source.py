@@ -232,32 +232,25 @@ class TreeSource(DraftSource):
 
     def _compute(self, nodes: _Nodes) -> Generator[Step, Floats, Floats]:
         """Compute new nodes, which get rows; return their logits (nodes, V)."""
-        cache, rows, held_rows = self._cache, self._rows, self._drafter.held_rows
-        held = len(rows) if held_rows else 0
-        if not held_rows:
-            cache.trim(len(self._known) - self._start)
+        rows = self._rows
         for node, _, _ in nodes:
             rows[node] = len(rows)
-        paths = [self._growth.path(node) for node in list(rows)[held:]]
-        mask = np.zeros((len(paths), len(rows)), np.bool_)
+        paths = [self._growth.path(node) for node, _, _ in nodes]
+        mask = np.zeros((len(nodes), len(rows)), np.bool_)
         for seen, path in zip(mask, paths, strict=True):
             seen[[rows[node] for node in path]] = True
         new = Rows(
-            tokens=[self._growth.token(path[-1]) for path in paths],
+            tokens=[token for _, token, _ in nodes],
             positions=len(self._known) - 1 + np.array([len(path) for path in paths], np.int64),
             wanted=len(nodes),
             mask=mask,
-            above=[rows[path[-2]] if len(path) > 1 else ROOT for path in paths],
+            above=[ROOT if parent == ROOT else rows[parent] for *_, parent in nodes],
         )
         try:
-            logits = yield Step(self._drafter, cache, new)
+            logits = yield Step(self._drafter, self._cache, new)
         except BaseException:
-            if held_rows:
-                for node, _, _ in nodes:
-                    del rows[node]
-            else:  # the other nodes have lost their rows too
-                self._forget()
-                cache.trim(len(self._known) - self._start)
+            for node, _, _ in nodes:
+                del rows[node]
             raise
         self.passes += 1
         return logits

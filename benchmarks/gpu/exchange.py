@@ -11,7 +11,7 @@ from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.tensor import (
     BFLOAT16,
     FLOAT32,
-    INT8,
+    INT16,
     INT32,
     INT64,
     UINT8,
@@ -24,7 +24,7 @@ DTYPES = {
     torch.bfloat16: BFLOAT16,
     torch.int64: INT64,
     torch.int32: INT32,
-    torch.int8: INT8,
+    torch.int16: INT16,
     torch.uint8: UINT8,
 }
 
@@ -40,3 +40,8 @@ def back(tensor: Tensor) -> torch.Tensor:
     """A copy of the device's numbers in RAM, for torch."""
     bits = torch.from_numpy(tensor.bits())
     return bits.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else bits
+
+
+def seen_from(mask: torch.Tensor) -> torch.Tensor:
+    """A tree's mask (rows, columns) as the kernels read it: 1 is a row itself, 2 its parent, ..."""
+    return (mask.flip(1).cumsum(1).flip(1) * mask).to(torch.int16)

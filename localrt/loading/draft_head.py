@@ -45,7 +45,7 @@ from localrt.models.heads import (
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.kv import GrowingCache, KVCache
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows, Step
 from localrt.speculative.tree_source import TreeSource
 
@@ -69,7 +69,6 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: HeadDraft, session: NativeSession) -> None:
         self.tokens = head.config.tokens
-        self.held_rows = head.engine.ops_name in ("torch", "native")
         self._head = head
         self._session = session
         self._features = session.record_features(head.config.layers)
@@ -95,35 +94,37 @@ class HeadDrafter(Drafter):
         return logits
 
     def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:
-        head = self._head
-        given = np.concatenate([_head_drafter(step)._given_to(step.rows) for step in steps])
-        places = [_head_drafter(step)._place(step) for step in steps]
+        head, all_rows = self._head, [step.rows for step in steps]
+        drafters = [_head_drafter(step) for step in steps]
+        each = list(zip(drafters, all_rows, strict=True))
+        given = np.concatenate([drafter._given_to(rows) for drafter, rows in each])
+        places = [drafter._place(step) for drafter, step in zip(drafters, steps, strict=True)]
         batch = Batch(
-            np.concatenate([np.asarray(step.rows.tokens, np.int64) for step in steps]),
+            np.array([token for rows in all_rows for token in rows.tokens], np.int64),
             np.concatenate([positions for positions, _ in places]),
             tuple(span for _, spans in places for span in spans),
         )
-        ends = list(accumulate(len(step.rows.tokens) for step in steps))
+        ends = list(accumulate(len(rows.tokens) for rows in all_rows))
         wanted = [
             row
-            for step, end in zip(steps, ends, strict=True)
-            for row in range(end - step.rows.wanted, end)
+            for rows, end in zip(all_rows, ends, strict=True)
+            for row in range(end - rows.wanted, end)
         ]
         layer = CARRIED if head.config.places else AFTER_LAST
         own = Features((layer,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
-            logits = head.decoder.forward(
-                batch, rows=wanted, check=check, features=own, given=given
-            )
-        made = np.split(head.of_itself(own.rows), ends[:-1])
-        for step, rows in zip(steps, made, strict=True):
-            _head_drafter(step)._keep(step.rows, rows)
-        return np.split(logits, list(accumulate(step.rows.wanted for step in steps))[:-1])
+            logits = head.forward(batch, rows=wanted, check=check, features=own, given=given)
+        made, found, first = head.of_itself(own.rows), list[Floats](), 0
+        for (drafter, rows), end in zip(each, ends, strict=True):
+            drafter._keep(rows, made[end - len(rows.tokens) : end])
+            found.append(logits[first : first + rows.wanted])
+            first += rows.wanted
+        return found
 
     def _given_to(self, rows: Rows) -> Floats:
         """What ``rows`` take in: the target's features of the tokens before, or the head's own."""
         if rows.above is not None:
-            return np.stack([self._given[1 + row] for row in rows.above])
+            return np.array([self._given[1 + row] for row in rows.above])
         start = int(rows.positions[0]) - 1
         return self._head.of_target(self._features.get(start, start + len(rows.tokens)))
 
@@ -131,10 +132,8 @@ class HeadDrafter(Drafter):
         """Keep what was ``made`` of ``rows``, for the rows behind them."""
         if rows.above is None:
             self._given = [made[-1]]
-        elif self.held_rows:
+        else:
             self._given += list(made)
-        else:  # of the whole tree
-            self._given = [self._given[0], *made]
 
     def _place(self, step: Step) -> tuple[npt.NDArray[np.int64], list[Span]]:
         """Positions and spans of a step's rows.
@@ -214,6 +213,10 @@ class HeadDraft:
             except BaseException:
                 engine.take_ram(-self._reserved)
                 raise
+        experts = self.decoder.weights.experts
+        graphed = weights.ops.name == "cuda" and all(each.capturable for each in experts)
+        plain: Forward = self.decoder.forward
+        self.forward = weights.ops.graphed(plain) if graphed else plain
         self._target_norm = FinalNorm(engine.decoder) if self.config.normed else None
         self._own_norm = FinalNorm(self.decoder) if self.config.own_normed else None
         self.level_share = min(1.0, 1.5 * self.nbytes / max(engine.info.weight_bytes, 1))
@@ -254,7 +257,8 @@ class HeadDraft:
         return self._own_norm(rows) if self._own_norm else rows
 
     def close(self) -> None:
-        """Free the head."""
+        """Free the head, and what is recorded of it."""
+        self.forward = self.decoder.forward
         self.decoder.close()
         with suppress(LocalrtError):  # the model may be closed already
             self.engine.take_ram(-self._reserved)

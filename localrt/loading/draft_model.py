@@ -87,7 +87,6 @@ class EngineDrafter(Drafter):
         self._engine = engine
         self._vocab = vocab_size
         self._room = room
-        self.held_rows = engine.ops_name in ("torch", "native")
 
     def cache(self, capacity: int) -> KVCache:
         cache = self._engine.cache(capacity)

@@ -75,7 +75,7 @@ class Attention(Structure):
         (c_int64, "k_at v_at run_stride"),
         (c_int, "n first rows heads per window runs"),
         (c_float, "scale softcap"),
-        (c_int, "out_stride"),
+        (c_int, "out_stride columns"),
     )
 
 
@@ -173,9 +173,10 @@ def attend(
     then holds nothing.
 
     The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
-    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, n) int8 says which new row sees
-    which; None is causal. ``longest`` bounds held + n; the grid is cut for it. ``sinks`` (H,) are
-    float32.
+    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 says which new row
+    sees which of the rows behind the number of tokens that follows in ``held``: 1 is itself, 2 its
+    parent, and so on, 0 is what it does not see. None is causal. ``longest`` bounds held + n; the
+    grid is cut for it. ``sinks`` (H,) are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
@@ -206,6 +207,7 @@ def attend(
             scale=scale,
             softcap=softcap or 0.0,
             out_stride=records.stride if records else 0,
+            columns=0 if mask is None else mask.shape[1],
         )
         tiles = -(-rows * per // _TILE)
         program = attention_program(size, value, kv_format, split=split)

@@ -43,6 +43,8 @@ class Device(ABC):
     """
 
     is_gpu = False
+    recording = False
+    """Whether this thread records."""
     name = "cpu"
     processors = 1
     capability: tuple[int, int] = (0, 0)

@@ -193,8 +193,7 @@ class Cuda(Device):
         return getattr(self.thread, "stream", self._main)
 
     @property
-    def recording(self) -> bool:
-        """Whether this thread records."""
+    def recording(self) -> bool:  # type: ignore[override]  # a thread's
         return getattr(self.thread, "pool", None) is not None
 
     def new_stream(self, owner: object) -> Any:

@@ -2,7 +2,8 @@
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
 recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
-its parts are on the GPU. Recordings serve all caches: where a cache's blocks lie is an input too.
+its parts are on the GPU. Whole passes are filled up to one of a few numbers of rows. Recordings
+serve all caches: where a cache's blocks lie is an input too.
 It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
 again on the static inputs, so that tests cover the rest.
 """
@@ -13,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.quant.cuda.capture import Capture, Check, Replay, record
 from localrt.quant.cuda.device import device_of
@@ -34,7 +35,7 @@ from localrt.quant.cuda.stream import (
     Recording,
     Stream,
 )
-from localrt.quant.cuda.tensor import INT64, Tensor, empty, upload, zeros
+from localrt.quant.cuda.tensor import INT64, Tensor, empty, zeros
 from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
@@ -43,6 +44,9 @@ from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
 
 _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
+# Rows of whole passes, rounded up: a product computes eight at once, attention sixteen.
+_ROWS = (1, 4, 8, 16, 32, 48, MOST_ROWS)
+_COLUMNS = 64  # of a tree, at least
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
 _IDLE = 64  # passes after which an unused shape may be replaced
 
@@ -68,19 +72,18 @@ class RecordedOps(Protocol):
     def begin_plain(self) -> None:
         """A recorded pass begins: it has no adapters."""
 
-    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
-        """A span's mask as the kernels read it."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """What recordings are valid for."""
 
     blocks: int  # of a cache, at most
     rows: int
-    wanted: tuple[int, ...]
-    nodes: int  # of a tree
+    wanted: int  # rows of the head; 0 is all
+    columns: int  # of a tree; 0 is none
     waiting: int  # rows for a recurrent layer's state, at most
+    features: tuple[int, ...]  # the layers before which they are copied
+    hidden: int  # numbers of a row of one of them
+    given: int  # the same of another model's
 
 
 @dataclass(slots=True)
@@ -105,8 +108,8 @@ class Recordings:
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
         self._new_parts = 0
         with self._ops.scope():
-            static = self.of(batch, wanted)
-            return self._ops.begin(batch) if static is None else static.fill(batch)
+            static = self.of(batch, self.shape(batch, wanted))
+            return self._ops.begin(batch) if static is None else static.fill(batch, wanted)
 
     @property
     def nbytes(self) -> int:
@@ -155,10 +158,9 @@ class Recordings:
         assert isinstance(routing, CudaRouting), "the choice is made on the GPU"
         return CudaShare(recording, rows, routing, table)
 
-    def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
+    def of(self, batch: Batch, shape: _Shape | None) -> StaticPass | None:
         """The recordings for passes of this shape; None if it is new or not recorded."""
         self._passes += 1
-        shape = self._shape(batch, rows)
         if shape is None:
             return None
         seen = self._seen.get(shape)
@@ -186,32 +188,58 @@ class Recordings:
             oldest.static = None
         return idle
 
-    def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:
-        """The shape of a pass; None if it is not worth recording."""
+    def shape(
+        self,
+        batch: Batch,
+        wanted: Sequence[int] | None,
+        features: Features | None = None,
+        given: Logits | None = None,
+        *,
+        whole: bool = False,
+    ) -> _Shape | None:
+        """The shape of a pass, a ``whole`` one filled up with rows; None if it is not worth
+        recording.
+        """
         if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
         if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
             return None
-        if rows is not None and not len(rows):
+        if wanted is not None and not len(wanted):
             return None
         (span,) = batch.spans
-        cache = span.cache
-        cache.reserve(cache.length + span.rows)
-        wanted = tuple(range(span.rows)) if rows is None else tuple(int(row) for row in rows)
-        nodes = 0 if span.mask is None else span.mask.shape[1]
-        waiting = 0
+        cache, rows, waiting = span.cache, span.rows, 0
         if isinstance(cache, HybridCache):
             waiting = max(_WAITING, 1 << (cache.states.waiting - 1).bit_length())
-        return _Shape(blocks_of(span).room, span.rows, wanted, nodes, waiting)
+        elif whole:
+            rows = next(most for most in _ROWS if most >= rows)
+        if cache.length + rows > cache.capacity:
+            return None
+        cache.reserve(cache.length + rows)
+        every = wanted is None or (len(wanted) == span.rows and [*wanted] == [*range(span.rows)])
+        columns = 0
+        if span.mask is not None:
+            columns = max(_COLUMNS, 1 << (span.mask.shape[1] + rows - span.rows - 1).bit_length())
+        layers = () if features is None else features.layers
+        return _Shape(
+            blocks_of(span).room,
+            rows,
+            0 if wanted is None or every else len(wanted),
+            columns,
+            waiting,
+            layers,
+            0 if features is None else features.rows.shape[1] // len(layers),
+            0 if given is None else given.shape[1],
+        )
 
 
 class GraphedForward:
     """A decoder's ``forward`` that records passes seen twice, and replays them."""
 
     def __init__(self, ops: RecordedOps, forward: Forward) -> None:
-        self._ops = ops
+        self._ops, self._device = ops, device_of(ops.device)
         self._forward = forward
         self._recordings = Recordings(ops)
+        self._host = np.empty(0, np.float32)  # the logits of a pass, in pinned RAM
 
     def __call__(
         self,
@@ -220,33 +248,40 @@ class GraphedForward:
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
         features: Features | None = None,
+        given: Logits | None = None,
     ) -> Logits:
-        if features is not None:  # a graph has no place to stop
-            return self._forward(batch, rows=rows, check=check, features=features)
         with self._ops.scope():
-            static = self._recordings.of(batch, rows)
-        if static is None:
-            return self._forward(batch, rows=rows, check=check)
-        if check is not None:
-            check()
-        (span,) = batch.spans
-
-        def whole(step: CudaPass) -> None:
-            """The cache counts nothing."""
-            counter = blocks_of(step.spans[0])
-            length, spans = counter.length, (Span(counter, span.rows),)
-            try:
-                again = Batch(batch.tokens, batch.positions, spans)
-                self._forward(again, rows=static.wanted)
-            finally:
-                counter.trim(length)
-
-        with self._ops.scope():
-            logits = static.run("pass", static.fill(batch), whole)
+            shape = self._recordings.shape(batch, rows, features, given, whole=True)
+            static = self._recordings.of(batch, shape)
+            if static is None:
+                more = {} if given is None else {"given": given}
+                return self._forward(batch, rows=rows, check=check, features=features, **more)
+            if check is not None:
+                check()
+            (span,) = batch.spans
+            step, count = static.fill(batch, rows), span.rows
+            if given is not None:
+                static.given[:count], static.given[count:] = given, given[-1]
+            logits = static.run("pass", step, partial(static.whole, self._forward))
             assert logits is not None, "the pass has left its logits"
-            host = static.to_host(logits)
-        span.cache.advance(span.rows)
+            host = self._to_host(logits, count if rows is None else len(rows))
+        if features is not None:
+            for layer, made in zip(features.layers, static.features.rows, strict=True):
+                out = features.of(layer)
+                assert out is not None, "it is listed"
+                out[:] = made[:count]
+        span.cache.advance(count)
         return host
+
+    def _to_host(self, logits: Tensor, rows: int) -> Logits:
+        """Copy the first rows through pinned RAM; the pass has ended then."""
+        size = rows * logits.shape[1]
+        if self._host.size < size:
+            self._host = self._device.pinned((logits.size,), np.float32)
+        host = self._host[:size]
+        self._device.copy_out(host, logits.address)
+        self._device.synchronize()
+        return host.reshape(rows, -1).copy()
 
 
 def _skip(between: Between) -> None:
@@ -268,43 +303,52 @@ class StaticStep(CudaPass):
     static: StaticPass
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StaticFeatures(Features):
+    """``rows`` (layers, R, D): those of a layer lie together."""
+
+    def of(self, layer: int) -> Logits | None:
+        return self.rows[self.layers.index(layer)] if layer in self.layers else None
+
+
 class StaticPass:
-    """The inputs of passes of one shape, where recordings read them, and those recordings."""
+    """The inputs of passes of one shape, where recordings read them, and those recordings.
+
+    ``features`` and what is ``given`` of another model's are in pinned RAM.
+    """
 
     def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape) -> None:
         (span,) = batch.spans
-        self._ops = ops
-        self.wanted = list(shape.wanted)
+        self._ops, self._shape = ops, shape
         self._device = device = device_of(ops.device)
-        self._numbers = Numbers(span.rows, [shape.blocks])
+        self._numbers = Numbers([shape.rows], [shape.blocks], [shape.columns], shape.wanted)
         count, kept = len(self._numbers.staged), device.kept
         self._inputs = zeros(count, dtype=INT64, device=device, pool=kept)
-        self._tree = None if span.mask is None else ops.tree(span.mask)
-        whole = self.wanted == list(range(span.rows))
-        self._index = None if whole else upload(np.array(self.wanted), device, pool=kept)
+        self._parts, wanted = self._numbers.split(self._inputs)
+        self._index = wanted if shape.wanted else None
         self._limit = (shape.blocks * BLOCK_TOKENS,)
+        self.given = device.pinned((shape.rows, shape.given), np.float32)
+        rows = device.pinned((len(shape.features), shape.rows, shape.hidden), np.float32)
+        self.features = _StaticFeatures(shape.features, rows)
         self._table: SequenceTable | None = None
         if isinstance(span.cache, HybridCache):
             layers = len(span.cache.states.layout.specs)
             self._table = SequenceTable(
-                [span.rows], [shape.waiting], layers=layers, nodes=shape.nodes
+                [span.rows], [shape.waiting], layers=layers, nodes=shape.columns
             )
         self._sequences: Tensor | None = None  # the table's copy
         self._values: Tensor | None = None
-        self._host: Logits | None = None
         self._runs: dict[object, _Run] = {}
         self._kept: dict[Any, Any] = {}
 
-    def fill(self, batch: Batch) -> StaticStep:
+    def fill(self, batch: Batch, wanted: Sequence[int] | None) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
         (span,) = batch.spans
-        self._numbers.fill(batch.tokens, batch.positions, batch.spans)
+        index = wanted if wanted is not None and self._index is not None else ()
+        self._numbers.fill(batch.tokens, batch.positions, batch.spans, index)
         self._inputs.put(self._numbers.staged)
-        if self._tree is not None:
-            assert span.mask is not None
-            self._tree.put(np.ascontiguousarray(span.mask, np.int8))
-        numbers = self._numbers.split(self._inputs)
-        step = StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
+        spans = (Span(span.cache, self._shape.rows),)
+        step = StaticStep(*self._parts, spans, self._limit, static=self)
         if self._table is not None:
             self._table.fill(batch.spans, begin_states(batch.spans))
             step.sequences = self._table.split(self._upload(self._table))
@@ -359,13 +403,17 @@ class StaticPass:
             step.layer_done(layer)
         return made.recording.logits
 
-    def to_host(self, logits: Tensor) -> Logits:
-        """Copy to the host through pinned RAM."""
-        if self._host is None:
-            self._host = self._device.pinned(logits.shape, np.float32)
-        self._device.copy_out(self._host, logits.address)
-        self._device.synchronize()
-        return self._host.copy()
+    def whole(self, forward: Forward, step: CudaPass) -> None:
+        """The body of a whole pass: ``forward``, of which the cache counts nothing."""
+        shape, counter = self._shape, blocks_of(step.spans[0])
+        length, numbers = counter.length, np.zeros(shape.rows, np.int64)
+        batch = Batch(numbers, numbers, (Span(counter, shape.rows),))
+        features = self.features if shape.features else None
+        more = {"given": self.given} if shape.given else {}
+        try:
+            forward(batch, rows=range(shape.wanted or shape.rows), features=features, **more)
+        finally:
+            counter.trim(length)
 
     def _load(self, x: Tensor | None) -> None:
         if x is not None:
@@ -391,4 +439,8 @@ class StaticPass:
         once(_skip)  # compiles missing kernels, which recording must not do
         if self._table is not None:
             self._upload(self._table)
-        return _Run(record(once, self._ops.capture), recording)
+        replay = record(once, self._ops.capture)
+        if self._ops.capture is not None and recording.logits is not None:
+            # They are copied at once, before another graph writes to the memory that all share.
+            recording.logits = replace(recording.logits, block=None)
+        return _Run(replay, recording)

@@ -100,7 +100,7 @@ def attend_latent_rows(
 
     All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. ``held`` (one int64 on the
     device) tokens lie in the cache, and behind them the n new rows, at ``positions`` (n,) int64.
-    ``mask`` (n, n) int8 says which new row sees which; None is causal. ``longest`` bounds held + n.
+    ``mask`` is as for ``attend``; ``longest`` bounds held + n.
     """
     n, heads, width = q.shape
     latent = width - rope
@@ -120,6 +120,7 @@ def attend_latent_rows(
             per=heads,
             runs=runs,
             scale=scale,
+            columns=0 if mask is None else mask.shape[1],
         )
         launch(q.device, attention, (runs, -(-rows * heads // _TILE), 1), _THREADS, args)
         launch(q.device, join, (rows * heads, 1, 1), -(-latent // 32) * 32, args)

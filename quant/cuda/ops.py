@@ -161,23 +161,16 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
         rooms = [len(blocks_of(span).addresses) for span in batch.spans]
-        numbers = Numbers(len(batch.tokens), rooms)
+        columns = [0 if span.mask is None else span.mask.shape[1] for span in batch.spans]
+        numbers = Numbers([span.rows for span in batch.spans], rooms, columns)
         numbers.fill(batch.tokens, batch.positions, batch.spans)
-        trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
-        return CudaPass(
-            *numbers.split(upload(numbers.staged, self._device)),
-            batch.spans,
-            tuple(trees),
-            tuple(span.cache.length + span.rows for span in batch.spans),
-        )
+        parts, _ = numbers.split(upload(numbers.staged, self._device))
+        longest = tuple(span.cache.length + span.rows for span in batch.spans)
+        return CudaPass(*parts, batch.spans, longest)
 
     def begin_plain(self) -> None:
         """A recorded pass begins: it has no adapters."""
         self._adapters.of_rows = []
-
-    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
-        """A span's mask as the kernels read it."""
-        return upload(np.ascontiguousarray(mask, np.int8), self._device)
 
     def embed(
         self,
@@ -224,7 +217,11 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     # -- a draft head, which reads another model's features ----------------------------------------
 
     def given_rows(self, values: Logits) -> Stream:
-        return Stream(upload(values, self._device))
+        x = empty(*values.shape, device=self._device)
+        if self.recording is None:
+            return Stream(x.put(values))
+        self._device.copy_in(x.address, values)  # which are pinned: each replay reads them anew
+        return Stream(x)
 
     def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
         return Stream(x.normed(weight, eps, FLOAT32))

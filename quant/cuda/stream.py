@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import move_rows, norm, norm_records
-from localrt.quant.cuda.tensor import BFLOAT16, Dtype, Tensor
+from localrt.quant.cuda.tensor import BFLOAT16, INT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
@@ -62,36 +62,81 @@ class Stream:
         return norm_records(self.values, weight, eps, pending=pending, fine=fine)
 
 
-class Numbers:
-    """Tokens, positions, tokens held and addresses of caches' blocks, of a pass of ``rows``, in one
-    buffer, which is one copy to the device. ``blocks`` is how many of each sequence's have room.
+PassNumbers: TypeAlias = tuple[
+    Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]
+]
+"""The first fields of a ``CudaPass``."""
 
+
+class Numbers:
+    """What a pass of ``rows`` reads, in one buffer, which is one copy to the device: tokens,
+    positions, ``wanted`` rows of the head, tokens held, addresses of caches' blocks, and trees.
+
+    ``blocks`` is how many of each sequence's have room, ``trees`` how many columns its mask has.
     Tokens and positions begin at 16 bytes: the kernels load 16 bytes at once.
     """
 
-    def __init__(self, rows: int, blocks: Sequence[int]) -> None:
-        self._rows, width = rows, rows + rows % 2
-        self._parts = [width, width, len(blocks), *blocks]
+    def __init__(
+        self, rows: Sequence[int], blocks: Sequence[int], trees: Sequence[int], wanted: int = 0
+    ) -> None:
+        self._rows, self._shapes = sum(rows), list(zip(rows, trees, strict=True))
+        width = self._rows + self._rows % 2
+        words = [-(-count * columns // 4) for count, columns in self._shapes]
+        self._parts = [width, width, wanted, 2 * len(blocks), *blocks, *words]
         self.staged = np.zeros(sum(self._parts), np.int64)
         self._host = np.split(self.staged, np.cumsum(self._parts[:-1]))
+        self._trees = [
+            part.view(np.int16)[: count * columns].reshape(count, columns)
+            for part, (count, columns) in zip(self._host[-len(words) :], self._shapes, strict=True)
+        ]
 
     def fill(
-        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], spans: Sequence[Span]
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        spans: Sequence[Span],
+        wanted: Sequence[int] = (),
     ) -> None:
-        """Write the host's side, for sequences whose caches have room for the pass."""
-        all_tokens, all_positions, held, *blocks = self._host
-        all_tokens[: self._rows], all_positions[: self._rows] = tokens, positions
-        held[:] = [span.cache.length for span in spans]
-        for room, span in zip(blocks, spans, strict=True):
-            addresses = blocks_of(span).addresses
-            room[: len(addresses)] = addresses
+        """Write the host's side, for sequences whose caches have room for the pass. Rows behind
+        those given repeat the last one.
+        """
+        all_tokens, all_positions, rows, held, *parts = self._host
+        count = len(tokens)
+        all_tokens[:count], all_tokens[count:] = tokens, tokens[-1]
+        all_positions[:count], all_positions[count:] = positions, positions[-1]
+        rows[:] = wanted
+        for at, span in enumerate(spans):
+            length, addresses = span.cache.length, blocks_of(span).addresses
+            parts[at][: len(addresses)] = addresses
+            held[2 * at : 2 * at + 2] = length
+            if span.mask is not None:
+                held[2 * at + 1] = length + span.rows - span.mask.shape[1]
+                _fill_tree(self._trees[at], span.mask)
 
-    def split(self, device: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """The parts of a copy of ``staged``."""
+    def split(self, device: Tensor) -> tuple[PassNumbers, Tensor]:
+        """The parts of a copy of ``staged``: those of a ``CudaPass``, and the rows wanted."""
         starts = accumulate(self._parts, initial=0)
         parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
-        tokens, positions, held, *blocks = parts
-        return tokens[: self._rows], positions[: self._rows], held, tuple(blocks)
+        tokens, positions, wanted, held, *others = parts
+        tokens, positions = tokens[: self._rows], positions[: self._rows]
+        blocks, words = others[: len(self._shapes)], others[len(self._shapes) :]
+        trees = tuple(
+            part.typed(INT16)[: count * columns].view(count, columns) if columns else None
+            for part, (count, columns) in zip(words, self._shapes, strict=True)
+        )
+        return (tokens, positions, held.view(-1, 2), tuple(blocks), trees), wanted
+
+
+def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
+    """Write ``mask`` (rows, columns) as the kernels read it: how far up in the tree a row that is
+    seen is, 1 being the row itself. Rows behind see what the last one sees, and themselves.
+    """
+    rows, columns = mask.shape
+    tree.fill(0)
+    np.multiply(mask[:, ::-1].cumsum(1, np.int16)[:, ::-1], mask, out=tree[:rows, :columns])
+    for row in range(rows, len(tree)):
+        tree[row, : columns - 1] = tree[rows - 1, : columns - 1]
+        tree[row, columns - rows + row] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +159,10 @@ class CudaPass:
 
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
-    held: Tensor  # (spans,) int64
+    held: Tensor  # (spans, 2) int64: tokens before the pass, and before the rows that a tree covers
     blocks: tuple[Tensor, ...]  # addresses of each span's cache, int64
+    trees: tuple[Tensor | None, ...]  # (rows, columns) int16: see ``Numbers``
     spans: tuple[Span, ...]
-    trees: tuple[Tensor | None, ...]  # (rows, rows) int8
     longest: tuple[int, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers

@@ -34,9 +34,9 @@ FLOAT32 = Dtype("float32", 4, np.float32)
 BFLOAT16 = Dtype("bfloat16", 2, np.uint16)
 INT64 = Dtype("int64", 8, np.int64)
 INT32 = Dtype("int32", 4, np.int32)
-INT8 = Dtype("int8", 1, np.int8)
+INT16 = Dtype("int16", 2, np.int16)
 UINT8 = Dtype("uint8", 1, np.uint8)
-_BY_NUMPY = {np.dtype(each.numpy): each for each in (FLOAT32, INT64, INT32, INT8, UINT8)}
+_BY_NUMPY = {np.dtype(each.numpy): each for each in (FLOAT32, INT64, INT32, INT16, UINT8)}
 
 _Index: TypeAlias = "int | slice | None"
 
@@ -177,6 +177,15 @@ class Tensor:
         if self.size:
             self.device.clear(self.address, self.nbytes)
         return self
+
+    def copy_to(self, out: npt.NDArray[Any]) -> None:
+        """Copy contiguous numbers to contiguous ones of the host, which waits for them. In a
+        recording each replay does, and nobody waits; ``out`` must then be pinned.
+        """
+        assert self.is_contiguous, "it is one copy"
+        self.device.copy_out(out, self.address)
+        if not self.device.recording:
+            self.device.synchronize()
 
     def to_host(self) -> npt.NDArray[Any]:
         """A copy in RAM, for which the host waits; bf16 as float32."""

@@ -25,7 +25,11 @@ Pass: TypeAlias = Any  # derived once from a Batch by an implementation
 def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
     """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
     settle = getattr(x, "settle", None)
-    out[:] = to_host(x if settle is None else settle())
+    x = x if settle is None else settle()
+    if hasattr(x, "copy_to") and out.flags.c_contiguous:
+        x.copy_to(out)
+    else:
+        out[:] = to_host(x)
 
 
 def to_host(x: Array) -> npt.NDArray[np.float32]:

@@ -98,9 +98,9 @@ class Span:
     """Consecutive rows of a pass that extend one sequence.
 
     ``mask`` (rows, extra + rows) says which new rows, and which of the last ``extra`` held tokens,
-    a new row sees; the latter are a tree's rows of earlier passes (``extra`` is 0 on CUDA). None is
-    causal. Every new row sees all tokens held before those, within the layer's window. Of a mask's
-    rows, a row sees its ancestors in the tree, in order, and itself.
+    a new row sees; the latter are a tree's rows of earlier passes. None is causal. Every new row
+    sees all tokens held before those, within the layer's window. Of a mask's rows, a row sees its
+    ancestors in the tree, in order, and itself.
     """
 
     cache: KVCache

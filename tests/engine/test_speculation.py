@@ -94,7 +94,7 @@ class Decoderlike:
 
 
 def drafting(draft: NativeEngine, **options: Any) -> Any:
-    return model_source(Decoderlike(draft), **{"held_rows": False, **options})
+    return model_source(Decoderlike(draft), **options)
 
 
 def fixed(*sources: Any, budget: int = 12, depth: int = 5, **options: Any) -> Speculation:

@@ -125,17 +125,15 @@ def source(draft: Draft, **options: Any) -> TreeSource:
     return model_source(draft, **options)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "held_rows"), [*((name, True) for name in SAMPLINGS), ("warm", False)]
-)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_same_tokens(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str, held_rows: bool
+    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str
 ) -> None:
     target.meanwhile = draft.some
     session = target.engine.session(CAPACITY)
     chunks = run(
         target.engine,
-        fixed(source(draft, held_rows=held_rows), depth=3),
+        fixed(source(draft), depth=3),
         sampling=SAMPLINGS[sampling],
         session=session,
     )

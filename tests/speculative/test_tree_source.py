@@ -109,9 +109,8 @@ def test_scores(decoder: Any) -> None:
         assert score == pytest.approx(exact, abs=1e-3)
 
 
-@pytest.mark.parametrize("held_rows", [True, False])
-def test_accepted_rows_kept(decoder: Any, held_rows: bool) -> None:
-    kept = source(decoder, held_rows=held_rows)
+def test_accepted_rows_kept(decoder: Any) -> None:
+    kept = source(decoder)
     history = tokens(20)
     for step in range(4):
         tree = kept.propose(history, 12, 3)
@@ -136,9 +135,8 @@ def prepare(kept: TreeSource, history: list[int], nodes: int) -> None:
     kept.ahead(history, nodes, check=never, outcome=never)
 
 
-@pytest.mark.parametrize("held_rows", [True, False])
-def test_drafted_ahead(decoder: Any, held_rows: bool) -> None:
-    kept = source(decoder, held_rows=held_rows)
+def test_drafted_ahead(decoder: Any) -> None:
+    kept = source(decoder)
     history = tokens(20)
     for step in range(5):
         tree = kept.propose(history, 12, 3)
@@ -185,7 +183,6 @@ def test_prepared_levels(decoder: Any) -> None:
         min_size=1,
         max_size=8,
     ),
-    held_rows=st.booleans(),
 )
 @example(  # a round of one node, which must not see its siblings
     steps=[
@@ -194,13 +191,10 @@ def test_prepared_levels(decoder: Any) -> None:
         ("propose", 0, 9, False),
         ("ahead", 1, 0, False),
     ],
-    held_rows=True,
 )
-def test_cancelled_anywhere(
-    decoder: Any, steps: list[tuple[str, int, int, bool]], held_rows: bool
-) -> None:
+def test_cancelled_anywhere(decoder: Any, steps: list[tuple[str, int, int, bool]]) -> None:
     """Whatever was prepared, given up or missed: the next tree is that of a new source."""
-    kept = source(decoder, held_rows=held_rows)
+    kept = source(decoder)
     history = tokens(12)
     for what, number, choice, known in steps:
         left = number

@@ -19,16 +19,17 @@ FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
 struct Attention {
     const u16* q;            // (n, heads, size), bf16
     const u8* const* blocks;  // of the cache (kv.cuh)
-    const i64* held;         // tokens in it before the new rows
+    const i64* held;         // tokens in it before the new rows, and those before the tree
     const i64* positions;    // (n,)
-    const i8* tree;          // (n, n): which new row sees which; or null: those before it and itself
+    const i16* tree;         // (n, `columns`): which new row sees which of a tree's rows, how far up + 1;
+                             // 0: not; or null: all tokens before it and itself
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_at, v_at, run_stride;
     int n, first, rows, heads, per, window, runs;  // `rows` from `first` on; `per` heads of a group
     float scale, softcap;
-    int out_stride;  // bytes of a row of records
+    int out_stride, columns;  // bytes of a row of records; numbers of a row of `tree`
 
     // Place of a query row among those of its group, to its place among all of this launch.
     FN int result(const Attention& args, int place, int group) {
@@ -65,19 +66,19 @@ struct Rows {
 
     // Whether all of them see `count` keys from `key` on.
     FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
-        return key + count <= (args.tree ? old : old + rows.least + 1) && (!args.window || rows.latest - key < args.window);
+        const int all = args.tree ? (int)args.held[1] : old + rows.least + 1;
+        return key + count <= all && (!args.window || rows.latest - key < args.window);
     }
 
     FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
-        const int fresh = key - old;  // its row, if it is a new one
-        if (fresh >= args.n) return false;
-        if (args.tree) {
-            if (fresh >= 0 && !args.tree[(i64)rows.row[i] * args.n + fresh]) return false;
-        } else if (fresh > rows.row[i]) {
-            return false;
+        if (key >= old + args.n) return false;
+        if (!args.tree) {
+            if (key - old > rows.row[i]) return false;
+        } else if (key >= args.held[1]) {
+            const int up = args.tree[(i64)rows.row[i] * args.columns + key - args.held[1]];
+            return up && (!args.window || up <= args.window);
         }
-        if (!args.window) return true;
-        return rows.position[i] - (fresh >= 0 && args.tree ? (int)args.positions[fresh] : key) < args.window;
+        return !args.window || rows.position[i] - key < args.window;
     }
 };
 

@@ -8,6 +8,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef signed char i8;
+typedef short i16;
 typedef int i32;
 typedef long long i64;
 

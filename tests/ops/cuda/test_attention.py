@@ -18,7 +18,7 @@ from localrt.quant.cuda.tensor import FLOAT32, UINT8, Dtype, empty, upload
 from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
+from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random, seen_from
 from tests.ops.recurrent_layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
@@ -72,12 +72,12 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
         q,
         blocks,
         cache.layers[0],
-        torch.tensor([held]),
+        torch.tensor([held, case.held]),
         positions,
         scale=case.size**-0.5,
         window=case.window,
         softcap=case.softcap,
-        mask=case.mask().to(torch.int8) if case.tree else None,
+        mask=seen_from(case.mask()[rows or slice(None)]) if case.tree else None,
         longest=longest or case.held + case.n,
         sinks=sinks,
     ).view(len(q), case.heads, -1)
@@ -128,6 +128,15 @@ def test_few_rows(emulator: Emulator, case: Case) -> None:
     assert torch.equal(run(case, longest=ALLOCATED), got)
     emulator.seed += 1  # another order of threads and blocks
     assert torch.equal(run(case), got)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_in_rounds(emulator: Emulator, window: int | None) -> None:
+    """Rows of earlier passes are seen as those of the same pass are."""
+    case = Case(6, 250, tree=TREE, window=window)
+    whole = run(case)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 6), slice(5, 6)):
+        assert torch.equal(run(case, rows=rows), whole[rows]), rows
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -14,7 +14,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import by_torch, cache_of, kept, random
+from tests.ops.cuda.target import by_torch, cache_of, kept, random, seen_from
 from tests.ops.cuda.test_models import Packed, Restored, shallow
 
 attend_latent_rows = by_torch(latents.attend_latent_rows)
@@ -38,12 +38,12 @@ def attend(
     q: torch.Tensor, cache: torch.Tensor, held: int, rope: int, *,
     tree: bool = False, longest: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    mask = torch.from_numpy(TREE.astype(np.int8)) if tree else None
+    mask = seen_from(torch.from_numpy(TREE)) if tree else None
     positions = held + (torch.from_numpy(TREE.sum(1) - 1) if tree else torch.arange(len(q)))
     cached, blocks = cache_of(cache[None], cache[None, :, :0])
     out = torch.empty(*q.shape[:2], q.shape[2] - rope, dtype=torch.bfloat16)
     attend_latent_rows(
-        q, blocks, cached.layers[0], torch.tensor([held]), positions, out,
+        q, blocks, cached.layers[0], torch.tensor([held, held]), positions, out,
         rope=rope, scale=0.2, mask=mask, longest=longest or held + len(q),
     )  # fmt: skip
     return out
