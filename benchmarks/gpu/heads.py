@@ -1,7 +1,9 @@
 """A draft head on a GPU, for ``scripts/gpu_check``: right, and what a step of it costs.
 
 An EAGLE-3 head beside a resident model, both of random weights: logits against the same head in
-float32, then the seconds of a step, and of the target's passes over a tree's rows.
+float32; the microseconds of a step, recorded (with the GPU's part and the host's) and launched
+kernel by kernel, and of the target's passes over a tree's rows; and how many tokens of an answer
+along its trees are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -9,26 +11,38 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
-from benchmarks.gpu.timing import RUNS, Result, guarded, timed
+from benchmarks.gpu.timing import RUNS, Result, guarded, replay_seconds, timed
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.options import Options
+from localrt.engine.protocol import EngineInfo
+from localrt.engine.speculation import TreePass
+from localrt.loading import draft_head
+from localrt.loading.draft_head import HeadDraft
 from localrt.models.decoder import Decoder
 from localrt.models.heads import HeadConfig, Shared, load_head
 from localrt.models.layers.heads import FeatureBlock
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.features import AFTER_LAST
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.ops import TorchOps
+from localrt.speculative.tree import TokenTree
 
 FORMAT = "int4-g32"
 BOUND = 0.05  # of one layer in bf16
 _VOCABULARY = 16_384
 _ROWS = (1, 4, 8, 16, 32)
+_TOKENS = 32
 
 
 class RandomHead(RandomCheckpoint):
@@ -76,15 +90,33 @@ def check_heads(device: str) -> list[Result]:
     return guarded("head", lambda: [_check(device)])
 
 
+def engine_with_head(
+    decoder: Decoder, source: RandomHead, context: int
+) -> tuple[NativeEngine, HeadDraft]:
+    """An engine of ``decoder``, and the head loaded for it."""
+    config = decoder.config
+    info = EngineInfo(
+        **{"engine": "native", "architecture": "", "device": decoder.ops.device, "format": FORMAT},
+        **{"parameters": 0, "layers": config.layers, "vocab_size": config.vocab_size},
+        **{"weight_bytes": 1, "context_length": context, "exactness": ""},
+    )
+    engine = NativeEngine(decoder, info)
+    loaded = cast(Any, SimpleNamespace(engine=engine, path=Path("target"), ctx=context))
+    with (
+        patch.object(draft_head, "open_head", lambda path: source),
+        patch.object(draft_head, "read_head_config", lambda *_: source.head_config(config.layers)),
+    ):
+        return engine, HeadDraft(loaded)
+
+
 def _check(device: str) -> Result:
     cuda = device.startswith("cuda")
     config = QWEN_1_5B if cuda else {**TINY, **SMALLEST, "num_hidden_layers": 2}
     target = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
     model = load_decoder(target, CudaOps(device=device), read_config(target))
     source = RandomHead(config)
-    own = source.head_config(config["num_hidden_layers"])
-    shared = Shared(model.weights.embedding_part, None)
-    head = load_head(source, own, model.ops, shared)
+    engine, draft = engine_with_head(model, source, 256)
+    head, own = draft.decoder, draft.config
     plain_model = load_decoder(target, TorchOps(compute_format="f32", device=device), model.config)
     plain = load_head(
         source, own, plain_model.ops, Shared(plain_model.weights.embedding_part, None)
@@ -95,11 +127,43 @@ def _check(device: str) -> Result:
     found = [_logits(each, ids, given.astype(np.float32)) for each in (head, plain)]
     error = largest_error(*found)
     values: dict[str, Any] = {"relative_error": error}
+    one = given[:, : config["hidden_size"]].astype(np.float32)
     for rows in _ROWS if cuda else _ROWS[:1]:
-        one = given[:rows, : config["hidden_size"]].astype(np.float32)
-        values[f"us_step_{rows}"] = 1e6 * _seconds(head, ids, one, rows, cuda=cuda)
-        values[f"us_pass_{rows}"] = 1e6 * _seconds(model, ids, None, rows, cuda=cuda)
-    return Result("head", error < BOUND, values=values)
+        launched, _ = _seconds(head, head.forward, ids, one, rows, cuda=cuda)
+        step, of_gpu = _seconds(head, draft.forward, ids, one, rows, cuda=cuda)
+        verified, _ = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, cuda=cuda)
+        values |= {f"us_step_{rows}": 1e6 * step, f"us_pass_{rows}": 1e6 * verified}
+        values |= {f"us_launched_{rows}": 1e6 * launched}
+        if of_gpu is not None:
+            values |= {f"us_gpu_{rows}": 1e6 * of_gpu, f"us_host_{rows}": 1e6 * (step - of_gpu)}
+    tokens = _TOKENS if cuda else 3
+    said = [_answer(engine, each, ids.tolist(), tokens) for each in (None, draft)]
+    # Two logits that are almost equal may swap, as a tree's rows lie elsewhere in the cache.
+    values["same_tokens"] = next((n for n, (a, b) in enumerate(zip(*said)) if a != b), tokens)  # noqa: B905
+    return Result("head", error < BOUND and values["same_tokens"] > 0, values=values)
+
+
+def _answer(
+    engine: NativeEngine, head: HeadDraft | None, prompt: list[int], count: int
+) -> list[int]:
+    """The likeliest tokens after a prompt, along trees of the head if there is one."""
+    session = engine.session(256)
+    source = None if head is None else head.source(session, Options(draft="mtp"))
+    said = [int(session.extend(prompt).argmax())]
+    while len(said) < count:
+        tree = TokenTree.empty()
+        if source is not None:
+            tree = source.propose([*prompt, *said], 8, 4)
+        if not len(tree):
+            said.append(int(session.extend(said[-1:]).argmax()))
+            continue
+        done = TreePass(session, tree, session.extend_tree(said[-1], tree))
+        following = done.likeliest()
+        for token in following[:-1]:
+            done.after(token)
+        done.close()
+        said += following
+    return said[:count]
 
 
 def _logits(decoder: Decoder, ids: np.ndarray, given: np.ndarray) -> np.ndarray:
@@ -108,25 +172,34 @@ def _logits(decoder: Decoder, ids: np.ndarray, given: np.ndarray) -> np.ndarray:
 
 
 def _seconds(
-    decoder: Decoder, ids: np.ndarray, given: np.ndarray | None, rows: int, *, cuda: bool
-) -> float:
-    """A pass over ``rows`` siblings, which the cache forgets."""
+    decoder: Decoder,
+    forward: Forward,
+    ids: np.ndarray,
+    given: np.ndarray | None,
+    rows: int,
+    *,
+    cuda: bool,
+) -> tuple[float, float | None]:
+    """A pass over ``rows`` siblings, which the cache forgets; and what the GPU takes for its
+    recording, if there is one.
+    """
     cache = decoder.cache(64 + rows)
-    decoder.forward(Batch.extend([(cache, list(ids[:1]))]), rows=[], given=_wide(decoder, given))
-    forward = decoder.forward if given is not None else decoder.ops.graphed(decoder.forward)
-    mask = np.eye(rows, dtype=bool) if rows > 1 else None
-    tokens = np.resize(ids, rows)
-    more = {} if given is None else {"given": np.resize(given, (rows, given.shape[1]))}
+    hidden = decoder.config.hidden_size
+    known = None if given is None else np.resize(given, (1, 3 * hidden))
+    decoder.forward(Batch.extend([(cache, list(ids[:1]))]), rows=[], given=known)
+    mask, tokens = np.eye(rows, dtype=bool) if rows > 1 else None, np.resize(ids, rows)
+    made = Features((AFTER_LAST,), np.empty((rows, hidden), np.float32))
+    more = {} if given is None else {"given": np.resize(given, (rows, hidden))}
 
     def step() -> None:
         cache.trim(1)
-        forward(Batch(tokens, np.full(rows, 1), (Span(cache, rows, mask),)), **more)
+        batch = Batch(tokens, np.full(rows, 1), (Span(cache, rows, mask),))
+        forward(batch, features=made, **more)
 
     for _ in range(3 if cuda else 0):  # compiles, then records
         step()
-    return statistics.median(timed(step) for _ in range(RUNS if cuda else 1))
-
-
-def _wide(decoder: Decoder, given: np.ndarray | None) -> np.ndarray | None:
-    """Features of one known token, if it is a head."""
-    return None if given is None else np.resize(given, (1, 3 * decoder.config.hidden_size))
+    seconds = statistics.median(timed(step) for _ in range(RUNS if cuda else 1))
+    if not cuda or not isinstance(forward, GraphedForward):
+        return seconds, None
+    *_, latest = forward._recordings._seen.values()
+    return seconds, replay_seconds(latest.static._runs["pass"].replay, decoder.ops.device)

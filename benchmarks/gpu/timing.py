@@ -83,8 +83,13 @@ def launch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
         for launch in launches:
             launch()
 
-    replay = record(body, _capture(gpu))
-    return _median(replay, lambda: gpu.event(timed=True), Event.ms_until) / len(launches)
+    return replay_seconds(record(body, _capture(gpu)), device) / len(launches)
+
+
+def replay_seconds(replay: Callable[[], Any], device: str) -> float:
+    """Median seconds that a GPU takes for what is recorded."""
+    gpu = device_of(device)
+    return _median(replay, lambda: gpu.event(timed=True), Event.ms_until)
 
 
 def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
