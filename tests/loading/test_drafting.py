@@ -299,6 +299,10 @@ def test_head_of_a_streamed_model(
     store = quantize_model(source, tmp_path / "store", Recipe("int8-g32")).path
     parts, model, ids = load_parts(store, LoadOptions(device="cpu")), StoredModel(store), tokens(12)
     found = {}
+    assert parts.has_block is (kind == "mtp")  # ``auto`` drafts with it
+    if kind != "mtp":
+        with pytest.raises(localrt.LocalrtError, match="store has no MTP block"):
+            HeadDraft(parts)
     with closing(parts.engine), closing(model), model.placed(passing(model.store)) as decoder:
         streamed = replace(parts, engine=NativeEngine(decoder, parts.engine.info))
         for case, most in (("resident", 0), ("streamed", 211), ("of 100", 100)):

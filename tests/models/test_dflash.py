@@ -78,6 +78,7 @@ def test_other_drafts(changes: dict[str, Any], said: str, tmp_path: Path) -> Non
     [
         ({"target_layers": [0, 4]}, r"it reads layers \[-1, 3\], and the model has 3"),
         ({"target_layers": ["2"]}, r"the layers that it reads are \['2'\]"),
+        ({"attention.causal": True}, "with its is_causal"),
         ({"selector_rank": 8}, "with its selector_rank is not supported"),
         ({"hyper_connection.count": 4}, "with its hyper_connection is not supported"),
         ({"embedding_scale": 8.0}, "and embeddings times 8"),

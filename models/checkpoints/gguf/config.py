@@ -397,6 +397,7 @@ def _add_dflash(
     """
     layers = _listed(metadata, "dflash.target_layers") or ()
     config["use_sliding_window"] = config["sliding_window"] is not None
+    config["is_causal"] = metadata.flag("dflash.attention.causal")
     if "embedding_multiplier" in config:
         config["input_embedding_scale"] = config["embedding_multiplier"]
     config["dflash_config"] = {
