@@ -34,6 +34,7 @@ def test_gguf_of_any_name(tmp_path):
     [
         (["README.md", "mmproj-m.gguf"], "gguf", "m.gguf"),
         (["mtp-m.gguf", "m-eagle3-f16.gguf"], "gguf", "m.gguf"),
+        (["m-it-assistant.gguf", "m-DFlash2-f16.gguf", "dspark.gguf"], "gguf", "m.gguf"),
         (["config.json"], "gguf", "m.gguf"),
         (["config.json", "model.safetensors", "pytorch_model.bin"], "safetensors", ""),
     ],

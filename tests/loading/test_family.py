@@ -19,6 +19,7 @@ from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.models.test_heads import TinyEagle3
 from tests.models.tiny import edited
+from tests.models.tiny_dflash import TinyDFlash
 from tests.real_models import real_model
 
 WORDS = ("<s>", "a", "b", "ab", "ü")
@@ -183,11 +184,16 @@ def test_real_models() -> None:
         ("Tiny-1B", "Tiny-10B-eagle3", False),
         ("Tiny-1B", "Other-1B-eagle3", False),
         ("a", "a-eagle3", False),
+        ("Tiny-1B-Q4_K_M.gguf", "Tiny-1B-DFlash-Q8_0.gguf", True),
+        ("Tiny-1B-Q4_K_M.gguf", "Tiny-1B-Q8_0.gguf", False),
     ],
 )
 def test_heads_by_name(target: str, head: str, found: bool, tmp_path: Path) -> None:
-    (tmp_path / head).mkdir()
-    TinyEagle3(tmp_path / head, 64, 211)
+    if head.endswith(".gguf"):
+        TinyDFlash(tmp_path / "own", 64, 211).save_gguf(tmp_path / head)
+    else:
+        (tmp_path / head).mkdir()
+        TinyEagle3(tmp_path / head, 64, 211)
     (tmp_path / target).touch()
     name = find_head(tmp_path / target, Settings.from_environment())
     assert name == (str(tmp_path / head) if found else None)
