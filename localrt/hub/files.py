@@ -57,6 +57,16 @@ def quantization_label(stem: str) -> str | None:
     return found[-1].upper() if found else None
 
 
+def name_words(name: str) -> list[str]:
+    """The words of a model's, repository's or file's name in lower case, without a quantization:
+    ``["qwen3", "8b"]`` of ``org/Qwen3-8B-GGUF:Q4_K_M``.
+    """
+    stem = name.rpartition("/")[2].replace(":", "-").removesuffix(".gguf")
+    label = quantization_label(stem)
+    stem = stem if label is None else re.sub(re.escape(label), "", stem, flags=re.IGNORECASE)
+    return re.findall(r"[a-z0-9]+", stem.lower().replace("gguf", " "))
+
+
 def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
     """The GGUF models among ``paths``, with split files grouped; projectors are left out."""
     groups: dict[tuple[str, int], list[tuple[int, str]]] = {}
@@ -113,6 +123,15 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
             f"{repo} has several {fitting[0].label} files: choose one as {repo}:FILE ({names})"
         )
     return fitting[0]
+
+
+def head_variant(variants: Iterable[GgufVariant], label: str) -> str:
+    """The file of the head that drafts for a repository's model: the one with the quantization
+    ``label``, else of 8 bits, else any; empty if there is none.
+    """
+    heads = [each for each in variants if each.drafts and each.complete]
+    ranked = sorted(heads, key=lambda each: (each.label != label, each.label != "Q8_0"))
+    return ranked[0].files[0] if ranked else ""
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:

@@ -7,7 +7,6 @@ same tokens, byte by byte. Nothing is downloaded or loaded.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
-from localrt.hub.files import gguf_variants, quantization_label
+from localrt.hub.files import gguf_variants, name_words
 from localrt.hub.listing import list_models
 from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
@@ -28,6 +27,8 @@ from localrt.models.weight_files import is_draft_file
 if TYPE_CHECKING:
     from localrt.loading.parts import LoadedModel
 
+MTP = "mtp"
+"""The draft's name that stands for the MTP block in the model's files."""
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""
 _LEAST_NAME = 4  # characters of a model's name that a head's must have
@@ -109,23 +110,19 @@ def find_head(target: Path, settings: Settings) -> str | None:
     Returns its name for ``resolve``. Whether it fits the target shows when it is loaded.
     """
     listed = _listed(settings)
-    named = next((m.name for m in listed if m.path == target), target.name)
-    own = _letters(named)
+    names = [target.name, *(m.name for m in listed if m.path == target)]
+    own = {letters for name in names if len(letters := _letters(name)) >= _LEAST_NAME}
     beside = target.parent.iterdir() if target.parent.is_dir() else ()
     heads = [FamilyDraft(str(path), path, 0) for path in sorted(beside)] + listed
     for head in heads:
         name = _letters(Path(head.name).name)
-        if len(own) >= _LEAST_NAME and own in name and own != name and is_head(head.path):
+        if any(each in name and each != name for each in own) and is_head(head.path):
             return head.name
     return None
 
 
 def _letters(name: str) -> str:
-    """A model's name without its quantization, in lower case, letters and digits alone."""
-    stem = name.rpartition("/")[2].removesuffix(".gguf")
-    label = quantization_label(stem)
-    stem = stem if label is None else re.sub(re.escape(label), "", stem, flags=re.IGNORECASE)
-    return re.sub(r"[^a-z0-9]|gguf", "", stem.lower())
+    return "".join(name_words(name))
 
 
 def _listed(settings: Settings) -> list[FamilyDraft]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.common.settings import DEFAULT_CONTEXT
+from localrt.loading.draft_family import MTP
 from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import DraftPlace, ModelDraft
-from localrt.loading.drafts import MTP, PLUS_NGRAM, Draft, Drafts
+from localrt.loading.drafts import PLUS_NGRAM, Draft, Drafts
 from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts

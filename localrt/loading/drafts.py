@@ -18,7 +18,7 @@ from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
-from localrt.loading.draft_family import family_draft, find_head
+from localrt.loading.draft_family import MTP, family_draft, find_head
 from localrt.loading.parts import LoadedModel
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, DraftSource
@@ -49,7 +49,6 @@ class Draft(Protocol):
 # Loads the draft of a name for a loaded model.
 LoadDraft = Callable[[str, LoadedModel], Draft]
 PLUS_NGRAM = "+ngram"
-MTP = "mtp"
 _LOOKUP = "ngram"
 _Loaded = tuple[Draft | None, str]  # the draft, or None; a note for the user
 

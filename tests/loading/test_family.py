@@ -199,6 +199,22 @@ def test_heads_by_name(target: str, head: str, found: bool, tmp_path: Path) -> N
     assert name == (str(tmp_path / head) if found else None)
 
 
+def test_heads_of_a_repository(settings: Settings) -> None:
+    """A model of the hub is named by its repository, its file by the quantization."""
+    repo = settings.hub_cache / "models--org--Some-1B-GGUF"
+    files = repo / "snapshots" / ("0" * 40)
+    files.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("0" * 40)
+    target = gguf(files / "weights-Q4_K_M.gguf", 9000)
+    head = settings.hub_cache / "models--me--some_1b_eagle3" / "snapshots" / ("0" * 40)
+    head.mkdir(parents=True)
+    (head.parent.parent / "refs").mkdir()
+    (head.parent.parent / "refs/main").write_text("0" * 40)
+    TinyEagle3(head, 64, 259)
+    assert find_head(target, settings) == "me/some_1b_eagle3"
+
+
 @needs_kernels
 def test_auto_with_a_head(tmp_path: Path) -> None:
     model, head = tmp_path / "tiny", tmp_path / "tiny-eagle3"
