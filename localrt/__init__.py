@@ -73,12 +73,14 @@ if TYPE_CHECKING:
     from localrt.hub import ResolvedModel as ResolvedModel
     from localrt.hub.searching import FoundModel as FoundModel
     from localrt.hub.searching import Variant as Variant
+    from localrt.library import find_draft as find_draft
     from localrt.library import list_models as list_models
     from localrt.library import list_variants as list_variants
     from localrt.library import pull as pull
     from localrt.library import remove_model as remove_model
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
+    from localrt.loading.draft_offers import DraftOffer as DraftOffer
     from localrt.offload.planner.plan import Change as Change
     from localrt.offload.planner.plan import Plan as Plan
     from localrt.offload.planner.plan import PlannedContext as PlannedContext
@@ -114,7 +116,8 @@ _NAMES = {
     "localrt.history": "AnswerWriter Conversation ConversationInfo History Turn",
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
-    "localrt.library": "list_models list_variants pull remove_model search_models uses",
+    "localrt.loading.draft_offers": "DraftOffer",
+    "localrt.library": "find_draft list_models list_variants pull remove_model search_models uses",
     "localrt.service.live": "LiveModel",
     "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",
     "localrt.offload.planner.verdict": "Verdict",

@@ -15,6 +15,7 @@ from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.cache import last_used
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
+from localrt.loading.draft_offers import DraftOffer, offered_draft
 from localrt.planning import chooser
 from localrt.service.arguments import check_call, check_text
 
@@ -57,6 +58,13 @@ def pull(
         progress=progress,
         cancel=cancel,
     )
+
+
+def find_draft(model: ResolvedModel) -> DraftOffer | None:
+    """Return what drafts for a model that ``pull`` returned: on this machine, in the model's
+    repository, or published for it. At most one request; if it fails, nothing was found.
+    """
+    return offered_draft(model, Settings.from_environment())
 
 
 def uses() -> dict[str, float]:

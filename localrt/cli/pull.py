@@ -6,12 +6,14 @@ import argparse
 import json
 
 from localrt.cli.help import Examples, ProgressLine
-from localrt.library import pull
+from localrt.common.errors import ModelNotFoundError
+from localrt.library import find_draft, pull
 
 EXAMPLES: Examples = (
     ("localrt pull llama3.2:3b", "a short name: the file that suits this machine"),
     ("localrt pull org/name", "a folder of safetensors"),
     ("localrt pull org/name-GGUF:Q4_K_M", "one file of a GGUF repository"),
+    ("localrt pull qwen3:8b --draft", "and the head that was published to draft for it"),
 )
 
 
@@ -22,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a short name such as llama3.2:3b, or org/name or org/name:Q4_K_M of the hub",
     )
+    parser.add_argument(
+        "--draft", action="store_true", help="get the head that drafts for it too, if there is one"
+    )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -30,6 +35,11 @@ def run(args: argparse.Namespace) -> int:
     """Download; returns the exit status. The next call continues an interrupted download."""
     with ProgressLine() as line:
         found = pull(args.model, revision=args.revision, progress=line)
+        draft, head = find_draft(found), None
+        if args.draft and draft is None:
+            raise ModelNotFoundError(f"{found.name} is here; no head was found that drafts for it")
+        if args.draft and draft is not None and not draft.here:
+            head = pull(draft.name, progress=line)
     if args.json:
         result = {
             "name": found.name,
@@ -37,9 +47,14 @@ def run(args: argparse.Namespace) -> int:
             "revision": found.revision,
             "source": found.source,
             "downloaded_bytes": line.downloaded,
+            "draft": draft and {"name": draft.name, "here": draft.here or head is not None},
         }
         print(json.dumps(result))
     else:
         done = "is here" if line.downloaded else "is up to date"
         print(f"{found.name} {done}: {found.path}")
+        if head is not None:
+            print(f"{head.name} drafts for it: {head.path}")
+        elif draft is not None:
+            print(draft.line)
     return 0

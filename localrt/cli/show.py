@@ -20,6 +20,7 @@ from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model
+from localrt.loading.draft_offers import head_to_pull, own_draft
 from localrt.planning import chooser
 
 EXAMPLES: Examples = (
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         variants = list_variants(name)
         return _print(args, _offer_record(name, variants), _offer_lines(args.model, variants))
     listed = next((m for m in list_models(settings) if m.name == found.listed_name), None)
-    model = describe_model(found, listed)
+    model = describe_model(found, listed, own_draft(found.path, settings))
     return _print(args, model.to_dict(), _lines(model))
 
 
@@ -120,10 +121,12 @@ def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, Any]:
 
 def _offer_lines(name: str, variants: Sequence[Variant]) -> list[tuple[str, str]]:
     """Return lines on the hub's files of a model, and which of several to use."""
-    files = ", ".join(f"{each.label} {format_bytes(each.bytes)}" for each in variants)
+    models = [each for each in variants if not each.drafts]
+    files = ", ".join(f"{each.label} {format_bytes(each.bytes)}" for each in models)
     lines = [
         ("name", name),
         ("where", f"not on this machine: `localrt pull {name}` downloads it"),
         ("files", files),
     ]
-    return lines + [("recommended", f"{each.name}: {each.why}") for each in variants if each.why]
+    lines += [("recommended", f"{each.name}: {each.why}") for each in variants if each.why]
+    return lines + [("draft", head_to_pull(each.name).line) for each in variants if each.drafts][:1]

@@ -31,6 +31,7 @@ from localrt.hub.files import (
     GgufVariant,
     choose_variant,
     gguf_variants,
+    head_variant,
     safetensors_model_files,
     variant_name,
 )
@@ -84,7 +85,8 @@ class ResolvedModel:
     ``name`` includes the chosen variant if MODEL allowed several (``org/name:Q4_K_M``).
     ``revision`` is the hub's commit. ``source`` says where the files are: the given path, the hub's
     cache, the demo model's package (or its copy in localrt's cache), or another program's store.
-    ``extras`` are the settings that the other program keeps for the model.
+    ``extras`` are the settings that the other program keeps for the model. ``head`` is the name of
+    a head in the same repository that drafts for it, if the hub was asked and lists one.
     """
 
     name: str
@@ -92,6 +94,7 @@ class ResolvedModel:
     revision: str | None
     source: Literal["local", "hub", "package", "ollama", "lmstudio", "llamacpp"]
     extras: Extras | None = field(default=None, repr=False)
+    head: str = ""
 
     @property
     def listed_name(self) -> str:
@@ -240,7 +243,7 @@ class _Fetch:
         from localrt.hub.download import download, list_repo
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
-        name, exact = ref, ref
+        name, exact, label = ref, ref, ""
         names = [] if ref.variant else self._safetensors(ref, remote)
         if not names:
             variants = gguf_variants(remote.files)
@@ -250,7 +253,7 @@ class _Fetch:
                     "localrt reads no other kind"
                 )
             variant = choose_variant(variants, self._wanted(ref, remote, variants), ref.repo)
-            names = list(variant.files)
+            names, label = list(variant.files), variant.label
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
         download(
@@ -264,7 +267,9 @@ class _Fetch:
         found = find_cached(self.settings.hub_cache, replace(exact, revision=remote.commit))
         if found is None:
             raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
-        return ResolvedModel(str(name), found.path, found.commit, "hub")
+        head = head_variant(gguf_variants(remote.files), label)
+        drafts = "" if head in ("", names[0]) else str(replace(ref, variant=head))
+        return ResolvedModel(str(name), found.path, found.commit, "hub", head=drafts)
 
     def _safetensors(self, ref: HubRef, remote: RemoteRepo) -> list[str]:
         """List the files of a Hugging Face model, with the shards that its index names."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.common.errors import HubError, OfflineError
+from localrt.common.errors import HubError, LocalrtError, OfflineError
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
-from localrt.hub.files import gguf_variants, safetensors_model_files, variant_name
+from localrt.hub.files import gguf_variants, name_words, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef
+from localrt.models.weight_files import is_draft_file
 
 _TIMEOUT_S = 10.0
+_OFFER_TIMEOUT_S = 3.0  # for what nobody waits for
 _KINDS = ("gguf", "safetensors")
 
 
@@ -39,16 +41,20 @@ class Variant:
     """One variant of a repository's model: ``name`` is what ``pull`` and ``load`` take.
 
     ``label`` is its quantization, or ``"safetensors"``; ``bytes`` is the download size. ``why``
-    says why this GGUF file is recommended; it is empty for the others.
+    says why this GGUF file is recommended; it is empty for the others. ``drafts``: it is a head
+    that drafts for the model.
     """
 
     name: str
     label: str
     bytes: int
     why: str = ""
+    drafts: bool = False
 
 
-def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[FoundModel]:
+def search_models(
+    words: str, *, settings: Settings, limit: int = 20, timeout_s: float = _TIMEOUT_S
+) -> list[FoundModel]:
     """Return models whose names contain these words, the most downloaded first.
 
     Raises:
@@ -59,7 +65,7 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
 
     _check_online(settings)
     with hub_errors("the search", settings):
-        entries = _ask(words.strip(), settings, 2 * limit)  # some are dropped below
+        entries = _ask(words.strip(), settings, 2 * limit, timeout_s)  # some are dropped below
     found = [_found_model(entry) for entry in entries if isinstance(entry.get("id"), str)]
     return [model for model in found if model.kinds][:limit]
 
@@ -76,8 +82,8 @@ def _found_model(entry: dict[str, Any]) -> FoundModel:
     )
 
 
-def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
-    """Send one request without retries, 10 seconds at most, because a person waits for it."""
+def _ask(words: str, settings: Settings, limit: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Send one request without retries, because a person waits for it."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
         build_hf_headers,
@@ -88,7 +94,7 @@ def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
         f"{settings.hub_endpoint}/api/models",
         params={"search": words, "sort": "downloads", "direction": -1, "limit": limit},
         headers=build_hf_headers(token=settings.read_hub_token() or False),
-        timeout=_TIMEOUT_S,
+        timeout=timeout_s,
     )
     hf_raise_for_status(response)
     try:
@@ -100,6 +106,23 @@ def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
             f"{settings.hub_endpoint} does not answer like a model hub: is it the right one?"
         )
     return entries
+
+
+def published_head(model: str, *, settings: Settings) -> str:
+    """Return the most downloaded repository of a draft head with the name of ``model``, a hub
+    model; empty if none is found, or the hub does not answer soon.
+    """
+    words = name_words(model)
+    kind = "assistant" if words[:2] == ["gemma", "4"] else "eagle3"
+    try:
+        found = search_models(
+            " ".join([*words, kind]), settings=settings, timeout_s=_OFFER_TIMEOUT_S
+        )
+    except LocalrtError:
+        return ""
+    own = "".join(words)
+    heads = (each.name for each in found if is_draft_file(each.name) and not each.gated)
+    return next((name for name in heads if own in "".join(name_words(name))), "")
 
 
 def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
@@ -121,7 +144,7 @@ def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
     for variant in variants:
         size = sum(remote.files[name].size for name in variant.files)
         name = str(HubRef(repo, variant=variant_name(variant, variants)))
-        found.append(Variant(name, variant.label, size))
+        found.append(Variant(name, variant.label, size, drafts=variant.drafts))
     return sorted(found, key=lambda each: each.bytes)
 
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.chat_format.templates.go_template import to_jinja
@@ -24,7 +24,9 @@ from localrt.hub.files import quantization_label
 from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.heads import prediction_notes
+
+if TYPE_CHECKING:
+    from localrt.loading.draft_offers import DraftOffer
 
 # ``general.file_type`` of the GGUF specification; missing numbers are obsolete.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1"}
@@ -66,6 +68,7 @@ class ModelDescription:
     template is from; ``abilities`` are what it supports: ``"tools"``, ``"thinking"``.
     ``parameters`` are the model's generation defaults, ``context`` is its trained length in
     tokens. ``notes`` say how quantized weights are stored in memory, and what drafts for it.
+    ``draft`` is the draft that ``auto`` uses if the weights are in memory; empty if there is none.
     """
 
     name: str
@@ -87,6 +90,7 @@ class ModelDescription:
     packed: tuple[Path, ...] = ()
     packed_bytes: int = 0
     notes: tuple[str, ...] = ()
+    draft: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON has them."""
@@ -96,8 +100,11 @@ class ModelDescription:
         return {**asdict(self), **paths, "packed": packed, **lists}
 
 
-def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDescription:
-    """Describe what ``resolve`` found; ``listed`` is its entry in ``list_models``.
+def describe_model(
+    found: ResolvedModel, listed: LocalModel | None, draft: DraftOffer | None
+) -> ModelDescription:
+    """Describe what ``resolve`` found; ``listed`` is its entry in ``list_models``, ``draft`` its
+    ``own_draft``.
 
     Raises:
         LocalrtError: its files cannot be read.
@@ -130,7 +137,8 @@ def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDesc
             license=_license(checkpoint, extras),
             packed=() if listed is None else listed.packed,
             packed_bytes=0 if listed is None else listed.packed_bytes,
-            notes=(*checkpoint.notes, *prediction_notes(checkpoint.path)),
+            notes=checkpoint.notes if draft is None else (*checkpoint.notes, draft.line),
+            draft="" if draft is None else draft.name,
         )
 
 

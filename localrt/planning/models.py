@@ -24,7 +24,7 @@ from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.heads import is_head, prediction_notes
+from localrt.models.heads import is_head
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.shapes import shape_from_config
@@ -100,7 +100,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         return _shape_of_config(config, format)
     try:
         shape = shape_from_checkpoint(checkpoint)
-        notes = (*shape.notes, *checkpoint.notes, *prediction_notes(checkpoint.path))
+        notes = (*shape.notes, *checkpoint.notes)
         shape = replace(shape, notes=notes)
     finally:
         checkpoint.close()

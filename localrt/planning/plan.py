@@ -21,6 +21,7 @@ from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.hub.resolving import Offer, offer_of
+from localrt.loading.draft_offers import own_draft
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
 from localrt.offload.planner.advice import (
@@ -151,6 +152,8 @@ def plan(
             note=note,
         )
     )
+    if has_weights(path):
+        found = _with_draft(found, path, settings)
     if advise:
         found = _advised(found, path, settings, offer, file, resized=format is not None)
     if not has_weights(path) and looks_like_path(name):
@@ -164,6 +167,19 @@ def plan(
     }
     options = {each: value for each, value in given.items() if value is not None}
     return _with_commands(found, name, options, weights=has_weights(path))
+
+
+def _with_draft(plan: Plan, path: Path, settings: Settings) -> Plan:
+    """Add what drafts for the model: ``auto`` does so on the CPU, and with streamed weights too
+    with a head or a small model of its family.
+    """
+    draft = own_draft(path, settings, streamed=not plan.fits)
+    if draft is None:
+        return plan
+    if plan.placement.uses_gpu:
+        line = f"{draft.line}, on a GPU only if you name it as the draft ({draft.name})"
+        return replace(plan, notes=(*plan.notes, line))
+    return replace(plan, notes=(*plan.notes, draft.line), draft=draft.name)
 
 
 def _advised(

@@ -197,7 +197,7 @@ class Plan:
     Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
     are the present weights, then smaller ones; ``contexts`` are the largest that fits and, if that
     is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
-    it is empty if there is nothing to run.
+    it is empty if there is nothing to run. ``draft`` is what drafts for it by default.
     """
 
     request: PlanRequest
@@ -209,6 +209,7 @@ class Plan:
     sizes: tuple[PlannedSize, ...] = ()
     contexts: tuple[PlannedContext, ...] = ()
     command: str = ""
+    draft: str = ""
 
     def __str__(self) -> str:
         """Return one line such as ``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -389,5 +390,6 @@ class Plan:
             "sizes": [asdict(size) for size in self.sizes],
             "contexts": [asdict(context) for context in self.contexts],
             "notes": list(self.notes),
+            "draft": self.draft,
             "hypothetical": list(self.hypothetical),
         }

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from localrt.cli import main
+from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny_heads import TinyBlock
+from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 
 def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +55,8 @@ def test_mtp_block(
             assert main([command, str(model)]) == 0
             out = " ".join(capsys.readouterr().out.split())
             assert (re.search(r"its MTP block of \d+ kB drafts for it", out) is not None) == has
+            assert main([command, str(model), "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["draft"] == ("mtp" if has else "")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     alone = tmp_path / "mtp-m.gguf"
     write_tiny_gguf(tmp_path, alone, "qwen3.5", predicting=1, only_block=True)
@@ -62,3 +65,18 @@ def test_mtp_block(
         (line,) = capsys.readouterr().err.splitlines()
         assert "holds only the MTP block of a model" in line
         assert line.endswith("with --draft mtp-m.gguf")
+
+
+def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by what describes a model, if they lie beside it."""
+    model, head = tmp_path / "tiny-1b", tmp_path / "tiny-1b-eagle3"
+    for folder in (model, head):
+        folder.mkdir()
+    write_tiny_model(model)
+    TinyEagle3(head, 64, 259)
+    for command in ("show", "plan"):
+        assert main([command, str(model)]) == 0
+        words = " ".join(capsys.readouterr().out.split())
+        assert f"{head} drafts for it" in words
+        assert main([command, str(model), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["draft"] == str(head)

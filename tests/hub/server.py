@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "c" * 40
 OLD_COMMIT = "0123456789" * 4
@@ -46,6 +46,7 @@ class FakeHub:
     ignore_range: bool = False
     extra_names: list[str] = field(default_factory=list)
     html: bool = False
+    published: list[dict[str, Any]] = field(default_factory=list)  # what searches find
     endpoint: str = ""
 
     def add(self, repo: str, files: dict[str, bytes], *, revision: str = COMMIT) -> None:
@@ -84,6 +85,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             )
             if hub.html:
                 self.answer(200, b"<html>please log in to the network</html>", "text/html")
+            elif path == "/api/models" and hub.published:
+                words = parse_qs(urlsplit(self.path).query)["search"][0].split()
+                found = [
+                    each
+                    for each in hub.published
+                    if all(word in each["id"].lower() for word in words)
+                ]
+                self.answer(200, json.dumps(found).encode(), "application/json")
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
                 self.tree(match[1], match[2])
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):

@@ -17,8 +17,8 @@ from localrt.cli.help import ProgressLine, describe
 from localrt.common.errors import ModelNotFoundError, OfflineError
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
-from localrt.library import list_variants
-from tests.hub.conftest import QUANTS
+from localrt.library import find_draft, list_variants, pull
+from tests.hub.conftest import QUANTS, TINY, gguf
 from tests.hub.server import COMMIT, FakeHub
 
 
@@ -98,6 +98,82 @@ def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["revision"] == COMMIT
     assert result["source"] == "hub"
     assert result["downloaded_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
+
+
+def searches(hub: FakeHub) -> int:
+    return sum(each.path == "/api/models" for each in hub.requests)
+
+
+def published(name: str, **more: object) -> dict[str, object]:
+    return {"id": name, "tags": ["safetensors"], **more}
+
+
+def test_pull_offers_the_head_of_the_repository(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = {f"MTP/mtp-tiny-{label}.gguf": gguf(f"m{label}") for label in ("F16", "Q4_K_M", "Q8_0")}
+    hub.add("org/mtp", {**QUANTS, **heads})
+    offers = "a head that drafts for it can be had with `localrt pull org/mtp:MTP/mtp-tiny-"
+    for label in ("Q4_K_M", "F16", "Q8_0"):
+        assert call(pull_command, f"org/mtp:{label}") == 0
+        _, offer = capsys.readouterr().out.splitlines()
+        assert offer == f"{offers}{label}.gguf`"
+    assert not searches(hub)
+    assert call(pull_command, "org/mtp:MTP/mtp-tiny-F16.gguf") == 0  # nothing drafts for a head
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert call(pull_command, "org/mtp:Q8_0", "--draft", "--json") == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert draft == {"name": "org/mtp:MTP/mtp-tiny-Q8_0.gguf", "here": True}
+    assert hub.file_requests("mtp-tiny-Q8_0.gguf")
+
+    hub.add("org/new", {**QUANTS, **heads})
+    assert call(show_command, "org/new") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["files"] == "Q8_0 4 kB, Q4_K_M 6 kB, F16 11 kB"
+    assert "`localrt pull org/new:MTP/mtp-tiny-" in lines["draft"]
+
+
+def test_pull_offers_a_published_head(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add("org/Some-1B-GGUF", {"Some-1B-Q4_K_M.gguf": gguf("Q4_K_M")})
+    hub.published = [
+        published("org/Some-1B-eagle3-closed", gated="manual"),
+        published("org/Some-11B-eagle3"),
+        published("org/some-1b-eagle30"),
+        published("org/pictures-some-1b-eagle3", tags=["diffusers"]),
+        published("me/some_1b_EAGLE3"),
+        published("org/Some-1B-EAGLE3"),
+    ]
+    assert call(pull_command, "org/Some-1B-GGUF") == 0
+    _, offer = capsys.readouterr().out.splitlines()
+    assert offer.endswith("with `localrt pull me/some_1b_EAGLE3`")
+    assert searches(hub) == 1
+    hub.published = [published("org/other")]
+    assert call(pull_command, "org/Some-1B-GGUF", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["draft"] is None
+    with pytest.raises(ModelNotFoundError, match="no head was found that drafts for it"):
+        call(pull_command, "org/Some-1B-GGUF", "--draft")
+
+
+def test_pull_of_an_assistant(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add("org/gemma-4-E2B-it-GGUF", {"gemma-4-E2B-it-Q4_K_M.gguf": gguf("Q4_K_M")})
+    hub.add("org/gemma-4-E2B-it-assistant", TINY)
+    hub.published = [published("org/gemma-4-E2B-it-assistant")]
+    assert call(pull_command, "org/gemma-4-E2B-it-GGUF", "--draft") == 0
+    _, head = capsys.readouterr().out.splitlines()
+    assert head.startswith("org/gemma-4-E2B-it-assistant drafts for it: ")
+
+
+@pytest.mark.parametrize("answer", ["html", "offline"])
+def test_a_hub_that_does_not_search_is_no_error(
+    answer: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(pull_command, "org/quants:Q8_0")
+    found = pull("org/quants:Q8_0", refresh=False)
+    hub.html, before = answer == "html", searches(hub)
+    if answer == "offline":
+        monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    assert find_draft(found) is None
+    assert searches(hub) - before == (answer == "html")
 
 
 def test_pull_needs_a_model() -> None:

@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList, Static
 
 import localrt
-from localrt import FoundModel, LocalModel, Preview, Variant
+from localrt import DraftOffer, FoundModel, LocalModel, Preview, Variant
 from localrt.common.errors import (
     CancelledError,
     LocalrtError,
@@ -109,6 +109,9 @@ class FakeLibrary:
             raise self.error
         self.here.append(LocalModel(name, Path("/m/new"), 100, "gguf", "Q4_0", NOW))
         return self.here[-1]
+
+    def find_draft(self, model: LocalModel) -> DraftOffer:
+        return DraftOffer("org/new-eagle3", f"a head drafts for {model.name}", here=False)
 
     def remove_model(self, name: str, *, packed_only: bool = False) -> int:
         if self.error is not None:
@@ -252,6 +255,8 @@ async def test_stopped_pull(library: FakeLibrary) -> None:
         assert place is not None
         assert "org/new-GGUF:Q4_0" in rows(app)[place]
         assert not line.display
+        notices = [each.message for each in app._notifications]
+        assert notices == ["a head drafts for org/new-GGUF:Q4_0"]
         await pilot.press("x", "escape", "escape")  # the search, then the screen
         await until(pilot, lambda: app.chosen == [None])
 

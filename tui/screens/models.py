@@ -32,10 +32,11 @@ from localrt.tui.text import clean, human_count, human_when, one_line, short_nam
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
-    from localrt import Preview
+    from localrt import DraftOffer, Preview, Variant
 
 _Answer = TypeVar("_Answer")
 _Row = LocalModel | FoundModel | Path | Literal["search"]
+_Pulled = tuple[str, "DraftOffer | None"]  # a model's name, and what drafts for it
 _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
 _FRAME = 0.1
@@ -106,7 +107,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._asked = ""  # the words of the last search on the hub
         self._asking = False  # whether to keep the line about it
         self._previews: dict[str, Preview | str] = {}
-        self._pull: Task[str] | None = None
+        self._pull: Task[_Pulled] | None = None
         self._pulled = ""  # the name of the model being downloaded
         self._wait: Timer | None = None
 
@@ -321,7 +322,7 @@ class ModelsScreen(SearchDialog[_Row]):
         for each in sorted(variants, key=lambda variant: not variant.why):
             expected = localrt.preview_size(each.bytes, ram=self._budgets.get("ram"))
             facts = f"{each.label}  {format_bytes(each.bytes)}  "
-            choices.append((each.name, facts + ("recommended" if each.why else str(expected))))
+            choices.append((each.name, facts + _judged(each, str(expected))))
             title += f"\n{each.label}: {each.why}" if each.why else ""
         nothing = f"{repo} has no file that localrt reads (GGUF or safetensors)"
         self._say("" if choices else nothing)
@@ -343,8 +344,9 @@ class ModelsScreen(SearchDialog[_Row]):
         if self._pull is not None:
             return
 
-        def pull(task: Task[str]) -> str:
-            return localrt.pull(name, progress=task.show, cancel=task.cancelled).name
+        def pull(task: Task[_Pulled]) -> _Pulled:
+            found = localrt.pull(name, progress=task.show, cancel=task.cancelled)
+            return found.name, localrt.find_draft(found)
 
         self._pull, self._pulled = Task(pull), name
         self._pull.start()
@@ -360,13 +362,16 @@ class ModelsScreen(SearchDialog[_Row]):
             return
         self._pull = None
         self._show_pull(False)
-        if pull.error is None:
+        if pull.result is not None:
+            name, draft = pull.result
             self.line.value = self.words = ""
             self._say(f"{clean(self._pulled)} is downloaded")
-            self._look(keep=pull.result)
+            if draft is not None:  # the line above is soon that of the highlighted row
+                self.notify(clean(draft.line), markup=False)
+            self._look(keep=name)
         elif isinstance(pull.error, CancelledError):
             self._say("Stopped: downloading it again resumes it")
-        else:
+        elif pull.error is not None:
             self._say(one_line(pull.error))
 
     def _show_pull(self, shown: bool) -> None:
@@ -376,6 +381,12 @@ class ModelsScreen(SearchDialog[_Row]):
 
     def _later(self, work: Coroutine[Any, Any, None], group: str) -> None:
         self.run_worker(work, group=group, exclusive=True)
+
+
+def _judged(variant: Variant, expected: str) -> str:
+    if variant.drafts:
+        return "drafts for the others"
+    return "recommended" if variant.why else expected
 
 
 def _has(model: LocalModel, words: Sequence[str]) -> bool:
