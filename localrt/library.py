@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from localrt import hub
 from localrt.common.progress import ProgressCallback, note_to
@@ -15,9 +16,11 @@ from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.cache import last_used
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
-from localrt.loading.draft_offers import DraftOffer, offered_draft
 from localrt.planning import chooser
 from localrt.service.arguments import check_call, check_text
+
+if TYPE_CHECKING:
+    from localrt.loading.draft_offers import DraftOffer
 
 
 def list_models() -> list[LocalModel]:
@@ -64,6 +67,8 @@ def find_draft(model: ResolvedModel) -> DraftOffer | None:
     """Return what drafts for a model that ``pull`` returned: on this machine, in the model's
     repository, or published for it. At most one request; if it fails, nothing was found.
     """
+    from localrt.loading.draft_offers import offered_draft  # opens models: numpy and more
+
     return offered_draft(model, Settings.from_environment())
 
 
