@@ -102,7 +102,7 @@ def heads_against_float64(
         place = at + (torch.arange(len(q)) if mask is None else mask.sum(1) - 1)
         tree = None if mask is None else there(seen_from(mask), gpu)
         return back(attend(
-            there(q, gpu), blocks, cache.layers[0], there(torch.tensor([at, at]), gpu),
+            there(q, gpu), blocks, cache.layers[0], there(torch.tensor([at]), gpu),
             there(place, gpu), scale=scale, window=window, softcap=softcap, mask=tree, longest=512,
             sinks=sinks_there,
         ))  # fmt: skip
@@ -141,7 +141,7 @@ def latents(name: str, device: str) -> Result:
             there(q, gpu),
             blocks,
             cache.layers[0],
-            there(torch.tensor([at, at]), gpu),
+            there(torch.tensor([at]), gpu),
             there(at + torch.arange(len(q)), gpu),
             out,
             rope=ROPE,

@@ -173,10 +173,10 @@ def attend(
     then holds nothing.
 
     The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
-    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 says which new row
-    sees which of the rows behind the number of tokens that follows in ``held``: 1 is itself, 2 its
-    parent, and so on, 0 is what it does not see. None is causal. ``longest`` bounds held + n; the
-    grid is cut for it. ``sinks`` (H,) are float32.
+    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 says which of the
+    last tokens a new row sees, new ones included: 1 is itself, 2 its parent, and so on, 0 is what
+    it does not see. None is causal. ``longest`` bounds held + n; the grid is cut for it. ``sinks``
+    (H,) are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size

@@ -82,7 +82,7 @@ class Numbers:
         self._rows, self._shapes = sum(rows), list(zip(rows, trees, strict=True))
         width = self._rows + self._rows % 2
         words = [-(-count * columns // 4) for count, columns in self._shapes]
-        self._parts = [width, width, wanted, 2 * len(blocks), *blocks, *words]
+        self._parts = [width, width, wanted, len(blocks), *blocks, *words]
         self.staged = np.zeros(sum(self._parts), np.int64)
         self._host = np.split(self.staged, np.cumsum(self._parts[:-1]))
         self._trees = [
@@ -106,11 +106,9 @@ class Numbers:
         all_positions[:count], all_positions[count:] = positions, positions[-1]
         rows[:] = wanted
         for at, span in enumerate(spans):
-            length, addresses = span.cache.length, blocks_of(span).addresses
-            parts[at][: len(addresses)] = addresses
-            held[2 * at : 2 * at + 2] = length
+            addresses = blocks_of(span).addresses
+            held[at], parts[at][: len(addresses)] = span.cache.length, addresses
             if span.mask is not None:
-                held[2 * at + 1] = length + span.rows - span.mask.shape[1]
                 _fill_tree(self._trees[at], span.mask)
 
     def split(self, device: Tensor) -> tuple[PassNumbers, Tensor]:
@@ -124,19 +122,22 @@ class Numbers:
             part.typed(INT16)[: count * columns].view(count, columns) if columns else None
             for part, (count, columns) in zip(words, self._shapes, strict=True)
         )
-        return (tokens, positions, held.view(-1, 2), tuple(blocks), trees), wanted
+        return (tokens, positions, held, tuple(blocks), trees), wanted
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
-    """Write ``mask`` (rows, columns) as the kernels read it: how far up in the tree a row that is
-    seen is, 1 being the row itself. Rows behind see what the last one sees, and themselves.
+    """Write ``mask`` (rows, columns) as the kernels read it, which is of the last tokens, known
+    ones first: how far up a token that is seen is, 1 being the row itself. Rows behind see what
+    the last one sees, and themselves.
     """
-    rows, columns = mask.shape
-    tree.fill(0)
-    np.multiply(mask[:, ::-1].cumsum(1, np.int16)[:, ::-1], mask, out=tree[:rows, :columns])
-    for row in range(rows, len(tree)):
-        tree[row, : columns - 1] = tree[rows - 1, : columns - 1]
-        tree[row, columns - rows + row] = 1
+    (rows, columns), (count, width) = mask.shape, tree.shape
+    end = width - count + rows
+    seen = np.ones((rows, width), np.bool_)
+    seen[:, end - columns : end], seen[:, end:] = mask, False
+    np.multiply(seen[:, ::-1].cumsum(1, np.int16)[:, ::-1], seen, out=tree[:rows])
+    for row in range(rows, count):
+        tree[row] = tree[rows - 1]
+        tree[row, end - 1], tree[row, end - rows + row] = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class CudaPass:
 
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
-    held: Tensor  # (spans, 2) int64: tokens before the pass, and before the rows that a tree covers
+    held: Tensor  # (spans,) int64
     blocks: tuple[Tensor, ...]  # addresses of each span's cache, int64
     trees: tuple[Tensor | None, ...]  # (rows, columns) int16: see ``Numbers``
     spans: tuple[Span, ...]

@@ -19,10 +19,10 @@ FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
 struct Attention {
     const u16* q;            // (n, heads, size), bf16
     const u8* const* blocks;  // of the cache (kv.cuh)
-    const i64* held;         // tokens in it before the new rows, and those before the tree
+    const i64* held;         // tokens in it before the new rows
     const i64* positions;    // (n,)
-    const i16* tree;         // (n, `columns`): which new row sees which of a tree's rows, how far up + 1;
-                             // 0: not; or null: all tokens before it and itself
+    const i16* tree;         // (n, `columns`): of the last tokens, which a new row sees, by how far up it is + 1;
+                             // 0: not. Or null: all tokens before it and itself
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
@@ -66,16 +66,17 @@ struct Rows {
 
     // Whether all of them see `count` keys from `key` on.
     FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
-        const int all = args.tree ? (int)args.held[1] : old + rows.least + 1;
-        return key + count <= all && (!args.window || rows.latest - key < args.window);
+        return key + count <= old + (args.tree ? args.n - args.columns : rows.least + 1) &&
+               (!args.window || rows.latest - key < args.window);
     }
 
     FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
-        if (key >= old + args.n) return false;
+        const int fresh = key - old;  // its row, if it is a new one
+        if (fresh >= args.n) return false;
         if (!args.tree) {
-            if (key - old > rows.row[i]) return false;
-        } else if (key >= args.held[1]) {
-            const int up = args.tree[(i64)rows.row[i] * args.columns + key - args.held[1]];
+            if (fresh > rows.row[i]) return false;
+        } else if (fresh - args.n + args.columns >= 0) {
+            const int up = args.tree[(rows.row[i] + 1) * args.columns + fresh - args.n];
             return up && (!args.window || up <= args.window);
         }
         return !args.window || rows.position[i] - key < args.window;

@@ -64,20 +64,19 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 def run(case: Case, *, longest: int | None = None, rows: slice | None = None) -> Tensor:
     """Of all rows; or of some, the others before them held."""
     q, k, v, sinks = inputs(case)
-    held, positions = case.held, case.positions()
-    if rows is not None:
-        q, positions, held = q[rows], positions[rows], held + (rows.start or 0)
+    rows = rows or slice(0, case.n)
+    q, positions, held = q[rows], case.positions()[rows], case.held + rows.start
     cache, blocks = cache_of(k, v)
     result: Tensor = attend(
         q,
         blocks,
         cache.layers[0],
-        torch.tensor([held, case.held]),
+        torch.tensor([held]),
         positions,
         scale=case.size**-0.5,
         window=case.window,
         softcap=case.softcap,
-        mask=seen_from(case.mask()[rows or slice(None)]) if case.tree else None,
+        mask=seen_from(case.mask()[rows, : rows.stop]) if case.tree else None,
         longest=longest or case.held + case.n,
         sinks=sinks,
     ).view(len(q), case.heads, -1)

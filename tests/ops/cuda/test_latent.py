@@ -43,7 +43,7 @@ def attend(
     cached, blocks = cache_of(cache[None], cache[None, :, :0])
     out = torch.empty(*q.shape[:2], q.shape[2] - rope, dtype=torch.bfloat16)
     attend_latent_rows(
-        q, blocks, cached.layers[0], torch.tensor([held, held]), positions, out,
+        q, blocks, cached.layers[0], torch.tensor([held]), positions, out,
         rope=rope, scale=0.2, mask=mask, longest=longest or held + len(q),
     )  # fmt: skip
     return out
