@@ -90,6 +90,13 @@ def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
     return variants
 
 
+def models_among(variants: Iterable[GgufVariant], repo: str) -> list[GgufVariant]:
+    """The complete variants to choose from: no heads, except in a repository named as a head."""
+    complete = [each for each in variants if each.complete]
+    models = [each for each in complete if not each.drafts]
+    return models or (complete if is_draft_file(repo) else [])
+
+
 def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: str) -> GgufVariant:
     """The variant called ``wanted`` (label or file name, any case), by default ``DEFAULT_LABEL``.
 
@@ -98,9 +105,8 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
     Raises:
         ModelNotFoundError: none or several fit; the message lists the variants.
     """
-    models = [each for each in variants if each.complete and not each.drafts]
+    complete = models_among(variants, repo)
     heads = [each for each in variants if each.complete and each.drafts]
-    complete = models or (heads if is_draft_file(repo) else [])
     there = ", ".join(dict.fromkeys(variant.label for variant in complete))
     if wanted is None:
         if len(complete) == 1:

@@ -23,7 +23,7 @@ from localrt.hub.cache import (
     own_stores,
     read_store,
 )
-from localrt.hub.files import gguf_variants, quantization_label, variant_name
+from localrt.hub.files import gguf_variants, models_among, quantization_label, variant_name
 from localrt.hub.known_models import find_known
 from localrt.hub.names import (
     DEMO_NAME,
@@ -321,7 +321,7 @@ def variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
     variants = [each for each in gguf_variants(repo.files(commit)) if each.complete]
     return {
         variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
-        for each in variants
+        for each in models_among(variants, ref.repo)
     }
 
 

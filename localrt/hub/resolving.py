@@ -32,6 +32,7 @@ from localrt.hub.files import (
     choose_variant,
     gguf_variants,
     head_variant,
+    models_among,
     safetensors_model_files,
     variant_name,
 )
@@ -303,7 +304,7 @@ class _Fetch:
         self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]
     ) -> str | None:
         """Return the name of the wanted GGUF file; None means the usual one."""
-        complete = [variant for variant in variants if variant.complete]
+        complete = models_among(variants, ref.repo)
         if ref.variant is not None or self.choose is None or len(complete) < 2:
             return ref.variant
         return self.choose(self.offer(ref, remote, variants))
@@ -312,8 +313,7 @@ class _Fetch:
         """Return the repository's complete GGUF files, and the model's config."""
         sizes = {
             variant_name(each, variants): sum(remote.files[name].size for name in each.files)
-            for each in variants
-            if each.complete
+            for each in models_among(variants, ref.repo)
         }
         config = known_repo(ref.repo) or self._config(ref, remote)
         return Offer(ref.repo, sizes, config)
