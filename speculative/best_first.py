@@ -94,12 +94,23 @@ class Growth:
         return drive(rounds, lambda asked: asked)
 
     def rounds(
-        self, expand: ExpandBySteps[_Asks, _Gets], *, budget: int, depth: int, round_nodes: int
+        self,
+        expand: ExpandBySteps[_Asks, _Gets],
+        *,
+        budget: int,
+        depth: int,
+        round_nodes: int,
+        least: float = 0.0,
     ) -> Generator[_Asks, _Gets, TokenTree]:
-        """``grow`` by the steps of ``expand``."""
+        """``grow`` by the steps of ``expand``, until a round's nodes have less than ``least`` of
+        all probability together.
+        """
         while True:
             floor = self._admit(budget, depth)
             batch = self._take(round_nodes, depth, floor)
+            if batch and sum(math.exp(self._score(node)) for node in batch) < least:
+                self._put_back(batch)
+                batch = []
             if not batch:
                 return TokenTree.of(self._tokens, self._parents, self._scores, self._source).trim(
                     budget, depth
@@ -246,6 +257,10 @@ class Growth:
             heapq.heappush(self._open, entry)
         return batch
 
+    def _put_back(self, batch: Sequence[int]) -> None:
+        for node in batch:
+            heapq.heappush(self._open, (-self._score(node), node))
+
     def _expand(
         self, expand: ExpandBySteps[_Asks, _Gets], batch: Sequence[int], floor: float
     ) -> Generator[_Asks, _Gets, None]:
@@ -256,8 +271,7 @@ class Growth:
         try:
             found = yield from expand(asked, least)
         except BaseException:
-            for node in batch:
-                heapq.heappush(self._open, (-self._score(node), node))
+            self._put_back(batch)
             raise
         for node, children in zip(batch, found, strict=True):
             self._children[node] = children

@@ -169,7 +169,13 @@ class NgramSource(DraftSource):
         del self._tokens[common_length(self._tokens.tolist(), history) :]
 
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
         self._tokens.extend(history[len(self._tokens) :])
         tree = continuations(self._tokens, history, budget, depth, self.name)

@@ -47,20 +47,29 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
         """Propose at most ``budget`` tokens that may follow ``history``, at most ``depth`` deep.
 
-        ``history`` is not empty, and continues that of the previous call.
+        ``history`` is not empty, and continues that of the previous call. A step behind tokens that
+        are together less likely than ``least`` may be left out.
 
         Raises:
             DraftFailedError: the source has failed and must not be called again.
         """
 
-    def proposal(self, history: Sequence[int], budget: int, depth: int) -> Proposal:
+    def proposal(
+        self, history: Sequence[int], budget: int, depth: int, least: float = 0.0
+    ) -> Proposal:
         """``propose`` in steps, whose rows the caller computes with their drafter."""
         yield from ()  # lookups have none
-        return self.propose(history, budget, depth)
+        return self.propose(history, budget, depth, least=least)
 
     def ahead(  # noqa: B027
         self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome

@@ -73,11 +73,19 @@ class TreeSource(DraftSource):
         self.passes = 0  # passes of the drafter, for measurements
 
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
-        return drive(self.proposal(history, budget, depth), partial(self._answer, check))
+        return drive(self.proposal(history, budget, depth, least), partial(self._answer, check))
 
-    def proposal(self, history: Sequence[int], budget: int, depth: int) -> Proposal:
+    def proposal(
+        self, history: Sequence[int], budget: int, depth: int, least: float = 0.0
+    ) -> Proposal:
         depth = min(depth, self._cache.capacity - len(history))
         budget = min(budget, self._most_nodes)
         if budget <= 0 or depth <= 0:
@@ -87,7 +95,11 @@ class TreeSource(DraftSource):
                 return TokenTree.empty()
             return (
                 yield from self._growth.rounds(
-                    self._expand, budget=budget, depth=depth, round_nodes=self._round_nodes
+                    self._expand,
+                    budget=budget,
+                    depth=depth,
+                    round_nodes=self._round_nodes,
+                    least=least,
                 )
             )
         finally:

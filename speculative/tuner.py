@@ -41,12 +41,16 @@ class TreeSize:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are prepared."""
+    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are prepared.
+
+    A level behind tokens that are together less likely than ``least`` would not pay.
+    """
 
     source: str
     budget: int
     depth: int
     ready: int = 0
+    least: float = 0.0
 
 
 # The share of plain decoding's time that attempts may lose in a generation.
@@ -63,7 +67,9 @@ _LOOKING, _LONGEST_REST = 0.005, 24
 _MARGIN_RESIDENT = 1.08  # a draft takes the processor and its caches from the target
 FEW = 8
 """Tokens that a draft may have to catch up with as a part of its first level."""
-_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of uncertain attempts
+_ATTEMPTS = ((8, 4), (4, 2), (2, 1), (1, 1))  # budget and depth of uncertain attempts
+_STAKE = 0.3  # the share of what may be lost that one attempt may cost
+_LEAST_CHANCE = 0.3  # that a draft token is assumed to have, however few were accepted
 
 
 class Tuner:
@@ -95,6 +101,9 @@ class Tuner:
 
         With ``size``, all sources draft for every pass, in one tree of that size.
         """
+        with self.lock:
+            for source in self.sources.values():
+                source.retry.renew()
         return Run(self, limit, tuple(sources), size)
 
 
@@ -290,10 +299,16 @@ class Run:
         assert plain is not None, "a plan needs a plain step"
         return plain
 
-    def _affordable(self, seconds: float) -> bool:
-        """Whether the allowed loss covers a pass of ``seconds`` that brings one token."""
+    def _affordable(self, seconds: float, nodes: int = 1, *, lookup: bool = False) -> bool:
+        """Whether a pass of ``seconds`` for ``nodes`` may bring one token only.
+
+        Several nodes stake a part of what may still be lost, so that bad luck does not end it all;
+        lookups, which are tried most often, leave half to drafts that cost something.
+        """
         tokens = max(self._tokens, min(self._limit, _ASSUMED))
-        return self._lost + seconds - self._plain <= TOLERANCE * self._plain * tokens
+        share = 0.5 if lookup and not all(map(self._cheap, self._usable())) else 1.0
+        left = share * TOLERANCE * self._plain * tokens - self._lost
+        return seconds - self._plain <= (left if nodes == 1 else _STAKE * left)
 
     def _judge_gaps(self) -> None:
         """Credit drafting during the last pass with the seconds that it would take now."""
@@ -352,28 +367,35 @@ class Run:
             most, least = cost.seconds(1 + budget), cost.seconds(1 + budget, hopeful=True)
             for depth in (depth for depth in DEPTHS if depth <= budget):
                 draft = self._draft_seconds(name, source, budget, depth)
-                if not self._affordable(draft + most):
+                if not self._affordable(draft + most, budget):
                     continue
                 rate = (1 + source.gain(budget, depth)) / (draft + least)
                 if rate > best_rate:
-                    best, best_rate = Plan(name, budget, depth, self._ready.get(name, 0)), rate
+                    best, best_rate = self._plan_for(name, budget, depth, rate), rate
         return best, best_rate
+
+    def _plan_for(self, name: str, budget: int, depth: int, rate: float) -> Plan:
+        """Return the plan of a costly source, where a second brings ``rate`` tokens."""
+        source = self._tuner.sources[name]
+        level = source.cost.seconds(budget, 0) or source.level * self._plain
+        least = level * rate / max(source.gain(1, 1), _LEAST_CHANCE)
+        return Plan(name, budget, depth, self._ready.get(name, 0), least)
 
     def _attempt(self, name: str, source: Source, room: int) -> Plan | None:
         """Return a cheap attempt with a source that is not expected to pay, if it is affordable."""
         cost = self._tuner.cost
         for budget, depth in _ATTEMPTS:
             draft = self._draft_seconds(name, source, budget, depth) + self._reading(name, source)
-            if budget <= room and self._affordable(draft + cost.seconds(1 + budget)):
+            if budget <= room and self._affordable(draft + cost.seconds(1 + budget), budget):
                 self._forced = True
-                return Plan(name, budget, depth, self._ready.get(name, 0))
+                return self._plan_for(name, budget, depth, 1 / self._plain)
         return None
 
     def _draft_seconds(self, name: str, source: Source, budget: int, depth: int) -> float:
         """Return the expected seconds of a draft; some of its levels may be ready already."""
-        levels, ready = depth, self._ready.get(name, 0)
+        levels, ready = source.height(budget, depth), self._ready.get(name, 0)
         if ready:
-            levels = depth - ready - 1
+            levels = levels - ready - 1
             if levels < 0:
                 return 0.0
         known = source.cost.seconds(budget, levels)
@@ -391,7 +413,8 @@ class Run:
         sums = np.cumsum(np.exp(tree.scores)[order])
 
         def affordable(count: int) -> bool:
-            return self._affordable(cost.seconds(1 + count) + self._draft_s)
+            seconds = cost.seconds(1 + count) + self._draft_s
+            return self._affordable(seconds, count, lookup=source.cheap)
 
         def longer_s(count: int) -> float:
             return cost.seconds(1 + count, hopeful=True) - plain

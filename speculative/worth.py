@@ -114,6 +114,10 @@ class Retry:
         self.wait = 0 if paid else self._next
         self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
 
+    def renew(self) -> None:
+        """Another text begins: what did not pay for the last one may pay now."""
+        self.wait = min(self.wait, _FIRST_WAIT)
+
 
 class Rest:
     """How many passes to skip before drafting again, after a draft that did not pay.
@@ -244,16 +248,16 @@ class DraftCost:
         kept.append(seconds / self.passes(levels))
         self._median[budget] = median(kept)
 
-    def seconds(self, budget: int, depth: int) -> float | None:
-        """Return the seconds of a draft with that budget and depth; None before any measurement."""
+    def seconds(self, budget: int, levels: float) -> float | None:
+        """Return the seconds of a draft of that budget and height; None before any measurement."""
         if not self._median:
             return None
         nearest = min(self._median, key=lambda b: abs(math.log(b / budget)))
         # More nodes in a level cost more, but less than as many passes would.
         wider = math.sqrt(max(1.0, budget / nearest))
-        return self._median[nearest] * wider * self.passes(depth)
+        return self._median[nearest] * wider * self.passes(levels)
 
-    def passes(self, levels: int) -> int:
+    def passes(self, levels: float) -> float:
         """Return about how many passes a tree of ``levels`` takes."""
         return 1 if self.at_once else levels + 1
 
@@ -299,6 +303,7 @@ class Source:
     cost: DraftCost = field(default_factory=DraftCost)
     calibration: Calibration = field(default_factory=Calibration)
     gains: dict[tuple[int, int], float] = field(default_factory=dict)
+    heights: dict[tuple[int, int], float] = field(default_factory=dict)
     row_s: float | None = None  # seconds per token of catching up
     retry: Retry = field(default_factory=Retry)  # for attempts that are not expected to pay
 
@@ -327,10 +332,16 @@ class Source:
         for d in (d for d in DEPTHS if d <= depth):
             deep = order[tree.depths[order] <= d]
             sums = np.concatenate([[0.0], np.cumsum(chances[deep])])
+            highest = np.concatenate([[0], np.maximum.accumulate(tree.depths[deep])])
             for b in (b for b in BUDGETS if b <= budget):
-                new = float(sums[min(b, len(deep))])
-                old = self.gains.get((b, d), new)
-                self.gains[b, d] = old + _BLEND * (new - old)
+                for known, new in ((self.gains, sums), (self.heights, highest)):
+                    now = float(new[min(b, len(deep))])
+                    old = known.get((b, d), now)
+                    known[b, d] = old + _BLEND * (now - old)
+
+    def height(self, budget: int, depth: int) -> float:
+        """Return the expected levels of a tree, which may end before ``depth``."""
+        return self.heights.get((budget, depth), depth)
 
 
 def _chain(chance: float, levels: int) -> float:

@@ -382,7 +382,11 @@ class Stepper(Drafting):
                     charged += now - started
                     started = now
                 tree = sources[plan.source].propose(
-                    self._history, plan.budget, min(plan.depth, depth), check=check
+                    self._history,
+                    plan.budget,
+                    min(plan.depth, depth),
+                    least=plan.least,
+                    check=check,
                 )
             except CancelledError:
                 raise

@@ -65,7 +65,13 @@ class BlockSource(DraftSource):
         self._known = known
 
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
         config, cache, known = self._head.config, self._cache, len(history) - 1
         depth = min(depth, config.block - 1)

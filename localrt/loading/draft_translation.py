@@ -35,11 +35,17 @@ class TranslatedSource(DraftSource):
         self._marks: list[tuple[int, int]] = [(0, 0)]
 
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
         if not self._follow(history):
             return TokenTree.empty()
-        tree = self._source.propose(self._told, budget, depth, check=check)
+        tree = self._source.propose(self._told, budget, depth, least=least, check=check)
         return self._translated(tree, budget, depth)
 
     def _follow(self, history: Sequence[int]) -> bool:

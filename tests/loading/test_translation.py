@@ -29,7 +29,13 @@ class Scripted(DraftSource):
         self.told: list[int] = []
 
     def propose(
-        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+        self,
+        history: Sequence[int],
+        budget: int,
+        depth: int,
+        *,
+        least: float = 0.0,
+        check: Check | None = None,
     ) -> TokenTree:
         self.told = list(history)
         path = self.ids[len(history) :][: min(budget - 1, depth)]
