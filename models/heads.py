@@ -368,15 +368,18 @@ def _within(tokens: Ints, count: int) -> bool:
     return bool(tokens.size and tokens.min() >= 0 and tokens.max() < count)
 
 
-_4_BITS = quantized_format("int4-g32")
+_4_BITS, _8_BITS = quantized_format("int4-g32"), quantized_format("int8-g32")
+_LARGE = 1 << 20  # weights of a matrix whose bytes are worth sparing
 
 
 def kept_format(info: TensorInfo | PackedTensor) -> Format:
-    """What a head's matrix is kept in: 4 bits where it has 16 or 32. It is read at every step, and
-    as many of its tokens are accepted as with 8 bits.
+    """What a head's matrix is kept in where it has 16 or 32 bits: 4 if it is large, else 8.
+
+    It is read at every step, and as many tokens are accepted with 4 bits as with 8.
     """
-    plain = info.format in (F32, F16, BF16) and len(info.shape) > 1 and not info.shape[1] % 32
-    return _4_BITS if plain else info.format
+    if info.format not in (F32, F16, BF16) or len(info.shape) < 2 or info.shape[1] % 32:
+        return info.format
+    return _4_BITS if math.prod(info.shape) >= _LARGE else _8_BITS
 
 
 def _kept(block: WeightBlock, ops: Ops) -> WeightBlock:
