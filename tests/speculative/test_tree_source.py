@@ -109,6 +109,21 @@ def test_scores(decoder: Any) -> None:
         assert score == pytest.approx(exact, abs=1e-3)
 
 
+def test_levels_that_are_not_likely_enough(decoder: Any) -> None:
+    history = tokens(20)
+    kept = source(decoder)
+    whole = words(source(decoder).propose(history, 100, 4))
+    least = float(np.exp(max(score for path, score in whole.items() if len(path) == 2)))
+    some = words(kept.propose(history, 100, 4, least=1.0))
+    assert {len(path) for path in some} == {1}
+    assert kept.passes == 1
+    # What was left out is drafted as soon as it is asked for.
+    for each in (kept, source(decoder)):
+        deeper = words(each.propose(history, 100, 4, least=least))
+        assert max(map(len, deeper)) > 1
+        assert set(words(each.propose(history, 100, 4))) == set(whole)
+
+
 def test_accepted_rows_kept(decoder: Any) -> None:
     kept = source(decoder)
     history = tokens(20)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import TOLERANCE, Plan, Run, TreeSize, Tuner
-from localrt.speculative.worth import AHEAD_S, Calibration, DraftCost, GapWorth, PassCost
+from localrt.speculative.worth import (
+    AHEAD_S,
+    Calibration,
+    DraftCost,
+    GapWorth,
+    PassCost,
+    Source,
+)
 from tests.speculative.test_tree import path_to, trees, words
 
 RIGHT = 1000  # what the target says, always; a source's own wrong tokens are others
@@ -208,6 +215,29 @@ def test_changes() -> None:
     assert max(speeds(4, 300)) > 1.5
     world.chance["model"] = 0.0
     assert min(speeds(3, 150)) > 0.98
+
+
+def test_next_text_is_tried_anew() -> None:
+    world = World(resident, {"model": 0.2, "ngram": 0.3}, {"model": 0.001})
+    tuner = Tuner({"model": 0.03, "ngram": 0.0})
+
+    def speed(tokens: int) -> float:
+        return world.generation(tuner.start(tokens, ["ngram", "model"]), tokens)
+
+    assert min(speed(500) for _ in range(3)) > 0.98
+    world.chance = {"model": 0.7, "ngram": 0.0}
+    speeds = sorted(speed(128) for _ in range(9))
+    assert speeds[0] > 0.98
+    assert speeds[4] > 1.3
+
+
+def test_height_of_trees_that_end_early() -> None:
+    known = Source(0.1)
+    assert known.height(8, 4) == 4  # not known
+    for tokens in ([1, 2], [1, 2], [1, 2, 3, 4]):
+        known.note_tree(chain(tokens), 8, 4)
+    assert known.height(8, 4) == pytest.approx(2.4)
+    assert known.height(1, 4) == known.height(8, 1) == 1
 
 
 # -- costs -----------------------------------------------------------------------------------------
