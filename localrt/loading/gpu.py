@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
+from localrt.offload.account import CUBLAS_NBYTES, CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
 from localrt.offload.planner.gpus import measured_profile
@@ -95,9 +96,10 @@ def _cuda(
     unused = spilling_nbytes(copies.total_nbytes)
     free = max(0, (ops.free_memory() or 0) - unused)
     asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
-    capacity = min(free - SPARE_VRAM_NBYTES, asked)
+    spare = SPARE_VRAM_NBYTES + (CUBLAS_NBYTES if find_spec("torch") else 0)
+    capacity = min(free - spare, asked)
     if capacity <= 0:
-        least = format_bytes(CUDA_CONTEXT_NBYTES if asked <= 0 else SPARE_VRAM_NBYTES)
+        least = format_bytes(CUDA_CONTEXT_NBYTES if asked <= 0 else spare)
         raise MemoryBudgetError(
             f"the GPU has no room for weights: {least} of {option('gpu_memory')} are for CUDA "
             f"itself; close other programs that use it, give more, or use {option('device', 'cpu')}"
