@@ -178,10 +178,6 @@ class Growth:
             node = following
         return count
 
-    def token(self, node: int) -> int:
-        """Return a node's token."""
-        return self._tokens[node]
-
     def path(self, node: int) -> list[int]:
         """Return the path from the first level to ``node``; empty for the last known token."""
         nodes: list[int] = []
