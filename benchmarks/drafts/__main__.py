@@ -3,12 +3,12 @@
     python -m benchmarks.drafts MODEL --draft HEAD [--draft SMALL ...] [--code FILE] [--chat FILE]
         [--edits] [--ram 850MB] [--prompts 20] [--tokens 128] [--runs 5] [--json FILE]
 
-A row is a kind of prompts and a budget of memory. FILE is JSONL: a ``prompt`` is continued as it
-is, the first of ``turns`` is a message of a chat. ``--edits`` asks for changes to functions of
-Python's library, as a coding agent does. Each contestant has a process of its own, greedy,
-and keeps what its tuner has learned, as in use; what earlier answers said is forgotten, since the
-runs repeat them. Every answer is compared with plain decoding, token by token. The first run warms
-up.
+A row is a kind of prompts and a budget of memory. FILE is JSONL, of which --prompts are taken from
+beginning to end: a ``prompt`` is continued as it is, the first of ``turns`` is a message of a chat.
+``--edits`` asks for changes to functions of Python's library, as a coding agent does. Each
+contestant has a process of its own, greedy, and keeps what its tuner has learned, as in use; what
+earlier answers said is forgotten, since the runs repeat them. Every answer is compared with plain
+decoding, token by token. The first run warms up.
 
 Besides, with drafts of a fixed size: tokens a pass of trees of 8 and 64 nodes, and the seconds of a
 draft's level against those of a plain step.
@@ -92,7 +92,13 @@ def _prompts(file: Path, most: int) -> list[Record]:
         {"prompt": row["prompt"], "raw": True} if "prompt" in row else {"prompt": row["turns"][0]}
         for row in rows
     ]
-    return found[:most]
+    return _spread(found, most)
+
+
+def _spread(found: list[Record], most: int) -> list[Record]:
+    """``most`` of them, from beginning to end: files list one kind of prompt after the other."""
+    count = min(most, len(found))
+    return [found[number * len(found) // count] for number in range(count)]
 
 
 def edits(most: int) -> list[Record]:
@@ -105,7 +111,7 @@ def edits(most: int) -> list[Record]:
             if 12 <= source.count("\n") <= 40:
                 asked = f"Rename the function to `{name}_again` and give back all of it:\n\n"
                 found.append({"prompt": f"{asked}```python\n{source}```"})
-    return found[:: max(1, len(found) // most)][:most]
+    return _spread(found, most)
 
 
 def measure(
