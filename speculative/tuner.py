@@ -362,7 +362,7 @@ class Run:
     def _best_of(self, name: str, source: Source, room: int) -> tuple[Plan | None, float]:
         """Return the plan with the most expected tokens per second, and that number."""
         cost = self._tuner.cost
-        best, best_rate = None, 0.0
+        size, best_rate = None, 0.0
         for budget in (budget for budget in BUDGETS if budget <= room):
             most, least = cost.seconds(1 + budget), cost.seconds(1 + budget, hopeful=True)
             for depth in (depth for depth in DEPTHS if depth <= budget):
@@ -371,8 +371,8 @@ class Run:
                     continue
                 rate = (1 + source.gain(budget, depth)) / (draft + least)
                 if rate > best_rate:
-                    best, best_rate = self._plan_for(name, budget, depth, rate), rate
-        return best, best_rate
+                    size, best_rate = (budget, depth), rate
+        return None if size is None else self._plan_for(name, *size, best_rate), best_rate
 
     def _plan_for(self, name: str, budget: int, depth: int, rate: float) -> Plan:
         """Return the plan of a costly source, where a second brings ``rate`` tokens."""

@@ -113,16 +113,12 @@ def opened() -> Iterator[tuple[HeadDrafter, KVCache]]:
     engine.close()
 
 
-def tree(drafter: HeadDrafter, cache: KVCache) -> Iterator[tuple[str, Rows]]:
+def tree(cache: KVCache) -> Iterator[tuple[str, Rows]]:
     """The steps of a tree of 15 nodes, each one's children being two."""
     cache.trim(30)
     yield "known", Rows([1], np.array([31]), 1)
-    held = getattr(drafter, "held_rows", True)
     for level, count in enumerate(ROUNDS):
-        total = 2 * count - 1
-        first = count - 1 if held else 0
-        if not held:
-            cache.trim(31)
+        total, first = 2 * count - 1, count - 1
         nodes = np.arange(total)
         depth = np.floor(np.log2(nodes + 1)).astype(int)
         mask = np.zeros((total, total), np.bool_)
@@ -151,7 +147,7 @@ def measure() -> Record:
     calls: dict[str, Counter[str]] = {}
     with gpu.used(), opened() as (drafter, cache):
         for number in range(_WARM + _TREES):
-            for name, rows in tree(drafter, cache):
+            for name, rows in tree(cache):
                 gpu.calls.clear()
                 started = time.thread_time()
                 drafter.compute(cache, rows, check=None)
