@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localrt.speculative.source import Check, DraftSource
+from localrt.speculative.source import Check, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree, merge
 
 # Lengths of the contexts, longest first.
@@ -169,16 +169,10 @@ class NgramSource(DraftSource):
         del self._tokens[common_length(self._tokens.tolist(), history) :]
 
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
         self._tokens.extend(history[len(self._tokens) :])
-        tree = continuations(self._tokens, history, budget, depth, self.name)
+        tree = continuations(self._tokens, history, size.budget, size.depth, self.name)
         if self._archive is None:
             return tree
-        return merge([tree, self._archive.tree(history, budget, depth)], budget)
+        return merge([tree, self._archive.tree(history, size.budget, size.depth)], size.budget)

@@ -33,6 +33,18 @@ class DraftFailedError(LocalrtError):
     """A source cannot continue: its model produced NaN logits, or it is out of memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class TreeSize:
+    """At most ``budget`` nodes, ``depth`` deep.
+
+    A level behind tokens that are together less likely than ``least`` may be left out.
+    """
+
+    budget: int
+    depth: int = DEPTH
+    least: float = 0.0
+
+
 class DraftSource(ABC):
     """Drafts for one sequence. Used by one thread at a time."""
 
@@ -47,29 +59,20 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
-        """Propose at most ``budget`` tokens that may follow ``history``, at most ``depth`` deep.
+        """Propose a tree of tokens that may follow ``history``.
 
-        ``history`` is not empty, and continues that of the previous call. A step behind tokens that
-        are together less likely than ``least`` may be left out.
+        ``history`` is not empty, and continues that of the previous call.
 
         Raises:
             DraftFailedError: the source has failed and must not be called again.
         """
 
-    def proposal(
-        self, history: Sequence[int], budget: int, depth: int, least: float = 0.0
-    ) -> Proposal:
+    def proposal(self, history: Sequence[int], size: TreeSize) -> Proposal:
         """``propose`` in steps, whose rows the caller computes with their drafter."""
         yield from ()  # lookups have none
-        return self.propose(history, budget, depth, least=least)
+        return self.propose(history, size)
 
     def ahead(  # noqa: B027
         self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome

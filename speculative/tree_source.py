@@ -29,6 +29,7 @@ from localrt.speculative.source import (
     Proposal,
     Rows,
     Step,
+    TreeSize,
 )
 from localrt.speculative.tree import ROOT, TokenTree
 
@@ -73,21 +74,13 @@ class TreeSource(DraftSource):
         self.passes = 0  # passes of the drafter, for measurements
 
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
-        return drive(self.proposal(history, budget, depth, least), partial(self._answer, check))
+        return drive(self.proposal(history, size), partial(self._answer, check))
 
-    def proposal(
-        self, history: Sequence[int], budget: int, depth: int, least: float = 0.0
-    ) -> Proposal:
-        depth = min(depth, self._cache.capacity - len(history))
-        budget = min(budget, self._most_nodes)
+    def proposal(self, history: Sequence[int], size: TreeSize) -> Proposal:
+        depth = min(size.depth, self._cache.capacity - len(history))
+        budget = min(size.budget, self._most_nodes)
         if budget <= 0 or depth <= 0:
             return TokenTree.empty()
         try:
@@ -99,7 +92,7 @@ class TreeSource(DraftSource):
                     budget=budget,
                     depth=depth,
                     round_nodes=self._round_nodes,
-                    least=least,
+                    least=size.least,
                 )
             )
         finally:

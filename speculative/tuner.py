@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from localrt.speculative.mixed_tree import MixedTree
-from localrt.speculative.source import DEPTH
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree, merge
 from localrt.speculative.worth import (
     BUDGETS,
@@ -29,14 +29,6 @@ from localrt.speculative.worth import (
     Source,
     nodes_worth,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TreeSize:
-    """At most ``budget`` nodes, ``depth`` deep."""
-
-    budget: int
-    depth: int = DEPTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.ops import TorchOps
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 
 FORMAT = "int4-g32"
@@ -153,7 +154,7 @@ def _answer(
     while len(said) < count:
         tree = TokenTree.empty()
         if source is not None:
-            tree = source.propose([*prompt, *said], 8, 4)
+            tree = source.propose([*prompt, *said], TreeSize(8, 4))
         if not len(tree):
             said.append(int(session.extend(said[-1:]).argmax()))
             continue

@@ -22,9 +22,9 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
-from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal
+from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import FEW, Plan, Run, TreeSize, Tuner
+from localrt.speculative.tuner import FEW, Plan, Run, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
 # Runs in the drafting thread, with the check and the outcome of ``DraftSource.ahead``.
@@ -381,13 +381,8 @@ class Stepper(Drafting):
                     self._run.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
-                tree = sources[plan.source].propose(
-                    self._history,
-                    plan.budget,
-                    min(plan.depth, depth),
-                    least=plan.least,
-                    check=check,
-                )
+                size = TreeSize(plan.budget, min(plan.depth, depth), plan.least)
+                tree = sources[plan.source].propose(self._history, size, check=check)
             except CancelledError:
                 raise
             except LocalrtError as error:  # the answer is the same without this source
@@ -429,12 +424,12 @@ class Proposer(Drafting):
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
         """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
-        most, depth = self._room(most), min(depth, DEPTH)
+        size = TreeSize(self._room(most), min(depth, DEPTH))
         for name, source in list(self._sources.items()):
-            if not self.tuner.sources[name].cheap or most < 1 or depth < 1:
+            if not self.tuner.sources[name].cheap or size.budget < 1 or size.depth < 1:
                 continue
             try:
-                self.proposed(name, source.propose(self._history, most, depth, check=check))
+                self.proposed(name, source.propose(self._history, size, check=check))
             except CancelledError:
                 raise
             except LocalrtError as error:
@@ -450,7 +445,7 @@ class Proposer(Drafting):
         source, budget = self._sources.get(name), self._room(budget)
         if source is None or budget < 1 or depth < 1:
             return None
-        return source.proposal(self._history, budget, depth)
+        return source.proposal(self._history, TreeSize(budget, depth))
 
     def proposed(self, name: str, found: TokenTree | LocalrtError) -> None:
         """Take what a source proposes; the answer is the same without one that has failed."""

@@ -16,7 +16,7 @@ from localrt.models.heads import BlockDecoder
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.best_first import Growth
 from localrt.speculative.ngram import common_length
-from localrt.speculative.source import Check, DraftSource
+from localrt.speculative.source import Check, DraftSource, TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import children_of
 
@@ -65,16 +65,10 @@ class BlockSource(DraftSource):
         self._known = known
 
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
         config, cache, known = self._head.config, self._cache, len(history) - 1
-        depth = min(depth, config.block - 1)
+        budget, depth = size.budget, min(size.depth, config.block - 1)
         if budget <= 0 or depth <= 0 or not self._readable(history):
             return TokenTree.empty()
         self.catch_up(history, check=check)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localrt.speculative.ngram import common_length
-from localrt.speculative.source import Check, DraftSource
+from localrt.speculative.source import Check, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -35,18 +35,12 @@ class TranslatedSource(DraftSource):
         self._marks: list[tuple[int, int]] = [(0, 0)]
 
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
         if not self._follow(history):
             return TokenTree.empty()
-        tree = self._source.propose(self._told, budget, depth, least=least, check=check)
-        return self._translated(tree, budget, depth)
+        tree = self._source.propose(self._told, size, check=check)
+        return self._translated(tree, size.budget, size.depth)
 
     def _follow(self, history: Sequence[int]) -> bool:
         """Update ``_told`` to ``history``; return False if that ends within a character."""

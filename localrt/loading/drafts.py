@@ -21,8 +21,8 @@ from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import MTP, family_draft, find_head
 from localrt.loading.parts import LoadedModel
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DEPTH, DraftSource
-from localrt.speculative.tuner import TreeSize, Tuner
+from localrt.speculative.source import DEPTH, DraftSource, TreeSize
+from localrt.speculative.tuner import Tuner
 
 if TYPE_CHECKING:
     from localrt.engine.protocol import EngineSession

@@ -25,9 +25,9 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DraftFailedError, DraftSource
+from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import TreeSize, Tuner
+from localrt.speculative.tuner import Tuner
 from tests.engine.fake_session import ByteTokenizer
 from tests.models.tiny import SIZES, save_tiny, tokens
 from tests.speculative.sources import model_source
@@ -154,15 +154,15 @@ class Knowing(DraftSource):
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         self._answers = answers
 
-    def propose(self, history: Any, budget: int, depth: int, **_: Any) -> TokenTree:
+    def propose(self, history: Any, size: TreeSize, **_: Any) -> TokenTree:
         for answer in self._answers:
             if list(answer[: len(history)]) == history:
-                right = answer[len(history) : len(history) + depth]
+                right = answer[len(history) : len(history) + size.depth]
                 drafted = [t for token in right for t in (token + 1, token)]
                 parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(drafted) - 2))]
                 scores = [-0.01 * (1 + i // 2) - 3 * (1 - i % 2) for i in range(len(drafted))]
                 tree = TokenTree.of(drafted, parents[: len(drafted)], scores, self.name)
-                return tree.trim(budget)
+                return tree.trim(size.budget)
         return TokenTree.empty()
 
 

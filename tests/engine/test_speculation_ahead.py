@@ -22,9 +22,9 @@ from localrt.engine.speculation import Speculation
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
 from localrt.quant.cpu.abi import find_library
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.source import DraftFailedError, TreeSize
 from localrt.speculative.tree_source import TreeSource
-from localrt.speculative.tuner import TreeSize, Tuner
+from localrt.speculative.tuner import Tuner
 from tests.engine.test_speculation import (
     CAPACITY,
     PROMPT,

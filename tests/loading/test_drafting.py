@@ -21,6 +21,7 @@ from localrt.loading.parts import load_parts
 from localrt.quant.cpu.abi import find_library
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT
 from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
@@ -237,7 +238,7 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
             history = ids[: count + 1]
             assert source.missing(history) == 1
             source.catch_up(history)
-            tree = source.propose(history, 40, 3)
+            tree = source.propose(history, TreeSize(40, 3))
             assert len(tree) == 40
             for node in (0, 20, 39):
                 path = [node]
@@ -260,7 +261,7 @@ def test_tree_of_a_block(tmp_path: Path) -> None:
         assert isinstance(parts.engine, NativeEngine)
         session, ids = parts.engine.session(64), tokens(30)
         source = draft.source(session, read_options({"temperature": 0.0}))
-        assert not len(source.propose(ids[:9], 40, 3))  # nothing is computed yet
+        assert not len(source.propose(ids[:9], TreeSize(40, 3)))  # nothing is computed yet
         session.extend(ids[:8])
         for known, missing in ((8, 8), (12, 4), (13, 1), (6, 0), (9, 3)):
             if known > len(session.tokens):
@@ -268,7 +269,7 @@ def test_tree_of_a_block(tmp_path: Path) -> None:
             session.trim(known)
             history = [*ids[:known], 50 + known]
             assert source.missing(history) == missing
-            tree = source.propose(history, 40, 9)
+            tree = source.propose(history, TreeSize(40, 9))
             assert (len(tree), source.missing(history)) == (40, 0)
             features = torch.tensor(session.record_features(draft.config.layers).get(0, known))
             block = torch.tensor([history[-1], *[MASK] * (BLOCK - 1)])
@@ -312,7 +313,7 @@ def test_head_of_a_streamed_model(
                 session = target.engine.session(64)
                 source = draft.source(session, read_options({"temperature": 0.0}))
                 session.extend(ids[:-1])
-                found[case] = source.propose(ids, 40, 3)
+                found[case] = source.propose(ids, TreeSize(40, 3))
     for part in ("tokens", "parents", "scores"):
         assert np.array_equal(*(getattr(found[case], part) for case in ("resident", "streamed")))
     assert found["resident"].tokens.max() >= 100 > found["of 100"].tokens.max()

@@ -9,7 +9,7 @@ import pytest
 import localrt
 from localrt.loading.draft_translation import TranslatedSource
 from localrt.models.tokenizers import Tokenizer
-from localrt.speculative.source import Check, DraftSource
+from localrt.speculative.source import Check, DraftSource, TreeSize
 from localrt.speculative.tree import TokenTree
 from tests.offload.placed import needs_kernels
 from tests.real_models import real_model
@@ -29,16 +29,10 @@ class Scripted(DraftSource):
         self.told: list[int] = []
 
     def propose(
-        self,
-        history: Sequence[int],
-        budget: int,
-        depth: int,
-        *,
-        least: float = 0.0,
-        check: Check | None = None,
+        self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
         self.told = list(history)
-        path = self.ids[len(history) :][: min(budget - 1, depth)]
+        path = self.ids[len(history) :][: min(size.budget - 1, size.depth)]
         tokens, parents = [*path, 5], [*range(-1, len(path) - 1), -1]
         return TokenTree.of(tokens, parents, [-0.1 * n for n in range(len(path))] + [-3.0], "model")
 
@@ -61,7 +55,7 @@ def test_tokens_of_the_target(tokenizers: tuple[Tokenizer, Tokenizer], turned: b
     source = TranslatedSource(draft, ours, theirs)
     told = 0
     for length in range(1, len(ids)):
-        tree = source.propose(ids[:length], 16, 8)
+        tree = source.propose(ids[:length], TreeSize(16, 8))
         written = b"".join(map(ours.token_bytes, ids[:length]))
         try:
             written.decode()

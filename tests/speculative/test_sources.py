@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.speculative.ngram import ORDERS, Archive, NgramSource, places
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT
 from tests.speculative.test_tree import words
 
@@ -17,7 +18,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 def test_repeated_beginning() -> None:
     source = NgramSource()
-    tree = source.propose([*TEXT, 20, 1, 2, 3], 16, 4)
+    tree = source.propose([*TEXT, 20, 1, 2, 3], TreeSize(16, 4))
     path = words(tree)
     assert (4, 5, 6, 7) in path
     assert tree.height == 4
@@ -26,7 +27,7 @@ def test_repeated_beginning() -> None:
 
 def test_rank() -> None:
     history = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 1, 2]
-    tree = NgramSource().propose(history, 8, 1)
+    tree = NgramSource().propose(history, TreeSize(8, 1))
     assert tree.tokens[0] == 5
     assert 6 in tree.tokens
     scores = {int(t): float(s) for t, s in zip(tree.tokens, tree.scores, strict=True)}
@@ -34,8 +35,8 @@ def test_rank() -> None:
 
 
 def test_nothing_repeated() -> None:
-    assert len(NgramSource().propose(TEXT, 16, 4)) == 0
-    assert len(NgramSource().propose([1], 16, 4)) == 0
+    assert len(NgramSource().propose(TEXT, TreeSize(16, 4))) == 0
+    assert len(NgramSource().propose([1], TreeSize(16, 4))) == 0
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 20), st.integers(1, 6))
@@ -43,9 +44,9 @@ def test_any_history(history: list[int], budget: int, depth: int) -> None:
     source = NgramSource()
     half = len(history) // 2
     if half:
-        source.propose(history[:half], budget, depth)
-    tree = source.propose(history, budget, depth)
-    fresh = NgramSource().propose(history, budget, depth)
+        source.propose(history[:half], TreeSize(budget, depth))
+    tree = source.propose(history, TreeSize(budget, depth))
+    fresh = NgramSource().propose(history, TreeSize(budget, depth))
     assert words(tree) == words(fresh)  # step by step or at once
     assert len(tree) <= budget
     assert tree.height <= depth
@@ -65,15 +66,15 @@ def test_places(history: list[int]) -> None:
 
 def test_begin() -> None:
     source = NgramSource()
-    source.propose([*TEXT, 1, 2, 3], 8, 2)
+    source.propose([*TEXT, 1, 2, 3], TreeSize(8, 2))
     source.begin([9, 9, 9, 1, 2, 3])
-    assert len(source.propose([9, 8, 7, 1, 2, 3], 8, 2)) == 0
+    assert len(source.propose([9, 8, 7, 1, 2, 3], TreeSize(8, 2))) == 0
 
 
 def test_archive() -> None:
     archive = Archive(most=40)
     archive.add(TEXT)
-    tree = NgramSource(archive).propose([30, 3, 4, 5], 8, 3)
+    tree = NgramSource(archive).propose([30, 3, 4, 5], TreeSize(8, 3))
     assert (6, 7, 8) in words(tree)
     assert tree.sources == ("archive",)
     for _ in range(10):
@@ -84,14 +85,14 @@ def test_archive() -> None:
 def test_own_text_and_archive() -> None:
     archive = Archive()
     archive.add([1, 2, 3, 40, 50])
-    tree = NgramSource(archive).propose([*TEXT, 1, 2, 3], 8, 2)
+    tree = NgramSource(archive).propose([*TEXT, 1, 2, 3], TreeSize(8, 2))
     assert {(4, 5), (40, 50)} <= set(words(tree))
     assert set(tree.sources) == {"ngram", "archive"}
-    assert len(NgramSource(archive).propose([*TEXT, 1, 2, 3], 3, 2)) == 3
+    assert len(NgramSource(archive).propose([*TEXT, 1, 2, 3], TreeSize(3, 2))) == 3
 
 
 def test_scores() -> None:
-    tree = NgramSource().propose([*TEXT, 1, 2, 3], 8, 8)
+    tree = NgramSource().propose([*TEXT, 1, 2, 3], TreeSize(8, 8))
     assert (tree.scores <= 0).all()
     roots = [math.exp(tree.scores[n]) for n in tree.children(ROOT)]
     assert sum(roots) <= 1

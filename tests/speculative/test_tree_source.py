@@ -19,7 +19,7 @@ from localrt.common.errors import CancelledError
 from localrt.loading.draft_model import EngineDrafter
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
-from localrt.speculative.source import DraftFailedError, Rows
+from localrt.speculative.source import DraftFailedError, Rows, TreeSize
 from localrt.speculative.tree_source import TreeSource
 from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
@@ -101,7 +101,7 @@ def source(decoder: Any, **options: Any) -> TreeSource:
 
 def test_scores(decoder: Any) -> None:
     history = tokens(20)
-    tree = source(decoder).propose(history, 24, 4)
+    tree = source(decoder).propose(history, TreeSize(24, 4))
     assert len(tree) == 24
     for path, score in list(words(tree).items())[::3]:
         rows = decoder.forward(Batch.extend([(decoder.cache(64), [*history, *path])]))
@@ -112,34 +112,36 @@ def test_scores(decoder: Any) -> None:
 def test_levels_that_are_not_likely_enough(decoder: Any) -> None:
     history = tokens(20)
     kept = source(decoder)
-    whole = words(source(decoder).propose(history, 100, 4))
+    whole = words(source(decoder).propose(history, TreeSize(100, 4)))
     least = float(np.exp(max(score for path, score in whole.items() if len(path) == 2)))
-    some = words(kept.propose(history, 100, 4, least=1.0))
+    some = words(kept.propose(history, TreeSize(100, 4, 1.0)))
     assert {len(path) for path in some} == {1}
     assert kept.passes == 1
     # What was left out is drafted as soon as it is asked for.
     for each in (kept, source(decoder)):
-        deeper = words(each.propose(history, 100, 4, least=least))
+        deeper = words(each.propose(history, TreeSize(100, 4, least)))
         assert max(map(len, deeper)) > 1
-        assert set(words(each.propose(history, 100, 4))) == set(whole)
+        assert set(words(each.propose(history, TreeSize(100, 4)))) == set(whole)
 
 
 def test_accepted_rows_kept(decoder: Any) -> None:
     kept = source(decoder)
     history = tokens(20)
     for step in range(4):
-        tree = kept.propose(history, 12, 3)
-        fresh = source(decoder).propose(history, 12, 3)
+        tree = kept.propose(history, TreeSize(12, 3))
+        fresh = source(decoder).propose(history, TreeSize(12, 3))
         ours, theirs = words(tree), words(fresh)
         assert set(ours) == set(theirs)
         assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
         path = max(words(tree), key=len)
         history = [*history, *path[: 1 + step % 3], 7]
     other = tokens(30, seed=9)
-    assert set(words(kept.propose(other, 8, 2))) == set(words(source(decoder).propose(other, 8, 2)))
+    assert set(words(kept.propose(other, TreeSize(8, 2)))) == set(
+        words(source(decoder).propose(other, TreeSize(8, 2)))
+    )
     shorter = other[:10]
-    again = words(kept.propose(shorter, 8, 2))
-    assert set(again) == set(words(source(decoder).propose(shorter, 8, 2)))
+    again = words(kept.propose(shorter, TreeSize(8, 2)))
+    assert set(again) == set(words(source(decoder).propose(shorter, TreeSize(8, 2))))
 
 
 def never() -> None:
@@ -154,17 +156,17 @@ def test_drafted_ahead(decoder: Any) -> None:
     kept = source(decoder)
     history = tokens(20)
     for step in range(5):
-        tree = kept.propose(history, 12, 3)
+        tree = kept.propose(history, TreeSize(12, 3))
         prepare(kept, history, 4 * step)
-        fresh = source(decoder).propose(history, 30, 4)
+        fresh = source(decoder).propose(history, TreeSize(30, 4))
         path = max(words(fresh), key=lambda p: (words(fresh)[p], len(p)))  # the likeliest
         history = [*history, *path]
         passes, ready = kept.passes, kept.ready(history)
-        tree = kept.propose(history, 12, 3)
+        tree = kept.propose(history, TreeSize(12, 3))
         # A level that is there costs no pass; without any, the history costs one itself.
         assert kept.passes - passes <= 3
         assert (kept.passes - passes < 3) == (ready > 0)
-        theirs, ours = words(source(decoder).propose(history, 12, 3)), words(tree)
+        theirs, ours = words(source(decoder).propose(history, TreeSize(12, 3))), words(tree)
         assert set(ours) == set(theirs)
         assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
     assert step > 0
@@ -173,14 +175,14 @@ def test_drafted_ahead(decoder: Any) -> None:
 def test_prepared_levels(decoder: Any) -> None:
     kept = source(decoder)
     history = tokens(20)
-    kept.propose(history, 6, 2)
+    kept.propose(history, TreeSize(6, 2))
     prepare(kept, history, 60)
     assert kept.ready(history) >= 2
-    best = max(words(kept.propose(history, 6, 1)), key=len)
+    best = max(words(kept.propose(history, TreeSize(6, 1))), key=len)
     after = [*history, *best]
     levels, passes = kept.ready(after), kept.passes
     assert levels >= 1
-    kept.propose(after, 1, levels)
+    kept.propose(after, TreeSize(1, levels))
     assert kept.passes == passes
     assert kept.ready([*history, 1, 2, 3, 4, 5, 6, 7, 8]) == 0
     assert kept.ready(tokens(30, seed=5)) == 0
@@ -222,20 +224,20 @@ def test_cancelled_anywhere(decoder: Any, steps: list[tuple[str, int, int, bool]
 
         try:
             if what == "propose":
-                kept.propose(history, 1 + number, 3)
+                kept.propose(history, TreeSize(1 + number, 3))
             elif what == "ahead":
-                kept.propose(history, 6, 2)
+                kept.propose(history, TreeSize(6, 2))
                 prepare(kept, history, number)
             else:
-                kept.propose(history, 6, 2)
+                kept.propose(history, TreeSize(6, 2))
                 kept.ahead(history, 20, check=check, outcome=never)
-                kept.propose(history, 20, 5, check=check)
+                kept.propose(history, TreeSize(20, 5), check=check)
         except CancelledError:
             pass
-        paths = sorted(words(source(decoder).propose(history, 10, 3)))
+        paths = sorted(words(source(decoder).propose(history, TreeSize(10, 3))))
         new = list(paths[choice % len(paths)])
         history = [*history, *new] if known else [*history, *new[:1], 3, 4]
-    ours, theirs = (words(s.propose(history, 8, 3)) for s in (kept, source(decoder)))
+    ours, theirs = (words(s.propose(history, TreeSize(8, 3))) for s in (kept, source(decoder)))
     assert set(ours) == set(theirs)
     assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
 
@@ -243,7 +245,7 @@ def test_cancelled_anywhere(decoder: Any, steps: list[tuple[str, int, int, bool]
 @pytest.mark.parametrize("useful", [True, False])
 def test_outcome(decoder: Any, useful: bool) -> None:
     history, kept = tokens(20), source(decoder)
-    tree = words(kept.propose(history, 6, 1))
+    tree = words(kept.propose(history, TreeSize(6, 1)))
     best = max(tree, key=lambda path: tree[path])
     layers = 0
 
@@ -268,8 +270,8 @@ def test_outcome(decoder: Any, useful: bool) -> None:
 
 def test_end_of_context(decoder: Any) -> None:
     small = source(decoder, capacity=32)
-    assert len(small.propose(tokens(32), 8, 4)) == 0
-    tree = small.propose(tokens(30), 16, 8)
+    assert len(small.propose(tokens(32), TreeSize(8, 4))) == 0
+    tree = small.propose(tokens(30), TreeSize(16, 8))
     assert len(tree) > 0
     assert tree.height <= 3
 
@@ -282,7 +284,7 @@ def test_nan_draft(decoder: Any) -> None:
             return decoder.forward(batch, **options) * np.float32("nan")
 
     with pytest.raises(DraftFailedError, match="NaN logits"):
-        source(Broken()).propose(tokens(5), 8, 2)
+        source(Broken()).propose(tokens(5), TreeSize(8, 2))
 
 
 def approx_words(tree: Any) -> Any:
@@ -299,7 +301,9 @@ def test_prompt_in_pieces(decoder: Any) -> None:
     draft.ahead(history, 0, check=lambda: None, outcome=lambda: None)
     assert draft.missing(history) == 0
     before = draft.passes
-    assert words(draft.propose(history, 8, 2)) == approx_words(fresh.propose(history, 8, 2))
+    assert words(draft.propose(history, TreeSize(8, 2))) == approx_words(
+        fresh.propose(history, TreeSize(8, 2))
+    )
     assert draft.passes - before <= 3  # the last token, and two levels at most
 
 
@@ -308,7 +312,9 @@ def test_catch_up(decoder: Any) -> None:
     draft, fresh = source(decoder), source(decoder)
     draft.catch_up(history)
     assert draft.missing(history) == 0
-    assert words(draft.propose(history, 8, 2)) == approx_words(fresh.propose(history, 8, 2))
+    assert words(draft.propose(history, TreeSize(8, 2))) == approx_words(
+        fresh.propose(history, TreeSize(8, 2))
+    )
     assert draft.missing([*history, 3]) <= 1
 
 
@@ -335,11 +341,11 @@ def test_rows_that_do_not_last(decoder: Any) -> None:
     draft = TreeSource(head, capacity=200)
     assert not draft.prepares
     history = Head.tokens[tokens(20)].tolist()
-    assert len(draft.propose(history[:1], 30, 8)) == 0, "nothing to begin from"
-    found = words(draft.propose(history, 12, 3))
-    own = words(source(decoder).propose(tokens(20)[1:], 12, 3))
+    assert len(draft.propose(history[:1], TreeSize(30, 8))) == 0, "nothing to begin from"
+    found = words(draft.propose(history, TreeSize(12, 3)))
+    own = words(source(decoder).propose(tokens(20)[1:], TreeSize(12, 3)))
     assert found == {tuple(Head.tokens[list(path)].tolist()): pytest.approx(score, abs=1e-3)
                      for path, score in own.items()}  # fmt: skip
     head.starts.clear()
-    draft.propose([*history, 7], 4, 3)
+    draft.propose([*history, 7], TreeSize(4, 3))
     assert head.starts[0] == 20, "what was known stays"

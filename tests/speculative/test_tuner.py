@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.speculative.mixed_tree import MixedTree
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import TOLERANCE, Plan, Run, TreeSize, Tuner
+from localrt.speculative.tuner import TOLERANCE, Plan, Run, Tuner
 from localrt.speculative.worth import (
     AHEAD_S,
     Calibration,
