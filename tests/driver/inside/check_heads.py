@@ -21,6 +21,7 @@ from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.graph import _RECORDED, _ROWS, GraphedForward
 from localrt.quant.cuda.ops import CudaOps
+from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
 from tests.driver.inside.conftest import Kernels
 from tests.engine.test_speculation import fixed, ids, info_of, run
@@ -153,7 +154,7 @@ def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.Mon
             for _ in range(5):  # computes what is known, then the last of it: seen, recorded
                 calls.clear()
                 passes = source.passes
-                source.propose([*history, 5], 8, 3)
+                source.propose([*history, 5], TreeSize(8, 3))
                 steps = source.passes - passes
             assert steps > 1
             step = ["cuCtxSetCurrent", "cuMemcpyHtoDAsync", "cuGraphLaunch", "cuMemcpyDtoHAsync"]
