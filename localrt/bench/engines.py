@@ -6,14 +6,17 @@ happen inside `load_engine`, in the child process only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.engine.types import Metrics
+from localrt.offload.memory import peak_rss
 
 if TYPE_CHECKING:
     from localrt.service.core import Core
@@ -35,7 +38,7 @@ LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
 class Launch:
     """Which engine to load, and how. ``settings`` are the engine's own, by name.
 
-    The native engine's settings are options of ``localrt.load``.
+    The native engine's settings are options of ``localrt.load``; without ``draft``, nothing drafts.
     """
 
     engine: str
@@ -49,7 +52,7 @@ class BenchEngine(Protocol):
     """A loaded model that can be timed.
 
     An engine that keeps a trace also has ``trace_events``; one that can measure its GPU has
-    ``gpu_use``.
+    ``gpu_use``; one whose answers can share passes has ``generate_batch``, and ``free``.
     """
 
     @property
@@ -93,6 +96,7 @@ class _LocalrtEngine:
         from localrt.api import Model
 
         self._engine = core.engine
+        self.free = core.free_idle
         self._model = model = Model(core)
         # File names only: results may be shared.
         path = model.info.path
@@ -110,6 +114,37 @@ class _LocalrtEngine:
         for last in stream:  # noqa: B007 - the last chunk is what we want
             pass
         return last.metrics
+
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Answer prompts together, with exactly ``tokens`` greedy tokens each.
+
+        Times are medians over the answers. Prefill lasts until every answer has its first token;
+        decoding is what all answers get from then on.
+        """
+        stream = self._model.stream_batch(
+            token_ids=prompts,
+            batch_size=len(prompts),
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=0,
+        )
+        first, last = [0.0] * len(prompts), [0.0] * len(prompts)
+        arrivals: list[tuple[float, int]] = []
+        started = time.perf_counter()
+        for index, chunk in stream:
+            last[index] = now = time.perf_counter() - started
+            first[index] = first[index] or now
+            arrivals.append((now, len(chunk.token_ids)))
+        read, ended = max(first), max(last)
+        decoded = sum(count for at, count in arrivals if at > read)
+        pauses = [(b - a) / (tokens - 1) for a, b in zip(first, last, strict=True)]
+        return {
+            "ttft_s": median(first),
+            "tpot_s": median(pauses),
+            "prefill_tok_s": sum(map(len, prompts)) / read,
+            "decode_tok_s": decoded / (ended - read) if decoded else None,
+            "peak_ram_bytes": peak_rss(),
+        }
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
         """Return the fields of a ``GpuUse``, measured after ``prompt``."""
@@ -129,8 +164,9 @@ def _load_native(launch: Launch) -> Core:
     from localrt.service.core import open_core
 
     own = dict(launch.settings or {})
+    draft = own.pop("draft", "off")
     options = LoadOptions(engine="native", ctx=launch.ctx, threads=launch.threads, **own)
-    return open_core(launch.path, options, draft="off")
+    return open_core(launch.path, options, draft=draft)
 
 
 def llamacpp_core(launch: Launch) -> Core:

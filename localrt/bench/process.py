@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from localrt.bench.energy import Energy, joules_between, read_energy
 from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
@@ -134,18 +135,35 @@ class Requests:
         return self._engine.encode(text)
 
     def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """Generate; return the `Metrics`, and the bytes read from disk while decoding."""
-        counts = [disk_bytes_read()]
-        metrics = self._engine.generate(
-            prompt, tokens, lambda: counts.append(disk_bytes_read())
-        ).to_dict()
+        """Generate; return the `Metrics`, and while decoding the bytes read from disk and the
+        joules that the machine took.
+        """
+        counts, energies = [disk_bytes_read()], list[Energy]()
+
+        def on_first() -> None:
+            counts.append(disk_bytes_read())
+            energies.append(read_energy())
+
+        metrics = self._engine.generate(prompt, tokens, on_first).to_dict()
         counts.append(disk_bytes_read())
+        metrics["decode_joules"] = joules_between(energies[0], read_energy())
         started, first, ended = counts
         if started is None or first is None or ended is None:  # unknown on this system
             return {**metrics, "decode_read_bytes": None}
         if metrics["ssd_read_bytes"] is None:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
+
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Answer prompts that share passes; return times and rates under the names of `Metrics`."""
+        together = getattr(self._engine, "generate_batch", None)
+        if together is None:
+            raise LocalrtError("this engine answers one prompt at a time")
+        return dict(together(prompts, tokens))
+
+    def free(self) -> None:
+        """Free what earlier prompts left, so that it counts for no later one's memory."""
+        getattr(self._engine, "free", lambda: None)()
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any] | None:
         """Return the fields of a ``GpuUse``; None if the engine cannot measure it."""

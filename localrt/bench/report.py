@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,13 +22,25 @@ from localrt.common.formatting import (
     format_seconds,
     table,
 )
+from localrt.common.version import __version__
 from localrt.offload.hardware import Machine
 
 _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace
+_PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
 _BENCH_EXTRA = "'localrt[bench]'"
+
+
+def facts(machine: Machine) -> dict[str, Any]:
+    """Return what every report has: ``machine``, ``versions`` and the ``command``."""
+    versions = {"localrt": __version__}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    command = shlex.join(["localrt", *sys.argv[1:]])
+    return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 
 def to_json(

@@ -140,21 +140,12 @@ class _Bench:
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
-            work, encode = self._options.workload, self._encoder(running.child)
+            work, encode = self._options.workload, encoder(self._options.path, running.child)
             self._prompts = make_prompts(work, encode)
             if work.long_prompt_tokens:
                 self._long_prompt = make_long_prompt(work, encode)
         self._notify(f"warming up {_name(running.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
-
-    def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
-        """Load the tokenizer here: its vocabulary must not count as an engine's memory."""
-        try:
-            with closing(open_checkpoint(self._options.path)) as checkpoint:
-                tokenizer = load_tokenizer(checkpoint)
-        except LocalrtError:  # the engine may know this kind of tokenizer
-            return lambda text: list(child.ask("encode", text=text))
-        return lambda text: tokenizer.encode(text, add_special=False)
 
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
@@ -206,6 +197,16 @@ class _Bench:
         self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 
+def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
+    """Load the model's tokenizer here: its vocabulary must not count as an engine's memory."""
+    try:
+        with closing(open_checkpoint(path)) as checkpoint:
+            tokenizer = load_tokenizer(checkpoint)
+    except LocalrtError:  # the engine may know this kind of tokenizer
+        return lambda text: list(child.ask("encode", text=text))
+    return lambda text: tokenizer.encode(text, add_special=False)
+
+
 def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
@@ -234,6 +235,9 @@ def _result(running: _Running) -> Result:
     steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
+    joules = _median(samples, "decode_joules")
+    metrics.pop("decode_joules", None)
+    metrics["joules_per_token"] = None if joules is None else joules / steps
     metrics |= running.once
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
     return Result(

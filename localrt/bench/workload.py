@@ -104,9 +104,9 @@ class Result:
     """One engine and setting: medians under the names of `Metrics`, and every sample.
 
     ``peak_ram_bytes`` covers loading and the warm-up: what one generation takes. ``metrics`` also
-    has ``read_bytes_per_token`` (from disk, while decoding), ``long_ttft_s`` of a long prompt, and
-    the fields of ``GpuUse`` if a GPU is used. ``trace`` has the tasks of the last run, if they
-    were recorded.
+    has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both while
+    decoding, ``long_ttft_s`` of a long prompt, and the fields of ``GpuUse`` if a GPU is used.
+    ``trace`` has the tasks of the last run, if they were recorded.
     """
 
     engine: str

@@ -9,7 +9,7 @@ from typing import Any
 
 from localrt.bench import process
 from localrt.bench.engines import BenchEngine, Launch
-from localrt.common.errors import MissingExtraError, UnsupportedModelError
+from localrt.common.errors import MemoryBudgetError, MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
 
 SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
@@ -45,6 +45,10 @@ class FakeEngine:
         if behaviour == "dies" and self._launch.engine == "native":
             print("the engine caught fire", file=sys.stderr)
             os._exit(3)
+        if behaviour == "waits" and len(prompt) > 60 and read(self._launch.path) == b"wait":
+            time.sleep(60)
+        if behaviour == "dies-if-long" and len(prompt) > 60:
+            os._exit(3)
         print("chatter that must not reach the protocol")
         on_first()
         if behaviour == "reads":
@@ -66,12 +70,22 @@ class FakeEngine:
             simulated=self._settings.get("device") == "cuda:1",
         )
 
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        assert len({tuple(prompt[:9]) for prompt in prompts}) == len(prompts), "no shared starts"
+        metrics = self.generate(prompts[0], tokens, lambda: None).to_dict()
+        return metrics | {"decode_tok_s": len(prompts) * metrics["decode_tok_s"]}
+
     def _trace_events(self) -> list[dict[str, Any]]:
         """One task for each generation so far."""
         return [
             {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
             for call in range(self._calls)
         ]
+
+
+def read(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read()
 
 
 def read_past_the_cache(path: str) -> None:
@@ -83,6 +97,8 @@ def read_past_the_cache(path: str) -> None:
 def load(launch: Launch) -> BenchEngine:
     if launch.path.endswith("missing") and launch.engine != "native":
         raise MissingExtraError(f"{launch.engine} is not installed")
+    if (launch.settings or {}).get("ram") == 1000:
+        raise MemoryBudgetError("1 kB holds no model")
     if launch.path.endswith("unsupported"):
         raise UnsupportedModelError("this model is a teapot")
     return FakeEngine(launch)
