@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import shlex
-import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localrt.bench.engines import ENGINES
 from localrt.bench.gpu import forecast, wants_forecast
-from localrt.bench.report import to_json, to_table, write_trace
+from localrt.bench.report import facts, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
-from localrt.cli.help import Examples, ProgressLine
+from localrt.cli.bench_reports import add_report_arguments, notify, resolved, run_report
+from localrt.cli.help import Examples
 from localrt.cli.options import (
     DEVICE_HELP,
     FORMAT_HELP,
@@ -31,22 +29,16 @@ from localrt.cli.options import (
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
-from localrt.common.progress import note_to
 from localrt.common.settings import Settings
-from localrt.common.version import __version__
-from localrt.hub import resolve
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
-from localrt.planning import chooser
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
     ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),
     ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
+    ("localrt bench model.gguf --sweep sweep.json --vary 'threads=1,2 batch=1,4'", "combinations"),
 )
-
-_PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
-
 
 _ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"
 
@@ -89,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +91,12 @@ def run(args: argparse.Namespace) -> int:
         name: text if text is None else parse_size(text, option(name))
         for name, text in sizes.items()
     }
+    report = run_report(args, sizes)
+    if report is not None:
+        return report
     same = ("engines", "threads", "format", "device", "kv_format", "ctx")
     settings = Settings.from_environment()
-    name, path = _resolve(args.model)
+    name, path = resolved(args.model)
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     options = BenchOptions(
         path=path,
@@ -115,12 +111,12 @@ def run(args: argparse.Namespace) -> int:
     if wants_forecast(options) and "native" in options.engines:
         if options.trace:
             raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
-        _notify("no GPU here: this is a plan for a known GPU, and nothing runs")
+        notify("no GPU here: this is a plan for a known GPU, and nothing runs")
         outcome = forecast(options, settings)
     else:
         floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
         machine = replace(machine, memory_read_bytes_s=floor)
-        outcome = run_bench(options, notify=_notify)
+        outcome = run_bench(options, notify=notify)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
     if args.json:
@@ -154,12 +150,15 @@ def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
 def _report(
     outcome: Outcome, options: BenchOptions, name: str, machine: hardware.Machine
 ) -> dict[str, Any]:
-    versions = {"localrt": __version__}
-    for package in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    command = shlex.join(["localrt", *sys.argv[1:]])
-    return to_json(outcome, options, name=name, machine=machine, versions=versions, command=command)
+    known = facts(machine)
+    return to_json(
+        outcome,
+        options,
+        name=name,
+        machine=machine,
+        versions=known["versions"],
+        command=known["command"],
+    )
 
 
 def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
@@ -167,7 +166,7 @@ def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
     for result in outcome.results:
         if result.trace:
             write_trace(path, result.trace, process=f"localrt {name}")
-            _notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
+            notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
             return
     raise LocalrtError(
         f"{path} was not written: only a model that does not fit has a pipeline to trace; "
@@ -182,18 +181,3 @@ def _engines(text: str) -> tuple[str, ...]:
         what = f"unknown engine {unknown[0]!r}" if unknown else "no engine"
         raise argparse.ArgumentTypeError(f"{what}: choose from {', '.join(ENGINES)}")
     return names
-
-
-def _resolve(model: str) -> tuple[str, Path]:
-    """Find the model, downloading it if needed: child processes get a path."""
-    settings = Settings.from_environment()
-    with ProgressLine() as line:
-        choose = chooser(settings, say=note_to(line))
-        resolved = resolve(model, settings=settings, choose=choose, progress=line)
-    # File names only: results may be shared.
-    name = resolved.path.name if Path(resolved.name).exists() else resolved.name
-    return name, resolved.path
-
-
-def _notify(line: str) -> None:
-    print(f"localrt: {line}", file=sys.stderr, flush=True)
