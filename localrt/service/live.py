@@ -73,13 +73,16 @@ class LiveModel(Closing):
         prompt: str | Sequence[Message] | None = None,
         *,
         client: Hashable = None,
+        request_class: str = "interactive",
         notify: Callable[[], None] | None = None,
         **options: Any,
     ) -> LiveAnswer:
         """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
-        Clients take turns: ``client`` identifies who sends the request. Another thread calls
-        ``notify`` when there is something to take; it must not block.
+        Clients take turns: ``client`` identifies who sends the request. ``request_class`` is what
+        it is for: ``"interactive"`` (somebody reads along), ``"completion"`` (of use at once) or
+        ``"background"`` (nobody waits for the next token). Another thread calls ``notify`` when
+        there is something to take; it must not block.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
@@ -88,7 +91,7 @@ class LiveModel(Closing):
         if request.on_progress is not None:
             raise OptionError("a live batch reports no progress: leave on_progress out")
         request = replace(request, restore=self._core.saver.restore)
-        return self._live.submit(request, client=client, notify=notify)
+        return self._live.submit(request, client=client, request_class=request_class, notify=notify)
 
     def stream(
         self, prompt: str | Sequence[Message] | None = None, **options: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -587,8 +588,44 @@ def test_fair_queue_put_back() -> None:
     queue.put_back("client", first)
     assert queue.first() is first
     queue.push("other", third)
-    assert queue.first({"client": 1}) is third
+    assert queue.first(lambda item: item is not third) is third
     queue.take(third)
     for item in (first, third, object()):
         queue.remove(item)
     assert queue.items() == [second]
+
+
+def test_background_gives_way() -> None:
+    """A chat takes the place of background work, which goes on behind it where it was."""
+    engine = Stepped()
+    with open_live(engine, most=2) as live:
+        work = [live.submit(request([n] * 4, 30), request_class="background") for n in (10, 50, 90)]
+        engine.go(3)
+        wait_for(lambda: engine.asked > 3)
+        chat = live.submit(request([200] * 3, 2))
+        assert passes_to_first(engine, chat) <= 2
+        engine.free = True
+        assert [said(answer) for answer in work] == [
+            [n + 1 + i for i in range(30)] for n in (10, 50, 90)
+        ]
+    assert max(map(len, engine.passes)) <= 2
+    read = sum(max(rows) for rows in engine.passes if max(rows) > 2)
+    assert read <= 4 * 3 + 3 + 2  # nothing that was displaced was read again
+
+
+def test_background_waits() -> None:
+    engine = Stepped()
+    order: list[str] = []
+    with open_live(engine, most=1) as live:
+        blocker = live.submit(request([9], 2))
+        wait_for(lambda: live.stats().running == 1)
+        answers = []
+        for name in ("background", "interactive", "completion"):
+            notify = partial(order.append, name)
+            answers.append(live.submit(request([1], 1), request_class=name, notify=notify))
+        engine.free = True
+        assert said(blocker) == [10, 11]
+        assert [said(answer) for answer in answers] == [[2]] * 3
+        with pytest.raises(OptionError, match="request_class"):
+            live.submit(request([1], 1), request_class="urgent")
+    assert order == ["interactive", "completion", "background"]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.engine.batch.goals import goal_of
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine, EngineSession
@@ -132,8 +133,8 @@ class LiveAnswer(Iterator[Chunk]):
 # An answer joins if there is room for this many more tokens. One that outgrows memory goes back
 # to the queue and is computed again.
 _AHEAD = 512
-# Rows of prompts in a pass with answers, where weights are in memory: more rows would delay each
-# answer's next token and gain little.
+# Rows of prompts in the first passes with answers, where weights are in memory: more rows would
+# delay each answer's next token and gain little.
 _PROMPT_ROWS = 128
 # Caches kept for conversations that go on. Where weights are streamed, caches take their room.
 _KEEP, _KEEP_STREAMED = 8, 2
@@ -219,27 +220,30 @@ class Live:
         request: Request,
         *,
         client: Hashable = None,
+        request_class: str = "interactive",
         notify: Callable[[], None] | None = None,
     ) -> LiveAnswer:
-        """Queue ``request`` after those of the same ``client``; its chunks come once computed.
+        """Queue ``request`` after those of the same ``client`` and class; its chunks come once
+        computed.
 
         ``notify`` is called by the computing thread when there is something to read: it must not
         block.
 
         Raises:
-            OptionError: the prompt is empty, or has an id outside the vocabulary.
+            OptionError: the prompt is empty, or has an id outside the vocabulary, or there is no
+                such class.
             ContextOverflowError: the prompt leaves no room for one token.
             LocalrtError: the batch is closed.
         """
-        limits = self._limits
+        limits, goal = self._limits, goal_of(request_class)
         request.check(ctx=limits.ctx, vocab_size=self._engine.info.vocab_size)
         answer = LiveAnswer(request, limits.buffer, wake=self._wake, notify=notify)
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            seq = BatchSequence(answer, request, limits.ctx, client)
+            seq = BatchSequence(answer, request, limits.ctx, (client, request_class), goal)
             self._asked.add(seq)
-            self._waiting.push(client, seq)
+            self._waiting.push(seq.client, seq)
             self._news = True
             self._changed.notify()
         return answer
@@ -409,8 +413,7 @@ class Live:
             capacity=limits.ctx,
             ahead=_AHEAD,
             keep=keep,
-            prompt_rows=None if engine.info.streamed else _PROMPT_ROWS,
-            evenly=True,
+            prompt_rows=engine.pass_rows if engine.info.streamed else _PROMPT_ROWS,
         )
         return Schedule(
             engine, tokenizer, self._waiting, terms, room=self._kv_room, check=self._check

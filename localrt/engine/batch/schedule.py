@@ -10,13 +10,17 @@ one after another. This module does not know threads, or where the weights are.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.engine.batch.goals import PassTimes, rows_of_pass
+from localrt.engine.batch.goals import Prompt as Reading
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
@@ -51,13 +55,10 @@ class FairQueue(Generic[T]):
             items.appendleft(item)
             self._clients = {client: items, **self._clients}
 
-    def first(self, load: Mapping[Hashable, int] | None = None) -> T | None:
-        """Return the next item, of a client with the least ``load``; None if the queue is empty."""
+    def first(self, order: Callable[[T], Any] = lambda item: 0) -> T | None:
+        """Return the next item, of the clients' next ones the least in ``order``; None: no item."""
         with self._lock:
-            clients = self._clients
-            if not clients:
-                return None
-            return clients[min(clients, key=lambda client: (load or {}).get(client, 0))][0]
+            return min((items[0] for items in self._clients.values()), key=order, default=None)
 
     def take(self, item: T) -> None:
         """Remove ``item``, which ``first`` returned; the next turn is another client's."""
@@ -147,6 +148,9 @@ def _copy(
     seq.copy(session, source)
 
 
+# While only background work runs, a pass takes about this long if somebody waited for a token in
+# the last seconds: more requests may come.
+_BACKGROUND_S, _RECENT_S = 0.1, 600.0
 # More rows of a decode pass gain little: from here on matrix products are compute-bound.
 MOST_SEQUENCES = 64
 
@@ -158,8 +162,8 @@ class Terms:
     At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: for
     what its sequence needs). An answer joins if there is room for ``ahead`` more tokens of it
     (None: for its longest). ``keep`` caches of finished sequences stay, for requests that continue
-    their text. A pass with answers takes at most ``prompt_rows`` rows of prompts (None: as many as
-    fit). If ``evenly``, the clients, and each client's prompts, share them equally; otherwise
+    their text. Passes are shared by the goals of their sequences, and ``prompt_rows`` rows of
+    prompts are taken beside answers until passes were measured; None: there are no goals, and
     prompts come in order.
     """
 
@@ -168,7 +172,6 @@ class Terms:
     ahead: int | None = None
     keep: int = 0
     prompt_rows: int | None = None
-    evenly: bool = False
 
 
 class Schedule(Generic[Owner]):
@@ -201,6 +204,8 @@ class Schedule(Generic[Owner]):
         self._shared: SharedPrompts[Owner] = SharedPrompts()
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
+        self._times = PassTimes()
+        self._waited_for = -math.inf  # when somebody last waited for a token
         self.passes = 0
 
     @property
@@ -280,7 +285,7 @@ class Schedule(Generic[Owner]):
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while they fit; return the errors of those that cannot start."""
         failed: list[tuple[BatchSequence[Owner], Chunks]] = []
-        while (seq := self._waiting.first(self._load())) is not None:
+        while (seq := self._next()) is not None:
             try:
                 session = self._session(seq) if len(self._live) < self._most else None
             except LocalrtError as error:
@@ -297,24 +302,39 @@ class Schedule(Generic[Owner]):
         self.rest()
         return failed
 
+    def _next(self) -> BatchSequence[Owner] | None:
+        """Return the waiting sequence to start next: background work last, then by load."""
+        load = self._load()
+        return self._waiting.first(lambda seq: (seq.goal.background, load[seq.client]))
+
     def _load(self) -> Counter[Hashable]:
         """Count the running sequences of each client."""
         return Counter(seq.client for seq, _ in self._live)
 
     def _give_way(self, seq: BatchSequence[Owner]) -> bool:
-        """Displace a sequence of the busiest client if the client of ``seq`` has none running."""
-        load = self._load()
-        if load[seq.client] or max(load.values(), default=0) < 2:
+        """Displace background work, or a sequence of the busiest client if the client of ``seq``
+        has none running.
+        """
+        if not self._live:
             return False
-        other = self._last_of_busiest()
+        load, other = self._load(), self._last_of_busiest()
+        if other.goal.background == seq.goal.background:
+            if load[seq.client] or load[other.client] < 2:
+                return False
+        elif seq.goal.background:
+            return False
         self.remove(other)
         self._waiting.put_back(other.client, other)
         return True
 
     def _last_of_busiest(self) -> BatchSequence[Owner]:
-        """Return the sequence that joined last, of the client with the most running."""
+        """Return the sequence that joined last, of the client with the most running; of background
+        work, if there is any.
+        """
         load = self._load()
-        return max(reversed(self.sequences), key=lambda seq: load[seq.client])
+        return max(
+            reversed(self.sequences), key=lambda seq: (seq.goal.background, load[seq.client])
+        )
 
     def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """Return an idle session that shares a prefix, or a new one; None if memory is short."""
@@ -380,6 +400,7 @@ class Schedule(Generic[Owner]):
         if len(self._live) > 1 and (said := self._with_drafts(parts)) is not None:
             return said
         whole = [i for i, (seq, _, tokens) in enumerate(parts) if len(tokens) == len(seq.pending)]
+        began = time.monotonic()
         try:
             logits = self._engine.extend_batch(
                 [(session, tokens) for _, session, tokens in parts],
@@ -396,7 +417,7 @@ class Schedule(Generic[Owner]):
             else:
                 self._postpone()
             return []
-        self.passes += 1
+        self._passed(sum(len(tokens) for *_, tokens in parts), began)
         for seq, _, tokens in parts:
             seq.pending = seq.pending[len(tokens) :]
         return [
@@ -410,31 +431,60 @@ class Schedule(Generic[Owner]):
         running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
         if not running:
             return None
+        began = time.monotonic()
         said = self._speculation.advance(
             running, [part for part in parts if len(part[0].pending) > 1]
         )
-        self.passes += said is not None
+        if said is not None:
+            self._passed(self._speculation.rows, began)
         return said
+
+    def _passed(self, rows: int, began: float) -> None:
+        self.passes += 1
+        self._times.add(rows, time.monotonic() - began)
 
     def _parts(self) -> list[Prompt[Owner]]:
         """Return what the next pass appends to each session; answers come before prompts."""
-        ready = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
+        answers = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
         prompts = [
             (seq, session)
             for seq, session in self._live
             if len(seq.pending) > 1 and seq not in self._shared
         ]
-        room = self._engine.pass_rows - len(ready)
-        if ready and self._terms.prompt_rows is not None:
-            room = min(room, max(self._terms.prompt_rows, len(prompts)))
-        shares = _even_shares if self._terms.evenly else _shares_in_order
-        rows = shares([(seq.client, len(seq.pending)) for seq, _ in prompts], room)
-        parts = [(seq, session, seq.pending) for seq, session in ready]
+        if self._terms.prompt_rows is None:
+            room = self._engine.pass_rows - len(answers)
+            rows = _shares_in_order([len(seq.pending) for seq, _ in prompts], room)
+        else:
+            rows = self._by_goals(answers, [seq for seq, _ in prompts])
+        parts = [(seq, session, seq.pending) for seq, session in answers]
         return parts + [
             (seq, session, seq.pending[:share])
             for (seq, session), share in zip(prompts, rows, strict=True)
             if share
         ]
+
+    def _by_goals(
+        self,
+        answers: list[tuple[BatchSequence[Owner], EngineSession]],
+        prompts: Sequence[BatchSequence[Owner]],
+    ) -> list[int]:
+        """Return the rows of each prompt; answers that must wait leave ``answers``."""
+        assert self._terms.prompt_rows is not None, "there are goals"
+        now = time.monotonic()
+        if not all(seq.goal.background for seq in self.sequences):
+            self._waited_for = now
+        recent = now - self._waited_for < _RECENT_S
+        chosen, rows = rows_of_pass(
+            [seq.goal for seq, _ in answers],
+            [Reading(seq.client, len(seq.pending), seq.goal, seq.deadline) for seq in prompts],
+            self._times,
+            most=self._engine.pass_rows,
+            guess=self._terms.prompt_rows,
+            turn=self.passes,
+            background_s=_BACKGROUND_S if recent else math.inf,
+        )
+        answers[:] = [answers[number] for number in chosen]
+        return rows
 
     def _postpone(self) -> None:
         """Memory is short: free the cache of a sequence, which is computed again later."""
@@ -457,28 +507,10 @@ class Schedule(Generic[Owner]):
         return max(self._kv[size], held) + 4 * self._engine.info.vocab_size
 
 
-def _shares_in_order(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
-    """Share a pass's rows among prompts (client, tokens to read), in order."""
+def _shares_in_order(lengths: Sequence[int], room: int) -> list[int]:
+    """Share a pass's rows among prompts with ``lengths`` tokens to read, in order."""
     shares = []
-    for _, length in prompts:
+    for length in lengths:
         shares.append(min(length, room))
         room -= shares[-1]
-    return shares
-
-
-def _even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
-    """Share a pass's rows equally among clients, then among each client's prompts; unused rows go
-    to others.
-    """
-    totals: Counter[Hashable] = Counter()
-    for client, length in prompts:
-        totals[client] += length
-    shares = [0] * len(prompts)
-    for place, client in enumerate(sorted(totals, key=totals.__getitem__)):
-        own = [number for number, prompt in enumerate(prompts) if prompt[0] == client]
-        left = room // (len(totals) - place)
-        for after, number in enumerate(sorted(own, key=lambda number: prompts[number][1])):
-            shares[number] = min(prompts[number][1], left // (len(own) - after))
-            left -= shares[number]
-        room -= sum(shares[number] for number in own)
     return shares

@@ -5,11 +5,13 @@ It does not know the other sequences, passes or memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.answer import Answer
+from localrt.engine.batch.goals import Goal
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
@@ -27,12 +29,22 @@ class BatchSequence(Generic[Owner]):
     """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
     ``owner`` gets its chunks, ``client`` takes turns with other clients; ``capacity`` is the number
-    of tokens that its cache may have to hold.
+    of tokens that its cache may have to hold. By its ``goal`` the first token comes before
+    ``deadline``, in ``time.monotonic()``'s seconds.
     """
 
-    def __init__(self, owner: Owner, request: Request, ctx: int, client: Hashable = None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        request: Request,
+        ctx: int,
+        client: Hashable = None,
+        goal: Goal = Goal(),  # noqa: B008  immutable
+    ) -> None:
         self.owner = owner
         self.client = client
+        self.goal = goal
+        self.deadline = time.monotonic() + goal.first_s
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)

@@ -176,6 +176,7 @@ class BatchSpeculation(Generic[Owner]):
         self._engine = engine
         self._check = check
         self._tuner: BatchTuner | None = None
+        self.rows = 0  # of the last pass
 
     def advance(
         self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
@@ -198,6 +199,7 @@ class BatchSpeculation(Generic[Owner]):
         trees = self._trees(tuner, running, proposers, beside)
         looking = time.perf_counter() - started
         drafted = sum(map(len, trees))
+        self.rows = len(running) + drafted + beside
         started = time.perf_counter()
         try:
             found = self._engine.extend_trees(
