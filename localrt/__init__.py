@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from localrt.common.errors import ContextOverflowError as ContextOverflowError
     from localrt.common.errors import GatedModelError as GatedModelError
     from localrt.common.errors import HubError as HubError
+    from localrt.common.errors import LateError as LateError
     from localrt.common.errors import LocalrtError as LocalrtError
     from localrt.common.errors import MemoryBudgetError as MemoryBudgetError
     from localrt.common.errors import MissingExtraError as MissingExtraError
@@ -110,8 +111,8 @@ _NAMES = {
     "localrt.engine.types": "Chunk Message Metrics TokenLogprob ToolCall",
     "localrt.common.errors": (
         "CancelledError CheckpointError ContextOverflowError GatedModelError HubError"
-        " LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError OfflineError"
-        " OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
+        " LateError LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError"
+        " OfflineError OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
     ),
     "localrt.history": "AnswerWriter Conversation ConversationInfo History Turn",
     "localrt.hub": "LocalModel ResolvedModel",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localrt.engine.batch.goals import RequestClass
 from localrt.engine.types import Chunk
 from localrt.server.errors import ApiError, error_body, to_json
 from localrt.server.messages import Fields, Known
@@ -66,7 +67,8 @@ class Generation:
     answers, ``only_reads`` asks for no answers. Without ``parallel_tools`` an answer has one call
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
     one. ``known`` has the tools that are not functions for the client, by the names of their
-    functions for the model; a ``legacy`` call is a message's ``function_call``.
+    functions for the model; a ``legacy`` call is a message's ``function_call``. ``request_class``
+    is what the request is for, if neither a header nor its key says so.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -81,6 +83,7 @@ class Generation:
     overflow_in_stream: bool = False
     known: Mapping[str, Known] = field(default_factory=dict)
     legacy: bool = False
+    request_class: RequestClass = "interactive"
 
     def submissions(self) -> list[dict[str, Any]]:
         """Return the arguments of every answer; the choices of a prompt are adjacent."""
@@ -92,6 +95,11 @@ class Generation:
                 own = {} if seed is None else {"seed": (seed + choice) % SEEDS}
                 found.append({**prompt, **self.options, **one, **own})
         return found
+
+
+def tier_of(fields: Fields) -> RequestClass:
+    """Return the class of requests that OpenAI's ``service_tier`` stands for."""
+    return "background" if fields.get("service_tier") == "flex" else "interactive"
 
 
 def sampling(fields: Fields, *names: str, **others: str) -> dict[str, Any]:

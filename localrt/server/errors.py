@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from localrt.common.errors import (
     CancelledError,
     ContextOverflowError,
+    LateError,
     LocalrtError,
     MemoryBudgetError,
     MissingExtraError,
@@ -183,6 +185,9 @@ def api_error(error: LocalrtError) -> ApiError:
         return ApiError(501, message)
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "10"})
+    if isinstance(error, LateError):
+        after = {"Retry-After": str(max(1, math.ceil(error.seconds)))}
+        return ApiError(503, message, code="too_late", headers=after)
     if isinstance(error, CancelledError):
         return ApiError(503, message, code="cancelled")
     return ApiError(500, message)

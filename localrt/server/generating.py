@@ -36,12 +36,13 @@ from starlette.types import Receive, Scope, Send
 from localrt.api import Model
 from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
+from localrt.engine.batch.goals import GOALS
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.server.dialect import EVENT_STREAM, Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.models import ServedModel
-from localrt.server.service import ModelRequest
+from localrt.server.service import ModelRequest, sent_key
 from localrt.service.arguments import joined
 from localrt.service.live import AsyncAnswer
 
@@ -165,6 +166,31 @@ def _client(request: Request) -> Hashable:
     return request.headers.get("authorization", ""), address
 
 
+CLASS_HEADER, DEADLINE_HEADER = "x-localrt-class", "x-localrt-deadline"
+
+
+def _terms(asked: ModelRequest, call: Generation) -> dict[str, Any]:
+    """Return the class of a request, and within how many seconds its first token must come.
+
+    Raises:
+        ApiError: 400, a header is malformed.
+    """
+    headers, keys = asked.http.headers, asked.service.options.class_keys
+    name = headers.get(CLASS_HEADER) or keys.get(sent_key(headers)) or call.request_class
+    if name not in GOALS:
+        raise invalid(f"{CLASS_HEADER} must be one of {', '.join(GOALS)}, is {name[:40]!r}")
+    given = headers.get(DEADLINE_HEADER)
+    if given is None:
+        return {"request_class": name}
+    try:
+        within = float(given)
+    except ValueError:
+        within = nan
+    if not within > 0:
+        raise invalid(f"{DEADLINE_HEADER} must be seconds above 0, is {given[:40]!r}")
+    return {"request_class": name, "within_s": within}
+
+
 # -- the answers of a call -------------------------------------------------------------------------
 
 
@@ -190,6 +216,7 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Load the model and submit the answers."""
         call, service = self._call, self._service
+        terms = {"client": client, **_terms(self._asked, call)}
         served = await self.enter_async_context(self._asked.using())
         self._served = served
         self.callback(self._end)
@@ -200,7 +227,7 @@ class _Work(AsyncExitStack):
         if call.echo or call.only_reads:
             await self._read(served, adapting.get("adapter"))
         for one in () if call.only_reads else call.submissions():
-            self._answers.append(await served.live.asubmit(client=client, **one, **adapting))
+            self._answers.append(await served.live.asubmit(**terms, **one, **adapting))
             if service.stopping:  # the server stopped meanwhile
                 self._answers[-1].cancel()
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localrt.server.errors import ApiError, failure
 from localrt.server.openapi import OPEN
 from localrt.server.options import ServeOptions, is_loopback
-from localrt.server.service import Service
+from localrt.server.service import Service, sent_key
 
 _PREFIX = "v1"
 
@@ -222,9 +222,9 @@ def _check(scope: Scope, options: ServeOptions) -> None:
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in OPEN and not preflight:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.strip().encode(), options.api_key.strip().encode()):
+        given = sent_key(headers).encode()
+        keys = [options.api_key, *options.class_keys]
+        if not any(hmac.compare_digest(given, key.strip().encode()) for key in keys):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key",

@@ -71,7 +71,8 @@ def _known(fields: Fields, kind: str) -> dict[str, Any]:
 
 
 def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generation:
-    return replace(call, prompts=[{"prompt": before, "suffix": behind, **more}])
+    prompts = [{"prompt": before, "suffix": behind, **more}]
+    return replace(call, prompts=prompts, request_class="completion")
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -270,6 +270,12 @@ class Service:
         return max(1, min(_LONGEST_RETRY_S, round(mean / self.options.max_running)))
 
 
+def sent_key(headers: Mapping[str, str]) -> str:
+    """Return the API key that a client sent, or ""."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return (bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+
+
 # -- the beginning of every endpoint ---------------------------------------------------------------
 
 

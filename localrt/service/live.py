@@ -6,6 +6,7 @@ for asyncio. ``localrt.engine.batch.live`` handles passes, memory and turns.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import deque
@@ -74,6 +75,7 @@ class LiveModel(Closing):
         *,
         client: Hashable = None,
         request_class: str = "interactive",
+        within_s: float = math.inf,
         notify: Callable[[], None] | None = None,
         **options: Any,
     ) -> LiveAnswer:
@@ -81,7 +83,8 @@ class LiveModel(Closing):
 
         Clients take turns: ``client`` identifies who sends the request. ``request_class`` is what
         it is for: ``"interactive"`` (somebody reads along), ``"completion"`` (of use at once) or
-        ``"background"`` (nobody waits for the next token). Another thread calls ``notify`` when
+        ``"background"`` (nobody waits for the next token). If the first token cannot come
+        ``within_s`` seconds, the answer is a ``LateError``. Another thread calls ``notify`` when
         there is something to take; it must not block.
 
         Raises:
@@ -91,7 +94,9 @@ class LiveModel(Closing):
         if request.on_progress is not None:
             raise OptionError("a live batch reports no progress: leave on_progress out")
         request = replace(request, restore=self._core.saver.restore)
-        return self._live.submit(request, client=client, request_class=request_class, notify=notify)
+        return self._live.submit(
+            request, client=client, request_class=request_class, within_s=within_s, notify=notify
+        )
 
     def stream(
         self, prompt: str | Sequence[Message] | None = None, **options: Any

@@ -221,11 +221,13 @@ class Live:
         *,
         client: Hashable = None,
         request_class: str = "interactive",
+        within_s: float = math.inf,
         notify: Callable[[], None] | None = None,
     ) -> LiveAnswer:
         """Queue ``request`` after those of the same ``client`` and class; its chunks come once
         computed.
 
+        It fails with ``LateError`` once its first token cannot come ``within_s`` seconds.
         ``notify`` is called by the computing thread when there is something to read: it must not
         block.
 
@@ -241,9 +243,10 @@ class Live:
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            seq = BatchSequence(answer, request, limits.ctx, (client, request_class), goal)
+            turns = client, request_class
+            seq = BatchSequence(answer, request, limits.ctx, turns, goal, within_s)
             self._asked.add(seq)
-            self._waiting.push(seq.client, seq)
+            self._waiting.push(turns, seq)
             self._news = True
             self._changed.notify()
         return answer

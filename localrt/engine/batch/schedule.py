@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.errors import LateError, LocalrtError, MemoryBudgetError
 from localrt.engine.batch.goals import PassTimes, rows_of_pass
 from localrt.engine.batch.goals import Prompt as Reading
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
@@ -284,7 +284,7 @@ class Schedule(Generic[Owner]):
 
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while they fit; return the errors of those that cannot start."""
-        failed: list[tuple[BatchSequence[Owner], Chunks]] = []
+        failed = self._too_late()
         while (seq := self._next()) is not None:
             try:
                 session = self._session(seq) if len(self._live) < self._most else None
@@ -301,6 +301,28 @@ class Schedule(Generic[Owner]):
                 break
         self.rest()
         return failed
+
+    def _too_late(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
+        """Remove waiting sequences that cannot begin in time; return their errors."""
+        failed = []
+        for seq in self._waiting.items():
+            if seq.latest == math.inf:
+                continue
+            expected, left = self._expected_s(seq), seq.latest - time.monotonic()
+            if expected > left:
+                self._waiting.remove(seq)
+                text = f"the first token would come in about {expected:.2g} s, too late: try later"
+                failed.append((seq, seq.fail(LateError(text, expected))))
+        return failed
+
+    def _expected_s(self, seq: BatchSequence[Owner]) -> float:
+        """Return about how long it takes to read the prompt of a waiting sequence, with those that
+        are being read; 0 before any pass was measured.
+        """
+        held = [s for s in self._idle if s.mix == seq.request.mix]
+        known = max((common_prefix(one.tokens, seq.tokens) for one in held), default=0)
+        others = (len(other.pending) for other in self.sequences if not other.goal.background)
+        return self._times.seconds(seq.length - known + sum(others)) or 0.0
 
     def _next(self) -> BatchSequence[Owner] | None:
         """Return the waiting sequence to start next: background work last, then by load."""

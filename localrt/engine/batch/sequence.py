@@ -5,6 +5,7 @@ It does not know the other sequences, passes or memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -30,7 +31,7 @@ class BatchSequence(Generic[Owner]):
 
     ``owner`` gets its chunks, ``client`` takes turns with other clients; ``capacity`` is the number
     of tokens that its cache may have to hold. By its ``goal`` the first token comes before
-    ``deadline``, in ``time.monotonic()``'s seconds.
+    ``deadline``, in ``time.monotonic()``'s seconds; after ``latest`` it is of no use.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class BatchSequence(Generic[Owner]):
         ctx: int,
         client: Hashable = None,
         goal: Goal = Goal(),  # noqa: B008  immutable
+        within_s: float = math.inf,
     ) -> None:
         self.owner = owner
         self.client = client
         self.goal = goal
-        self.deadline = time.monotonic() + goal.first_s
+        asked = time.monotonic()
+        self.deadline, self.latest = asked + goal.first_s, asked + within_s
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localrt.server.dialect import Generation, effort, prompts_of, sampling
+from localrt.server.dialect import Generation, effort, prompts_of, sampling, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -69,6 +69,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
         parallel_tools=fields.get("parallel_tool_calls") is not False and not legacy,
         known=tools.known,
         legacy=legacy,
+        request_class=tier_of(fields),
         **_streaming(fields),
     )
 
@@ -94,6 +95,9 @@ def completion_call(fields: Fields) -> Generation:
         raise invalid("suffix needs prompts that are texts", "suffix")
     if suffix is not None and (only_reads or (echo and "logprobs" in options)):
         raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
+    kind = tier_of(fields) if suffix is None else "completion"
+    if len(texts) > 1 or echo or only_reads:  # programs ask for that
+        kind = "background"
     own = {"raw": True} if suffix is None else {"suffix": suffix}
     return Generation(
         prompts=[
@@ -105,6 +109,7 @@ def completion_call(fields: Fields) -> Generation:
         logprobs="logprobs" in options,
         echo=echo,
         only_reads=only_reads,
+        request_class=kind,
         **_streaming(fields),
     )
 

@@ -40,6 +40,7 @@ _SAMPLING: dict[str, Schema] = {
     **fields("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "stream"),
     **fields("repeat_penalty", "presence_penalty", "frequency_penalty"),
     "model": TEXT,
+    "service_tier": TEXT,
     "max_tokens": integer(-1, MOST_ID),
     "n": integer(1, 1024),
     "logit_bias": {

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from localrt.chat_format.thinking import THOUGHT_FIELDS
-from localrt.server.dialect import Generation, effort, sampling
+from localrt.server.dialect import Generation, effort, sampling, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -72,6 +72,7 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
         parallel_tools=fields.get("parallel_tool_calls") is not False,
         overflow_in_stream=True,  # as OpenAI does: coding agents rely on it
         known=tools.known,
+        request_class=tier_of(fields),
     )
 
 

@@ -33,6 +33,7 @@ _FORMAT: Schema = {
 _PROMPT: dict[str, Schema] = {
     **fields("tools"),
     "model": TEXT,
+    "service_tier": TEXT,
     "input": {
         "description": "a text or a list of items with the fields of their types",
         "anyOf": [
