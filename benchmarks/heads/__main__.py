@@ -1,7 +1,7 @@
 """Trains a draft head in EAGLE-3's published form on text that its target writes.
 
     python -m benchmarks.heads MODEL.gguf DIR [--held prompts.jsonl ...] [--sequences 2560]
-        [--steps 1000] [--only text|train]
+        [--steps 1000] [--kinds chat ...] [--only text|train]
 
 Everything is kept in DIR, and the same command continues it: the text with its features (9 KB a
 token of a model with 1,536 hidden numbers), weights and optimizer, and the exported head in
@@ -26,7 +26,14 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.heads.head import HeadModel, Target, export, split
-from benchmarks.heads.prompts import beginnings, held_names, held_out, held_rows, prompts_in_turn
+from benchmarks.heads.prompts import (
+    KINDS,
+    beginnings,
+    held_names,
+    held_out,
+    held_rows,
+    prompts_in_turn,
+)
 from benchmarks.heads.text import SequenceFile, write_text
 from benchmarks.heads.training import Trainer
 from benchmarks.heads.trees import simulate
@@ -67,7 +74,7 @@ def _write(options: argparse.Namespace) -> None:
         held = held_out(loaded, held_rows(options.held)[:: options.held_step])
         for name, begun, count in (
             ("held", prompts_in_turn(held), len(held)),
-            ("text", beginnings(loaded, 0), options.sequences),
+            ("text", beginnings(loaded, 0, options.kinds), options.sequences),
         ):
             sequences = SequenceFile(options.dir / f"{name}.bin", LENGTH, 3 * engine.hidden_size)
             write_text(engine, begun, sequences, count, layers, loaded.eos_ids, _TOGETHER, _report)
@@ -180,6 +187,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-step", type=int, default=3, help="score on each n-th of them")
     parser.add_argument("--layers", type=int, nargs=2, default=[8, 18], help="low and mid")
     parser.add_argument("--sequences", type=int, default=2560, help=f"of {LENGTH} tokens")
+    parser.add_argument("--kinds", nargs="+", choices=sorted({*KINDS}), default=KINDS)
     parser.add_argument("--only", choices=["text", "train"])
     parser.add_argument("--vocab", type=int, default=16384, help="tokens that the head guesses")
     parser.add_argument("--width", type=int, default=4608, help="of the head's MLP")

@@ -53,7 +53,9 @@ Who|When|In the|Consider|Draft|Design|Act as|You are|Rewrite|Pretend|Identify|Ex
 Explain why|What would|Provide|Suggest|Should|Does|A|The|My|If|Find|Evaluate|Classify|Edit|
 Edit the following"""
 _STARTERS = _STARTS.replace("\n", "").split("|")
-_KINDS = ("name", "name", "name", "function", "function", "request", "chat", "chat")
+KINDS = ("name", "name", "name", "function", "function", "request", "chat", "chat")
+"""Of sequences, by turns."""
+
 _MOST = {"name": 256, "function": 224, "question": 96, "answer": 256}
 _SOURCE_CHARACTERS = (80, 900)
 
@@ -119,8 +121,8 @@ def prompts_in_turn(prompts: Sequence[Sequence[int]]) -> Beginnings:
     )
 
 
-def beginnings(loaded: LoadedModel, seed: int) -> Beginnings:
-    """The four kinds, in a fixed order of turns: five of eight sequences are code as it is."""
+def beginnings(loaded: LoadedModel, seed: int, kinds: Sequence[str] = KINDS) -> Beginnings:
+    """What sequences of ``kinds`` begin with, by turns."""
     tokenizer = loaded.tokenizer
     assert tokenizer is not None, "a GGUF file has one"
     functions, (before, after) = standard_functions(), frame(loaded)
@@ -132,7 +134,7 @@ def beginnings(loaded: LoadedModel, seed: int) -> Beginnings:
 
     def of(number: int) -> Iterator[Beginning]:
         random = np.random.default_rng((seed, number))
-        kind = _KINDS[number % len(_KINDS)]
+        kind = kinds[number % len(kinds)]
         for part in cycle((0, 1)):
             temperature = float(random.choice((0.0, 0.0, 0.4, 0.8)))
             if kind == "name":
