@@ -63,6 +63,7 @@ def load(
     draft: str = "auto",
     threads: int | None = None,
     shrinkable: bool = False,
+    gentle: bool = False,
     revision: str | None = None,
     offline: bool | None = None,
     progress: ProgressCallback | None = None,
@@ -102,6 +103,8 @@ def load(
         threads: CPU threads of the engine; None takes one for each performance core.
         shrinkable: on the CPU, a model that fits whole can leave its memory to others later
             (``Model.leave_ram``, ``set_budget``). It is packed once, like a streamed model.
+        gentle: passes compute only while no other program wants the cores (on the CPU, with the
+            native engine): a video beside it plays on, and answers take longer meanwhile.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
         progress: called with ``Progress`` from the loading thread; one of the stage ``"note"`` says
@@ -130,6 +133,7 @@ def load(
         pre_tokenizer=pre_tokenizer,
         threads=threads,
         shrinkable=shrinkable,
+        gentle=gentle,
     )
     return Model(
         open_core(

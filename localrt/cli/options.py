@@ -48,6 +48,7 @@ KV_HELP = (
 FORMAT_HELP = "unpack weights to this format (default: as in the file)"
 _THREADS_HELP = "CPU threads (default: one for each performance core)"
 _ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
+_GENTLE_HELP = "compute only while no other program wants the cores (default: off)"
 _ADAPTER_HELP = (
     "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used "
     "(default: none)"
@@ -62,6 +63,7 @@ _LOADING: tuple[Flag, ...] = (
     ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
     ("--ctx", int, "TOKENS", "longest conversation (default: the model's, or what memory holds)"),
     ("--device", str, None, DEVICE_HELP),
+    ("--gentle", bool, None, _GENTLE_HELP),
     ("--adapter", list, "[NAME=]PATH", _ADAPTER_HELP),
 )
 _LOADING_ADVANCED: tuple[Flag, ...] = (

@@ -162,7 +162,7 @@ _OF_LOADING = frozenset(
     {
         *("activations", "adapters", "chat_template", "ctx", "device", "engine", "format"),
         *("gpu_memory", "kv_format", "offline", "pre_tokenizer", "ram", "revision"),
-        *("shrinkable", "threads"),
+        *("shrinkable", "gentle", "threads"),
     }
 )
 

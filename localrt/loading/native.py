@@ -7,11 +7,13 @@ any weight is read.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from math import prod
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
+from localrt.common.giving_way import giving_way
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.engine.native.engine import NativeEngine
@@ -48,6 +50,36 @@ def load_native(
     Raises:
         MemoryBudgetError: the model does not fit even when streamed; the message has the numbers.
     """
+    load = partial(
+        _load,
+        checkpoint,
+        options,
+        settings=settings,
+        notes=notes,
+        progress=progress,
+        cancel=cancel,
+    )
+    if not options.gentle:
+        return load()
+    thread = giving_way("localrt-gentle")
+    try:
+        engine, ctx = thread.submit(load).result()  # the kernels' threads are started there too
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+    engine.pass_on(thread)
+    return engine, ctx
+
+
+def _load(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    *,
+    settings: Settings,
+    notes: list[str],
+    progress: ProgressCallback | None,
+    cancel: threading.Event | None,
+) -> tuple[NativeEngine, int]:
     config = read_config(checkpoint, context=options.ctx)
     ops = make_ops(
         config.memory,

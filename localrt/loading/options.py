@@ -26,6 +26,7 @@ class LoadOptions:
     ``pass_rows``: the rows of a usual pass, for which weights are placed; more than one if draft
     tokens are verified. With a ``gpu_memory`` of 0 the CPU computes everything.
     ``shrinkable``: a model that fits whole can later give up memory and stream its weights.
+    ``gentle``: its passes give way to other programs.
     """
 
     engine: str = "auto"
@@ -41,6 +42,7 @@ class LoadOptions:
     threads: int | None = None
     pass_rows: int = 1
     shrinkable: bool = False
+    gentle: bool = False
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -81,10 +83,10 @@ class LoadOptions:
             raise OptionError(
                 f"{option('threads')} must be at most {_MOST_THREADS}, is {self.threads}"
             )
-        if not isinstance(self.shrinkable, bool):
-            raise OptionError(
-                f"{option('shrinkable')} must be true or false, is {self.shrinkable!r:.80}"
-            )
+        for name in ("shrinkable", "gentle"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(f"{option(name)} must be true or false, is {value!r:.80}")
 
 
 def pick_context(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
@@ -93,7 +94,15 @@ class NativeEngine(Engine):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()
+        self._thread: Executor | None = None
         self._caches: WeakSet[KVCache] = WeakSet()
+
+    def pass_on(self, thread: Executor) -> None:
+        """Run all passes on ``thread``, which is shut down when the engine closes."""
+        forward = self._forward
+        assert forward is not None, "the engine is open"
+        self._forward = lambda *args, **options: thread.submit(forward, *args, **options).result()
+        self._thread = thread
 
     def session(self, capacity: int) -> NativeSession:
         """A new, empty session."""
@@ -111,6 +120,8 @@ class NativeEngine(Engine):
             self.weights.close()
             self.weights = WeightStore()  # an empty store
             self._decoder = self._forward = self._forecaster = None
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def forecast(self) -> Forecast | None:
         counts = self.counts()
