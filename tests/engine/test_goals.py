@@ -80,11 +80,11 @@ def test_next_tokens_keep_their_goal() -> None:
     """A prompt is cut so that nobody's next token is late, and no further."""
     times = linear(0.05, 0.001)
     (share,) = rows_of_pass([CHAT], [prompt(900)], times, most=512, guess=64, turn=0)[1]
-    assert 0.19 < 0.05 + 0.001 * (1 + share) <= 0.2
+    assert 0.15 < 0.05 + 0.001 * (1 + share) <= 0.16
     (share,) = rows_of_pass([COMPLETION], [prompt(900)], times, most=512, guess=64, turn=0)[1]
     assert 0.095 < 0.05 + 0.001 * (1 + share) <= 0.11  # twice a pass without prompts, at least
     (share,) = rows_of_pass([BACKGROUND], [prompt(900)], times, most=512, guess=64, turn=0)[1]
-    assert share == 511
+    assert share == 511  # nobody waits for the next token
     slow = linear(3.0, 0.001)  # weights are streamed: the goal is out of reach, and rows are cheap
     (share,) = rows_of_pass([CHAT], [prompt(900)], slow, most=512, guess=64, turn=0)[1]
     assert share == 511
@@ -96,7 +96,7 @@ def test_background_leaves_room() -> None:
     first, second = rows_of_pass([], [long, prompt(400)], times, most=512, guess=64, turn=0)[1]
     assert second == 400
     assert 0 < first <= 64
-    (share,) = rows_of_pass([], [long], times, most=512, guess=64, turn=0, background_s=0.1)[1]
+    (share,) = rows_of_pass([], [long], times, most=512, guess=64, turn=0)[1]
     assert 40 <= share <= 60
     many = [CHAT, *[BACKGROUND] * 20]
     dear = linear(0.05, 0.02)

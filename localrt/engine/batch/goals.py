@@ -113,6 +113,10 @@ class Prompt(NamedTuple):
     deadline: float
 
 
+# Passes are planned for this share of the shortest goal: their times vary.
+_MARGIN = 0.8
+# While only background work runs, a pass takes about this long: others may come meanwhile.
+_BACKGROUND_S = 0.1
 # However tight the goals, a pass may take this many times as long as without prompts, and has room
 # for so many rows of them: otherwise they would never be read where passes are long.
 _LONGER, _LEAST_ROWS = 2.0, 16
@@ -129,17 +133,15 @@ def rows_of_pass(
     most: int,
     guess: int,
     turn: int,
-    background_s: float = math.inf,
 ) -> tuple[list[int], list[int]]:
     """Return which ``answers`` get a row in the next pass, and how many rows each prompt gets.
 
     A pass has at most ``most`` rows. Before one was measured, ``guess`` rows of prompts are taken
-    beside answers. ``turn`` counts passes: background answers that do not all fit take turns. A
-    pass of background work alone takes about ``background_s``: others may come meanwhile.
+    beside answers. ``turn`` counts passes: background answers that do not all fit take turns.
     """
-    limit = min((goal.next_s for goal in answers), default=math.inf)
+    limit = _MARGIN * min((goal.next_s for goal in answers), default=math.inf)
     if limit == math.inf and all(prompt.goal.background for prompt in prompts):
-        limit = background_s
+        limit = _BACKGROUND_S
 
     def allowed(least: int) -> int:
         """The rows of a pass that has ``least`` in any case."""

@@ -148,9 +148,6 @@ def _copy(
     seq.copy(session, source)
 
 
-# While only background work runs, a pass takes about this long if somebody waited for a token in
-# the last seconds: more requests may come.
-_BACKGROUND_S, _RECENT_S = 0.1, 600.0
 # More rows of a decode pass gain little: from here on matrix products are compute-bound.
 MOST_SEQUENCES = 64
 
@@ -205,7 +202,6 @@ class Schedule(Generic[Owner]):
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self._times = PassTimes()
-        self._waited_for = -math.inf  # when somebody last waited for a token
         self.passes = 0
 
     @property
@@ -492,10 +488,6 @@ class Schedule(Generic[Owner]):
     ) -> list[int]:
         """Return the rows of each prompt; answers that must wait leave ``answers``."""
         assert self._terms.prompt_rows is not None, "there are goals"
-        now = time.monotonic()
-        if not all(seq.goal.background for seq in self.sequences):
-            self._waited_for = now
-        recent = now - self._waited_for < _RECENT_S
         chosen, rows = rows_of_pass(
             [seq.goal for seq, _ in answers],
             [Reading(seq.client, len(seq.pending), seq.goal, seq.deadline) for seq in prompts],
@@ -503,7 +495,6 @@ class Schedule(Generic[Owner]):
             most=self._engine.pass_rows,
             guess=self._terms.prompt_rows,
             turn=self.passes,
-            background_s=_BACKGROUND_S if recent else math.inf,
         )
         answers[:] = [answers[number] for number in chosen]
         return rows
