@@ -120,8 +120,8 @@ _BACKGROUND_S = 0.1
 # However tight the goals, a pass may take this many times as long as without prompts, and has room
 # for so many rows of them: otherwise they would never be read where passes are long.
 _LONGER, _LEAST_ROWS = 2.0, 16
-# Background prompts may make a pass that reads others' prompts this much longer, or take this
-# share of its rows.
+# Background prompts may make a pass that reads others' prompts this much longer, or take one row
+# for so many of theirs.
 _BESIDE, _SHARE = 1.1, 8
 
 
@@ -179,7 +179,7 @@ def _shares(prompts: Sequence[Prompt], room: int, beside: int, times: PassTimes)
         left = room - taken - (0 if goal.background else kept)
         if goal.background and taken:
             longer = _BESIDE * (times.seconds(beside + taken) or 0.0)
-            left = min(left, max(kept, times.rows_within(longer) - beside - taken))
+            left = min(left, max(taken // _SHARE, times.rows_within(longer) - beside - taken))
         asked = [(prompts[number].client, prompts[number].length) for number in groups[goal]]
         for number, rows in zip(groups[goal], even_shares(asked, left), strict=True):
             shares[number] = rows
