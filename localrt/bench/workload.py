@@ -20,7 +20,7 @@ LONG_ANSWER = 2
 # Prompts start this many tokens apart in one text, so that no run can reuse another's cache.
 _STRIDE = 17
 
-_SENTENCES = (
+SENTENCES = (
     "In the year {year} the harbour master wrote down every ship that came in before noon.",
     "Ship number {n} carried {a} crates of tea, {b} barrels of oil and a small brass telescope.",
     "Nobody asked who had paid for it, and the clerk simply noted: received, weighed, stored.",
@@ -175,6 +175,6 @@ def _text(sentences: int) -> str:
     lines = []
     for index in range(sentences):
         a, b = 3 + index * 7 % 89, 5 + index * 11 % 97
-        template = _SENTENCES[index % len(_SENTENCES)]
+        template = SENTENCES[index % len(SENTENCES)]
         lines.append(template.format(year=1700 + index, n=index + 1, a=a, b=b, sum=a + b))
     return " ".join(lines)

@@ -1,0 +1,182 @@
+"""What applications send, and when: arrivals, and sessions of one request after another.
+
+Everything is drawn from the mix's seed, so that all servers get the same. Only conversations depend
+on a server: they send its own answers back, and go on once these have been read. The module knows
+no server and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias
+
+from localrt.bench.mix.mix import App
+from localrt.bench.workload import SENTENCES
+
+_READ_WORDS_S = 4.0  # silent reading, about 240 words a minute
+_PATIENCE_S = 10.0  # then a typist goes on without a completion
+_TEMPERATURE = 0.8
+_SYSTEM = "You are an agent. Call one tool at a time. Say what you do next, then do it."
+_NAMES = ("crate", "tide", "harbour", "pilot", "lamp", "wall", "price", "clerk", "barrel", "wind")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request ``pause_s`` after the last answer.
+
+    With ``give_up_s``, it is cancelled so long after it was sent, and the next one follows.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    pause_s: float = 0.0
+    give_up_s: float | None = None
+
+
+Session: TypeAlias = Generator[Request, str, None]
+"""Yields requests, and is sent the text of each answer."""
+
+
+def arrivals(app: App, seconds: float, seed: int) -> list[float]:
+    """Return when sessions begin, in seconds from the start of the mix; [] for ``closed``."""
+    found: list[float] = []
+    if app.every_s is not None:
+        number = max(0, math.ceil((seconds - app.start_s) / app.every_s))
+        times = (app.start_s + index * app.every_s for index in range(number))
+        found = [at for at in times if at < seconds]
+    elif app.poisson_s is not None:
+        rng = random.Random(f"{seed}/{app.name}")
+        at = app.start_s + rng.expovariate(1 / app.poisson_s)
+        while at < seconds:
+            found.append(at)
+            at += rng.expovariate(1 / app.poisson_s)
+    return found
+
+
+def session(app: App, index: int, seed: int) -> Session:
+    """Return the requests of the application's session number ``index``."""
+    return _SESSIONS[app.kind](app, index, random.Random(f"{seed}/{app.name}/{index}"))
+
+
+def _chat(app: App, index: int, rng: random.Random) -> Session:
+    messages: list[dict[str, str]] = []
+    pause_s = 0.0
+    for turn in range(app.turns):
+        text = _text(app, index * app.turns + turn, rng, "What happened next, and why?")
+        messages.append({"role": "user", "content": text})
+        answer = yield _ask(app, rng, messages, pause_s)
+        messages.append({"role": "assistant", "content": answer})
+        pause_s = len(answer.split()) / _READ_WORDS_S
+
+
+def _agent(app: App, index: int, rng: random.Random) -> Session:
+    task = _text(app, index, rng, "Find out who paid, with the tools read, list and search.")
+    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task}]
+    for _ in range(app.turns):
+        answer = yield _ask(app, rng, messages)
+        messages.append({"role": "assistant", "content": answer})
+        found = _prose(max(1, app.prompt_words // 4), rng)
+        messages.append({"role": "user", "content": f"Result of the tool: {found}"})
+
+
+def _one(app: App, index: int, rng: random.Random) -> Session:
+    """One long text, one answer: for summaries and batches."""
+    text = _text(app, index, rng, "Summarize this text in a few sentences.")
+    yield _ask(app, rng, [{"role": "user", "content": text}])
+
+
+def _completion(app: App, index: int, rng: random.Random) -> Session:
+    """Complete code at a cursor: the typist goes on up to twice before waiting for the answer.
+
+    It is a plain continuation, so that every server and model can do it: what follows the cursor
+    comes first.
+    """
+    before = _text(app, index, rng, make=_code)
+    text = f"# After the cursor:\n{_code(app.prompt_words // 3, rng)}\n# Before it:\n{before}"
+    cut = len(text) - rng.randint(10, 30)  # typed up to here
+    for _ in range(rng.randint(0, 2)):
+        yield Request(*_complete(app, rng, text[:cut]), give_up_s=rng.uniform(0.2, 0.8))
+        cut += rng.randint(1, 5)
+    yield Request(*_complete(app, rng, text[:cut]), give_up_s=_PATIENCE_S)
+
+
+def _embeddings(app: App, index: int, rng: random.Random) -> Session:
+    texts = [_text(app, index * app.texts + place, rng) for place in range(app.texts)]
+    yield Request("/embeddings", {"input": texts})
+
+
+_SESSIONS: Mapping[str, Callable[[App, int, random.Random], Session]] = {
+    "chat": _chat,
+    "completion": _completion,
+    "agent": _agent,
+    "summary": _one,
+    "embeddings": _embeddings,
+    "batch": _one,
+}
+
+
+# -- bodies and texts ------------------------------------------------------------------------------
+
+
+def _ask(
+    app: App, rng: random.Random, messages: list[dict[str, str]], pause_s: float = 0.0
+) -> Request:
+    body = {"messages": list(messages), **_generation(app, rng)}
+    return Request("/chat/completions", body, pause_s)
+
+
+def _complete(app: App, rng: random.Random, prompt: str) -> tuple[str, Mapping[str, Any]]:
+    return "/completions", {"prompt": prompt, **_generation(app, rng)}
+
+
+def _generation(app: App, rng: random.Random) -> dict[str, Any]:
+    """All answers have the mix's length, so that servers do the same work."""
+    return {
+        "max_tokens": app.answer_tokens,
+        "ignore_eos": True,
+        "temperature": _TEMPERATURE,
+        "seed": rng.getrandbits(31),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _prose(words: int, rng: random.Random) -> str:
+    found: list[str] = []
+    while len(found) < words:
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
+        year, n = rng.randint(1600, 1999), rng.randint(1, 999)
+        sentence = rng.choice(SENTENCES).format(year=year, n=n, a=a, b=b, sum=a + b)
+        found += sentence.split()
+    return " ".join(found[:words])
+
+
+def _code(words: int, rng: random.Random) -> str:
+    """Return functions of about ``words`` words."""
+    found: list[str] = []
+    for number in count():
+        if sum(len(line.split()) for line in found) >= words:
+            break
+        first, second = rng.sample(_NAMES, 2)
+        found.append(f"def {first}_{second}_{number}({first}s: list[int], {second}: int) -> int:")
+        found.append(f'    """Return the {first}s that {second} leaves."""')
+        found.append(f"    {second}s = [{first} * {rng.randint(2, 99)} for {first} in {first}s]")
+        found.append(f"    return sum({second}s) - {second} * {rng.randint(2, 99)}\n")
+    return "\n".join(found)
+
+
+def _text(
+    app: App,
+    place: int,
+    rng: random.Random,
+    question: str = "",
+    make: Callable[[int, random.Random], str] = _prose,
+) -> str:
+    """Return the user's text number ``place``, or one of our own with the question at its end."""
+    if app.prompts:
+        return app.prompts[place % len(app.prompts)]
+    return f"{make(app.prompt_words, rng)}\n\n{question}".strip()

@@ -1,0 +1,333 @@
+"""The values of a mix, and their checks: applications, their goals, and neighbours.
+
+Every mistake in a mix's file is one line that names file, table and key. This module starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import one_line, parse_size
+from localrt.common.option_names import did_you_mean
+
+SHIPPED = ("student", "developer", "office", "contention")
+_STALL_S = 1.0  # of an application without a goal for the time per token
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What a request must keep: at most these times, at least ``tokens_s`` tokens per second.
+
+    ``tpot_s`` is the mean time per token after the first; ``deadline_s`` the time of the whole
+    answer. None: no such goal.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+    tokens_s: float | None = None
+
+    @property
+    def stall_s(self) -> float:
+        """The longest gap between two tokens that is no stall."""
+        return _STALL_S if self.tpot_s is None else 2 * self.tpot_s
+
+    def met(
+        self, *, ttft_s: float | None, tpot_s: float | None, total_s: float, tokens: int
+    ) -> bool:
+        """Whether a complete answer kept all goals; an answer of one token has no ``tpot_s``."""
+        most = ((self.ttft_s, ttft_s), (self.tpot_s, tpot_s), (self.deadline_s, total_s))
+        kept = all(goal is None or took is None or took <= goal for goal, took in most)
+        return kept and (self.tokens_s is None or tokens >= self.tokens_s * total_s)
+
+    def missed_by(self, seconds: float, *, ttft_s: float | None) -> bool:
+        """Whether an answer that was given up after ``seconds`` had broken a goal by then."""
+        first = seconds if ttft_s is None else ttft_s
+        late = self.ttft_s is not None and first > self.ttft_s
+        return late or (self.deadline_s is not None and seconds > self.deadline_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """An application: what it sends, to which model, when, and its goals.
+
+    One of ``every_s`` (regular arrivals), ``poisson_s`` (random ones, this far apart on average)
+    and ``closed`` (so many users, each with one session after another) is set. ``prompts`` are the
+    user's own texts; without any, texts of ``prompt_words`` words are made. ``turns`` is the number
+    of requests in a conversation, ``texts`` the number of texts to embed in one request.
+    """
+
+    name: str
+    class_: str
+    kind: str
+    model: str
+    adapter: str | None = None
+    every_s: float | None = None
+    poisson_s: float | None = None
+    closed: int | None = None
+    start_s: float = 0.0
+    prompts: tuple[str, ...] = ()
+    prompt_words: int = 0
+    answer_tokens: int = 0
+    turns: int = 1
+    texts: int = 1
+    goals: Goals = field(default_factory=Goals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another program's load, from ``start_s`` for ``for_s`` seconds (None: to the end).
+
+    ``work`` has the values of its kind.
+    """
+
+    name: str
+    kind: str
+    start_s: float = 0.0
+    for_s: float | None = None
+    work: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """A checked mix. ``models`` maps names to model ids or paths; ``server`` has options of
+    ``localrt serve``, by name.
+    """
+
+    name: str
+    seconds: float
+    seed: int
+    models: Mapping[str, str]
+    apps: tuple[App, ...]
+    neighbours: tuple[Neighbour, ...] = ()
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """Return p50, p95 and p99, interpolated; None without values."""
+    found = np.percentile(values, (50, 95, 99)).tolist() if values else (None, None, None)
+    return dict(zip(("p50", "p95", "p99"), found, strict=True))
+
+
+# -- the file's keys -------------------------------------------------------------------------------
+
+# What each kind of application and neighbour takes where the file does not say.
+_KINDS: Mapping[str, Mapping[str, int]] = {
+    "chat": {"prompt_words": 60, "answer_tokens": 160, "turns": 3},
+    "completion": {"prompt_words": 300, "answer_tokens": 32},
+    "agent": {"prompt_words": 1200, "answer_tokens": 160, "turns": 4},
+    "summary": {"prompt_words": 2000, "answer_tokens": 128},
+    "embeddings": {"prompt_words": 120, "texts": 8},
+    "batch": {"prompt_words": 150, "answer_tokens": 256},
+}
+_NEIGHBOURS: Mapping[str, Mapping[str, float]] = {
+    "compiler": {"cores": 1, "busy_s": 4.0, "idle_s": 2.0},
+    "video": {"frame_ms": 33.3, "work_mb": 4.0},
+    "memory": {"bytes": 1 << 30},
+    "disk": {"bytes": 256 << 20},
+}
+# The value that each key takes: what it is in words, or the choices.
+_TEXT, _SIZE, _TABLE, _TABLES = "a text", 'a size such as "2GB"', "a table", "an array of tables"
+_ABOVE, _LEAST, _COUNT = "a number above 0", "a number, 0 or more", "a whole number above 0"
+_WHOLE = "a whole number"
+_Keys = Mapping[str, str | Sequence[str]]
+_MIX: _Keys = {"seconds": _ABOVE, "seed": _WHOLE, "models": _TABLE, "server": _TABLE}
+_MIX = {**_MIX, "app": _TABLES, "neighbour": _TABLES}
+_ARRIVALS: _Keys = {"every_s": _ABOVE, "poisson_s": _ABOVE, "closed": _COUNT}
+_SIZES: _Keys = dict.fromkeys(("prompt_words", "answer_tokens", "turns", "texts"), _COUNT)
+_CLASSES = ("interactive", "completion", "background")
+_APP: _Keys = {"name": _TEXT, "class": _CLASSES, "kind": tuple(_KINDS), "model": _TEXT}
+_APP_MORE: _Keys = {"adapter": _TEXT, "start_s": _LEAST, "prompts": _TEXT, "goals": _TABLE}
+_GOALS: _Keys = dict.fromkeys(("ttft_s", "tpot_s", "deadline_s", "tokens_s"), _ABOVE)
+_NEIGHBOUR: _Keys = {"name": _TEXT, "kind": tuple(_NEIGHBOURS)}
+_WORK: _Keys = dict.fromkeys(("busy_s", "idle_s", "frame_ms", "work_mb"), _ABOVE)
+_WORK = {**_WORK, "start_s": _LEAST, "for_s": _ABOVE, "cores": _COUNT, "bytes": _SIZE}
+_SERVER: _Keys = dict.fromkeys(("ram", "gpu_memory", "device", "kv_format", "format"), _TEXT)
+_SERVER = {**_SERVER, "draft": _TEXT, "ctx": _COUNT, "threads": _COUNT, "max_running": _COUNT}
+
+
+def read_mix(
+    name: str,
+    *,
+    models: Mapping[str, str] | None = None,
+    every: str | None = None,
+    seconds: float | None = None,
+) -> Mix:
+    """Read and check a shipped mix by its name, or a file.
+
+    ``models`` and ``seconds`` replace the file's; ``every`` is the model for all names.
+
+    Raises:
+        LocalrtError: there is no such mix, or it has a mistake.
+        OptionError: ``models`` has a name that the mix does not.
+    """
+    file = Path(name)
+    if name in SHIPPED:
+        text = resources.files(__package__).joinpath(f"data/{name}.toml").read_text("utf-8")
+    elif not file.is_file():
+        raise LocalrtError(f"no mix {name!r:.80}: give a .toml file, or {', '.join(SHIPPED)}")
+    else:
+        text = _read_text(file, name)
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LocalrtError(f"{name} is not TOML: {one_line(error)}") from error
+    if seconds is not None:
+        found["seconds"] = seconds
+    return _Reader(name, file.parent).mix(found, models or {}, every)
+
+
+def _read_text(file: Path, name: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise LocalrtError(f"{name} cannot be read: {reason}") from error
+
+
+class _Reader:
+    """Reads one file, ``name``; its paths are relative to ``folder``."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+
+    def mix(self, found: Any, models: Mapping[str, str], every: str | None) -> Mix:
+        values = self._values(found, _MIX, "the file", required=("seconds", "app"))
+        given = values.get("models", {})
+        known = {**self._values(given, dict.fromkeys(given, _TEXT), "[models]"), **models}
+        apps: dict[str, App] = {}
+        for place, each in enumerate(values["app"], 1):
+            app = self._app(each, where := f"[[app]] {place}")
+            if every is not None:
+                known[app.model] = models.get(app.model, every)
+            if app.model not in known:
+                why = f"{app.model!r:.60} is not in [models]: give --model {app.model}=PATH"
+                self._refuse(where, "model", f"{why}, or one MODEL for all")
+            if app.start_s >= values["seconds"]:
+                self._refuse(where, "start_s", "is after the end of the mix")
+            if apps.setdefault(app.name, app) is not app:
+                self._refuse(where, "name", f"{app.name!r:.60} is used twice")
+        used = {app.model for app in apps.values()}
+        if unused := [name for name in models if name not in used]:
+            raise OptionError(f"--model {unused[0]}=...: {self._name} has no such model")
+        neighbours: dict[str, Neighbour] = {}
+        for place, each in enumerate(values.get("neighbour", ()), 1):
+            neighbour = self._neighbour(each, where := f"[[neighbour]] {place}")
+            if neighbours.setdefault(neighbour.name, neighbour) is not neighbour:
+                self._refuse(where, "name", f"{neighbour.name!r:.60} is used twice")
+        return Mix(
+            name=Path(self._name).stem,
+            seconds=values["seconds"],
+            seed=values.get("seed", 0),
+            models={name: known[name] for name in sorted(used)},
+            apps=tuple(apps.values()),
+            neighbours=tuple(neighbours.values()),
+            server=self._values(values.get("server", {}), _SERVER, "[server]"),
+        )
+
+    def _app(self, found: Any, where: str) -> App:
+        values = self._values(found, {**_APP, **_APP_MORE, **_ARRIVALS, **_SIZES}, where, _APP)
+        kind = values["kind"]
+        arrivals = [key for key in _ARRIVALS if key in values]
+        if len(arrivals) != 1:
+            what = f"{' and '.join(arrivals)} contradict" if arrivals else "are missing"
+            self._refuse(where, "arrivals", f"{what}: give one of {', '.join(_ARRIVALS)}")
+        self._check_meaning(where, values, kind, _SIZES, _KINDS)
+        if "prompts" in values and "prompt_words" in values:
+            self._refuse(where, "prompt_words", "contradicts prompts, whose texts are sent whole")
+        goals = self._goals(values.pop("goals", {}), where, kind)
+        prompts = self._prompts(values.pop("prompts"), where) if "prompts" in values else ()
+        values["class_"] = values.pop("class")
+        return App(**{**_KINDS[kind], **values, "prompts": prompts, "goals": goals})
+
+    def _goals(self, found: Any, where: str, kind: str) -> Goals:
+        values = self._values(found, _GOALS, f"{where} goals")
+        self._check_meaning(f"{where} goals", values, kind, _GOALS, {"embeddings": ["deadline_s"]})
+        if values.get("deadline_s", float("inf")) < values.get("ttft_s", 0):
+            why = f"is {values['deadline_s']:g}, less than ttft_s, {values['ttft_s']:g}"
+            self._refuse(f"{where} goals", "deadline_s", why)
+        return Goals(**values)
+
+    def _prompts(self, name: str, where: str) -> tuple[str, ...]:
+        """Read a text per line; if all are JSON objects, their ``prompt``."""
+        file = self._folder / Path(name).expanduser()
+        if not file.is_file():
+            self._refuse(where, "prompts", f"no file {name!r:.80}")
+        lines = [line for line in _read_text(file, name).split("\n") if line.strip()]
+        if not lines:
+            self._refuse(where, "prompts", f"{name} has no texts: write one on each line")
+        if not all(line.lstrip().startswith("{") for line in lines):
+            return tuple(lines)
+        try:
+            texts = tuple(json.loads(line)["prompt"] for line in lines)
+        except (ValueError, KeyError):
+            texts = (None,)
+        if not all(isinstance(text, str) and text for text in texts):
+            self._refuse(where, "prompts", f'{name} has lines that are no {{"prompt": TEXT}}')
+        return texts
+
+    def _neighbour(self, found: Any, where: str) -> Neighbour:
+        values = self._values(found, {**_NEIGHBOUR, **_WORK}, where, _NEIGHBOUR)
+        common = {key: values.pop(key) for key in ("start_s", "for_s") if key in values}
+        name, kind = values.pop("name"), values.pop("kind")
+        self._check_meaning(where, values, kind, values, _NEIGHBOURS)
+        return Neighbour(name=name, kind=kind, **common, work={**_NEIGHBOURS[kind], **values})
+
+    def _check_meaning(
+        self, where: str, values: Any, kind: str, keys: Any, kinds: Mapping[str, Any]
+    ) -> None:
+        """Refuse those of ``keys`` that are not for this kind."""
+        for key in values:
+            if key in keys and key not in kinds.get(kind, keys):
+                self._refuse(where, key, f"has no meaning for {kind}")
+
+    def _values(
+        self, found: Mapping[str, Any], keys: _Keys, where: str, required: Any = ()
+    ) -> dict[str, Any]:
+        """Return the checked values of a table, sizes as bytes."""
+        for key in found:
+            if key not in keys:
+                hint = did_you_mean(key, keys) or f"known: {', '.join(keys)}"
+                self._refuse(where, key, f"is unknown: {hint}")
+        for key in required:
+            if key not in found:
+                self._refuse(where, key, "is missing")
+        return {key: self._value(value, keys[key], where, key) for key, value in found.items()}
+
+    def _value(self, value: Any, wanted: str | Sequence[str], where: str, key: str) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = isinstance(value, int) and number
+        if wanted is _SIZE and (whole or isinstance(value, str)):
+            try:
+                return parse_size(value, key)
+            except OptionError as error:
+                raise LocalrtError(f"{self._name}: {where}: {error}") from error
+        if not isinstance(wanted, str):
+            if value in wanted:
+                return value
+            wanted = f"one of {', '.join(wanted)}"
+        fits = {
+            _TEXT: isinstance(value, str) and bool(value.strip()),
+            _ABOVE: number and 0 < value < float("inf"),
+            _LEAST: number and 0 <= value < float("inf"),
+            _COUNT: whole and value >= 1,
+            _WHOLE: whole,
+            _TABLE: isinstance(value, dict),
+            _TABLES: isinstance(value, list) and value and all(isinstance(e, dict) for e in value),
+        }
+        if not fits.get(wanted):
+            self._refuse(where, key, f"must be {wanted}, is {value!r:.60}")
+        return value
+
+    def _refuse(self, where: str, key: str, why: str) -> NoReturn:
+        raise LocalrtError(f"{self._name}: {where}: {key} {why}")
