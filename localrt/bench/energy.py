@@ -30,7 +30,7 @@ def read_energy(root: Path = Path("/")) -> Energy:
             found[zone.name] = float(joules) / 1e6, float(end) / 1e6
         except (OSError, ValueError):
             continue
-    library = _nvml()
+    library = nvml()
     if library is not None:
         count, millijoules, device = ctypes.c_uint(), ctypes.c_ulonglong(), ctypes.c_void_p()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
@@ -55,7 +55,8 @@ def _text(path: Path) -> str:
 
 
 @functools.cache
-def _nvml() -> ctypes.CDLL | None:
+def nvml() -> ctypes.CDLL | None:
+    """Return NVIDIA's library for the state of GPUs; None where there is none."""
     try:
         library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
         known = hasattr(library, "nvmlDeviceGetTotalEnergyConsumption")

@@ -1,4 +1,7 @@
-"""``localrt bench [MODEL]``: compares engines on one workload, as a table or as JSON."""
+"""``localrt bench [MODEL]``: compares engines on one workload, as a table or as JSON.
+
+``--mix`` and ``--sweep`` have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from localrt.bench.gpu import forecast, wants_forecast
 from localrt.bench.report import facts, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
+from localrt.cli.bench_mix import add_mix_arguments, run_mix_command
 from localrt.cli.bench_reports import add_report_arguments, notify, resolved, run_report
 from localrt.cli.help import Examples
 from localrt.cli.options import (
@@ -30,6 +34,7 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
+from localrt.hub import DEMO_NAME
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 
@@ -38,6 +43,7 @@ EXAMPLES: Examples = (
     ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),
     ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
     ("localrt bench model.gguf --sweep sweep.json --vary 'threads=1,2 batch=1,4'", "combinations"),
+    ("localrt bench model.gguf --mix student", "two applications at once, for four minutes"),
 )
 
 _ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"
@@ -49,12 +55,12 @@ _LONG_HELP = f"also time a prompt's first token at this length (default: {_LONG_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_model_argument(parser)
+    add_model_argument(parser, default=None)
     flags: list[Flag] = [
         ("--engines", _engines, "LIST", _ENGINES_HELP),
         ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
         ("--tokens", int, "N", "length of the answer (default: 128)"),
-        ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
+        ("--runs", int, "N", "runs of each; medians are shown (default: 5, with --mix 1)"),
         ("--long-prompt", int, "N", _LONG_HELP),
         (
             "--threads",
@@ -65,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
     ]
     engines = ("native", "llamacpp")
-    add_flags(parser, flags, engines=engines, prompt_tokens=512, tokens=128, runs=5)
+    add_flags(parser, flags, engines=engines, prompt_tokens=512, tokens=128)
     native: list[Flag] = [
         ("--format", ("bf16", "f32"), None, FORMAT_HELP),
         ("--ram", str, "SIZE", RAM_HELP),
@@ -82,10 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_report_arguments(parser)
+    add_mix_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print, after Ctrl+C the partial results; fail if no engine could run."""
+    status = run_mix_command(args)
+    if status is not None:
+        return status
+    args.model = args.model or DEMO_NAME
+    args.runs = 5 if args.runs is None else args.runs
     sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {
         name: text if text is None else parse_size(text, option(name))

@@ -8,7 +8,7 @@ from localrt.bench.energy import joules_between, read_energy
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "_nvml", lambda: None)
+    monkeypatch.setattr(energy, "nvml", lambda: None)
 
 
 def _zone(root: Path, zone: str, name: str, microjoules: int) -> None:

@@ -5,30 +5,33 @@ What this machine cannot tell, or does not let this user read, is None. Nothing 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 
+from localrt.bench.energy import joules_between, nvml, read_energy
 from localrt.common.closing import Closing
 from localrt.offload.memory import memory_state
 
 _EVERY_S = 0.5
+_RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "memory_bytes_s")
 _FAMILY_EVERY = 10  # samples
 
 
 @dataclass(slots=True)
 class Samples:
-    """What was sampled. ``joules`` counts the processors, and the GPUs if there are any."""
+    """What was sampled; ``counters`` names those that ``joules`` counts."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     joules: float | None = None
+    counters: list[str] = field(default_factory=list)
     cpu_s: float = 0.0  # of the sampling thread
 
 
@@ -49,9 +52,10 @@ class Sampler(Closing):
     ) -> None:
         self.found = Samples()
         self._owners = {name: _Owner(pid) for name, pid in owners.items()}
-        self._clock, self._every_s = clock, every_s
-        self._energy, self._gpus = Energy(root), Gpus()
-        self._traffic = [_Counter(path) for path in _traffic_files(root)]
+        self._clock, self._root, self._every_s = clock, root, every_s
+        # The memory traffic of each L3 cache, where Linux's resctrl is mounted.
+        counters = root.glob("sys/fs/resctrl/mon_data/mon_L3_*/mbm_total_bytes")
+        self._traffic_files = sorted(counters)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="localrt-sampling", daemon=True)
         self._thread.start()
@@ -63,49 +67,47 @@ class Sampler(Closing):
 
     def _run(self) -> None:
         psutil.cpu_percent()  # the share is since the last call
-        before, disk = self._clock(), _disk_bytes()
-        self._read_energy()
-        for counter in self._traffic:
-            counter.step()
-        spent: list[float | None] = []
-        while not self._over.wait(self._every_s):
-            now, disk_now, energy = self._clock(), _disk_bytes(), self._read_energy()
-            seconds = now - before
-            moved: list[float | None] = [None, None]
-            if disk is not None and disk_now is not None:
-                moved = [(b - a) / seconds for a, b in zip(disk, disk_now, strict=True)]
-            traffic = [counter.step() for counter in self._traffic]
-            spent.append(energy)
+        before_s, before, energy = self._clock(), self._counts(), read_energy(self._root)
+        self.found.counters = sorted(energy)
+        while True:
+            over = self._over.wait(self._every_s)
+            now_s, now, energy_now = self._clock(), self._counts(), read_energy(self._root)
+            joules = joules_between(energy, energy_now)
+            if joules is not None:
+                self.found.joules = (self.found.joules or 0.0) + joules
+            if over:  # too soon after the last sample for rates
+                break
+            seconds = now_s - before_s
+            rates = {
+                f"{name}_s": (value - before[name]) / seconds if name in before else None
+                for name, value in now.items()
+            }
             self.found.samples.append(
                 {
-                    "at_s": now,
+                    "at_s": now_s,
                     "cpu": psutil.cpu_percent() / 100,
                     "owners": {name: each.resident() for name, each in self._owners.items()},
                     "free_bytes": memory_state().available,
-                    "disk_read_bytes_s": moved[0],
-                    "disk_write_bytes_s": moved[1],
-                    "memory_bytes_s": _sum(traffic, seconds),
-                    "gpu": self._gpus.sample(),
+                    **dict.fromkeys(_RATES),
+                    **rates,
+                    "gpu": _gpu(),
                     "celsius": _celsius(),
-                    "watts": None if energy is None else energy / seconds,
+                    "watts": None if joules is None else joules / seconds,
                 }
             )
-            before, disk = now, disk_now
-        spent.append(self._read_energy())
-        self.found.joules = _sum(spent, 1.0)
+            before_s, before, energy = now_s, now, energy_now
         self.found.cpu_s = time.thread_time()
 
-    def _read_energy(self) -> float | None:
-        """Return the joules since the last call; None unless every part is known."""
-        return _sum([self._energy.step(), *self._gpus.joules()], 1.0)
-
-
-def _sum(values: Sequence[float | None], over: float) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / over if known and len(known) == len(values) else None
-
-
-# -- processes and disks ---------------------------------------------------------------------------
+    def _counts(self) -> dict[str, int]:
+        """Return the counters in bytes that can be read."""
+        found = {}
+        with suppress(OSError, RuntimeError):
+            if disk := psutil.disk_io_counters():
+                found = {"disk_read_bytes": disk.read_bytes, "disk_write_bytes": disk.write_bytes}
+        with suppress(OSError, ValueError):
+            if self._traffic_files:
+                found["memory_bytes"] = sum(int(file.read_text()) for file in self._traffic_files)
+        return found
 
 
 class _Owner:
@@ -131,14 +133,6 @@ class _Owner:
         return sum(found) if found else None
 
 
-def _disk_bytes() -> tuple[int, int] | None:
-    with suppress(OSError, RuntimeError):
-        counts = psutil.disk_io_counters()
-        if counts is not None:
-            return counts.read_bytes, counts.write_bytes
-    return None
-
-
 def _celsius() -> float | None:
     """Return the highest temperature of the sensors."""
     read = getattr(psutil, "sensors_temperatures", dict)  # missing on some systems
@@ -147,99 +141,27 @@ def _celsius() -> float | None:
     return None
 
 
-# -- counters of the processor ---------------------------------------------------------------------
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class _Counter:
-    """A counter in a file. ``wraps``: the value after which it begins again at 0."""
-
-    def __init__(self, path: Path, wraps: int | None = None) -> None:
-        self._path, self._wraps = path, wraps
-        self._last: int | None = None
-
-    def step(self) -> int | None:
-        """Return by how much it went on since the last call; None if that is unknown."""
-        try:
-            now: int | None = int(self._path.read_text())
-        except (OSError, ValueError):
-            now = None
-        last, self._last = self._last, now
-        if now is None or last is None:
-            return None
-        if now >= last:
-            return now - last
-        return None if self._wraps is None else now - last + self._wraps
+class _Memory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
-class Energy:
-    """The processors' own energy counters (RAPL), which usually only root may read.
-
-    Packages count, and memory, which is a zone below its package but not part of its energy.
-    """
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._counters = []
-        for zone in sorted((root / "sys/class/powercap").glob("intel-rapl:*")):
-            with suppress(OSError, ValueError):
-                name = (zone / "name").read_text().strip()
-                if name.startswith("package") or name == "dram":
-                    wraps = int((zone / "max_energy_range_uj").read_text())
-                    self._counters.append(_Counter(zone / "energy_uj", wraps))
-
-    def step(self) -> float | None:
-        """Return the joules since the last call."""
-        return _sum([counter.step() for counter in self._counters], 1e6)
-
-
-def _traffic_files(root: Path) -> list[Path]:
-    """The memory traffic of each L3 cache (resctrl), where it is mounted."""
-    return sorted((root / "sys/fs/resctrl/mon_data").glob("mon_L3_*/mbm_total_bytes"))
-
-
-class Gpus:
-    """NVIDIA's GPUs, if its library for Python (``nvidia-ml-py``) is installed."""
-
-    def __init__(self) -> None:
-        self._library: ModuleType | None = None
-        self._handles: list[Any] = []
-        self._last: list[float | None] = []
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            number = pynvml.nvmlDeviceGetCount()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(number)]
-            self._library = pynvml
-        except ImportError:
-            return
-        except pynvml.NVMLError:  # no driver
-            return
-
-    def sample(self) -> dict[str, float | None] | None:
-        """Return the busiest GPU's share, the bytes in use and the watts of all; None without."""
-        if self._library is None or not self._handles:
-            return None
-        busy = [self._ask("nvmlDeviceGetUtilizationRates", each, "gpu") for each in self._handles]
-        used = [self._ask("nvmlDeviceGetMemoryInfo", each, "used") for each in self._handles]
-        watts = [self._ask("nvmlDeviceGetPowerUsage", each) for each in self._handles]
-        known = [each for each in busy if each is not None]
-        return {
-            "busy": max(known) / 100 if known else None,
-            "bytes": _sum(used, 1.0),
-            "watts": _sum(watts, 1e3),
-        }
-
-    def joules(self) -> list[float | None]:
-        """Return each GPU's joules since the last call."""
-        now = [self._ask("nvmlDeviceGetTotalEnergyConsumption", each) for each in self._handles]
-        last, self._last = self._last or [None] * len(now), now
-        pairs = zip(last, now, strict=True)
-        return [None if a is None or b is None else (b - a) / 1000 for a, b in pairs]
-
-    def _ask(self, call: str, handle: Any, name: str | None = None) -> float | None:
-        assert self._library is not None
-        try:
-            found = getattr(self._library, call)(handle)
-        except self._library.NVMLError:  # this GPU does not say
-            return None
-        return float(found if name is None else getattr(found, name))
+def _gpu() -> dict[str, float | None] | None:
+    """Return the busiest GPU's share of time and the bytes in use of all; None without a GPU."""
+    library = nvml()
+    if library is None:
+        return None
+    count, device = ctypes.c_uint(), ctypes.c_void_p()
+    use, memory = _Utilization(), _Memory()
+    busy, used = [], []
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        if not library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use)):
+            busy.append(use.gpu / 100)
+        if not library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            used.append(memory.used)
+    return {"busy": max(busy, default=None), "bytes": sum(used) if used else None}

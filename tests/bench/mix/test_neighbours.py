@@ -96,10 +96,10 @@ def test_neighbours_end_when_the_benchmark_is_killed() -> None:
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
         parent.kill()
-    wait_for(lambda: _ended(pid))
+    wait_for(lambda: ended(pid))
 
 
-def _ended(pid: int) -> bool:
+def ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody has waited for it
     except psutil.NoSuchProcess:

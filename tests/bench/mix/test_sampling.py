@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from localrt.bench.mix.sampling import Energy, Gpus, Sampler
+from localrt.bench.mix import sampling
+from localrt.bench.mix.sampling import Sampler
 from tests.waits import wait_for
 
 
@@ -57,69 +56,34 @@ def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
         wait_for(lambda: any(each["memory_bytes_s"] for each in sampler.found.samples))
         wait_for(lambda: any(each["watts"] for each in sampler.found.samples))
     assert sampler.found.joules == pytest.approx(3)
+    assert sampler.found.counters == ["intel-rapl:0"]
     watts = [sample["watts"] for sample in sampler.found.samples]
     assert sum(each > 0 for each in watts) == 1
     assert sum(sample["memory_bytes_s"] > 0 for sample in sampler.found.samples) == 1
 
 
-def test_energy_of_packages_and_their_memory(tmp_path: Path) -> None:
-    _zone(tmp_path, "intel-rapl:0", "package-0", 990)
-    _zone(tmp_path, "intel-rapl:0:0", "core", 0)
-    _zone(tmp_path, "intel-rapl:0:1", "dram", 1)
-    _zone(tmp_path, "intel-rapl:1", "psys", 7)
-    _zone(tmp_path, "intel-rapl-mmio:0", "package-0", 990)
-    energy = Energy(tmp_path)
-    assert energy.step() is None
-    _zone(tmp_path, "intel-rapl:0", "package-0", 20)  # it wrapped around
-    _zone(tmp_path, "intel-rapl:0:1", "dram", 3)
-    assert energy.step() == pytest.approx(30 + 2)
-    (tmp_path / "sys/class/powercap/intel-rapl:0:1/energy_uj").unlink()  # no longer readable
-    assert energy.step() is None
-
-
 class FakeNvml:
-    """Two GPUs, of which the second does not count its energy."""
+    """Two GPUs, of which the second does not tell its memory."""
 
-    class NVMLError(Exception):
-        pass
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
 
-    joules = 10.0
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
+        device._obj.value = index
+        return 0
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
+    def nvmlDeviceGetUtilizationRates(self, device: Any, use: Any) -> int:  # noqa: N802
+        use._obj.gpu = 50 if device.value else 30
+        return 0
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu=30 + 20 * handle)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(used=100)
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
-        return 2500
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> float:  # noqa: N802
-        if handle == 1:
-            raise self.NVMLError
-        return self.joules * 1000
+    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
+        memory._obj.used = 100
+        return 3 if device.value else 0
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    gpus = Gpus()
-    assert gpus.sample() == {"busy": 0.5, "bytes": 200, "watts": 5.0}
-    assert gpus.joules() == [None, None]
-    library.joules = 14.0
-    assert gpus.joules() == [4.0, None]
-
-
-def test_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Gpus().sample() is None
-    assert Gpus().joules() == []
+    monkeypatch.setattr(sampling, "nvml", FakeNvml)
+    assert sampling._gpu() == {"busy": 0.5, "bytes": 100}
+    monkeypatch.setattr(sampling, "nvml", lambda: None)
+    assert sampling._gpu() is None

@@ -1,0 +1,228 @@
+"""Runs a mix on servers, by turns: starts them, plays the applications, and keeps every request.
+
+Sessions run in threads of their own. After the mix's end nothing new is sent, and answers that are
+under way may finish.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from localrt.bench.mix.apps import Request, arrivals, session
+from localrt.bench.mix.client import Client, Reply
+from localrt.bench.mix.mix import App, Mix
+from localrt.bench.mix.neighbours import RunningNeighbour
+from localrt.bench.mix.sampling import Sampler, Samples
+from localrt.bench.mix.servers import Running, Server
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_seconds
+
+_DRAIN_S = 60.0  # for answers that are under way at the end
+_AFTER_ERROR_S = 1.0
+_INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A request and what came of it; ``at_s`` is when it was sent.
+
+    ``met``: whether it kept its goals; None for one that was given up as planned before it could.
+    """
+
+    app: str
+    at_s: float
+    reply: Reply
+    met: bool | None
+
+    @classmethod
+    def of(cls, app: App, at_s: float, reply: Reply) -> Event:
+        """Judge a reply by the application's goals."""
+        met: bool | None = False
+        if reply.cancelled:
+            met = False if app.goals.missed_by(reply.end_s, ttft_s=reply.ttft_s) else None
+        elif reply.error is None:
+            met = app.goals.met(
+                ttft_s=reply.ttft_s, tpot_s=reply.tpot_s, total_s=reply.end_s, tokens=reply.tokens
+            )
+        return cls(app.name, at_s, reply, met)
+
+
+@dataclass(slots=True)
+class Run:
+    """One server's run of a mix. ``client_cpu_s`` is this process's CPU time, sampling included."""
+
+    commands: list[str]
+    events: list[Event] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
+    neighbours: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    client_cpu_s: float = 0.0
+
+
+@dataclass(slots=True)
+class MixOutcome:
+    """All runs by server, in the order of the servers, and why others did not run."""
+
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def run_mix(
+    mix: Mix, servers: Sequence[Server], runs: int, notify: Callable[[str], None]
+) -> MixOutcome:
+    """Run the mix ``runs`` times on each server; only one server is up at a time.
+
+    A server that fails to start is skipped. Ctrl+C ends with what was measured.
+    """
+    outcome = MixOutcome()
+    try:
+        for number in range(1, runs + 1):
+            for server in servers:
+                if server.name in outcome.skipped:
+                    continue
+                turn = f", run {number} of {runs}" if runs > 1 else ""
+                notify(f"starting {server.name}{turn}")
+                try:
+                    with server.serve(mix) as running:
+                        _warm_up(mix, running)
+                        notify(f"{mix.name} on {server.name}: {format_seconds(mix.seconds)}")
+                        run = Run(running.commands)
+                        outcome.runs.setdefault(server.name, []).append(run)
+                        play(mix, running, run)
+                except LocalrtError as error:
+                    outcome.skipped[server.name] = str(error)
+                    notify(f"{server.name}: {error}")
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    return outcome
+
+
+def _warm_up(mix: Mix, running: Running) -> None:
+    """Send a first request of every application, so that models are loaded.
+
+    Raises:
+        LocalrtError: it failed.
+    """
+    client = Client()
+    for app in mix.apps:
+        request = next(session(app, -1, mix.seed))
+        body = {**request.body, **({"max_tokens": 2} if app.answer_tokens else {})}
+        reply = client.send(running.places[app.name], Request(request.path, body), app.class_)
+        if reply.error is not None:
+            raise LocalrtError(f"{app.name}: {reply.error}")
+
+
+def play(mix: Mix, running: Running, run: Run, *, drain_s: float = _DRAIN_S) -> None:
+    """Play the mix once on a server that is up, into ``run``, which Ctrl+C leaves usable."""
+    with ExitStack() as stack:
+        neighbours = [stack.enter_context(RunningNeighbour(each)) for each in mix.neighbours]
+        played = _Play(mix, running, run)
+        due = [(each.neighbour.start_s, each.start) for each in neighbours]
+        due += played.sessions()
+        owners = {each.neighbour.name: each.pid for each in neighbours}
+        before = time.process_time()
+        with Sampler({**running.owners, **owners}, played.clock) as sampler:
+            run.samples = sampler.found
+            try:
+                for at_s, begin in sorted(due, key=lambda one: one[0]):
+                    played.sleep_until(at_s)
+                    begin()
+                played.sleep_until(mix.seconds)
+                played.finish(drain_s)
+            finally:
+                played.interrupt()
+                run.seconds, run.client_cpu_s = played.clock(), time.process_time() - before
+                run.neighbours = [each.stop() for each in neighbours]
+
+
+class _Play:
+    """The sessions of one run."""
+
+    def __init__(self, mix: Mix, running: Running, run: Run) -> None:
+        self._mix, self._running, self._run = mix, running, run
+        self._client = Client()
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._started = time.perf_counter()
+
+    def clock(self) -> float:
+        """Return the seconds since the start."""
+        return time.perf_counter() - self._started
+
+    def sleep_until(self, at_s: float) -> None:
+        """Sleep, in steps that let Ctrl+C through on every system."""
+        while (left := at_s - self.clock()) > 0:
+            time.sleep(min(left, 0.2))
+
+    def sessions(self) -> list[tuple[float, Callable[[], None]]]:
+        """Return when threads begin, and how."""
+        found: list[tuple[float, Callable[[], None]]] = []
+        for app in self._mix.apps:
+            times = arrivals(app, self._mix.seconds, self._mix.seed)
+            found += [(at, self._begin(app, index, None)) for index, at in enumerate(times)]
+            for user in range(app.closed or 0):
+                found.append((app.start_s, self._begin(app, user, app.closed)))
+        return found
+
+    def _begin(self, app: App, index: int, step: int | None) -> Callable[[], None]:
+        thread = threading.Thread(target=self._user, args=(app, index, step), daemon=True)
+
+        def begin() -> None:
+            self._threads.append(thread)
+            thread.start()
+
+        return begin
+
+    def _user(self, app: App, index: int, step: int | None) -> None:
+        """Have one session; with ``step``, each after the one before, until the end."""
+        while not self._over.is_set():
+            if not self._session(app, index):
+                self._over.wait(_AFTER_ERROR_S)
+            if step is None:
+                return
+            index += step
+
+    def _session(self, app: App, index: int) -> bool:
+        """Return whether all answers came; a conversation ends with its first failure."""
+        steps = session(app, index, self._mix.seed)
+        request = next(steps)
+        while not self._over.wait(request.pause_s):
+            at_s = self.clock()
+            reply = self._client.send(self._running.places[app.name], request, app.class_)
+            if reply.error == _INTERRUPTED:
+                return False
+            self._run.events.append(Event.of(app, at_s, reply))
+            if reply.error is not None:
+                return False
+            try:
+                following = steps.send(reply.text)
+            except StopIteration:
+                return True
+            if request.give_up_s is not None:  # typing goes on then, even if the answer was there
+                self._over.wait(max(0.0, at_s + request.give_up_s - self.clock()))
+            request = following
+        return True
+
+    def finish(self, drain_s: float) -> None:
+        """Send nothing new, and let answers finish for so long."""
+        self._over.set()
+        until = self.clock() + drain_s
+        while any(thread.is_alive() for thread in self._threads) and self.clock() < until:
+            time.sleep(0.1)
+        self._end(f"not finished {drain_s:g} s after the end")
+
+    def interrupt(self) -> None:
+        """End all requests; those under way are not kept."""
+        self._over.set()
+        self._end(_INTERRUPTED)
+
+    def _end(self, why: str) -> None:
+        self._client.cancel(why)
+        for thread in self._threads:
+            thread.join(5)

@@ -1,0 +1,283 @@
+"""The servers under test: localrt, llama.cpp's server, and any that runs already.
+
+Each says where an application's requests go once it is up. Servers that are started here end with
+the benchmark, even if it is killed: a small process between the two ends them when its stdin
+closes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
+
+from localrt.bench.mix.client import Place
+from localrt.bench.mix.mix import Mix
+from localrt.client.answer import listed_models
+from localrt.client.servers import Address, read_address
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import one_line
+from localrt.common.settings import Settings
+from localrt.hub import list_models
+from localrt.hub.cache import note_use
+from localrt.hub.listing import client_names
+
+_START_S, _LOOK_S = 600.0, 0.1
+_SLOTS, _CTX = 4, 8192  # of llama-server: answers at once, and the context of each
+_GUARD = """
+import os, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+print(server.pid, flush=True)
+def end():
+    sys.stdin.read()
+    server.terminate()
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+threading.Thread(target=end, daemon=True).start()
+os._exit(server.wait() & 255)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is up: each application's place, and the processes by a name for the report.
+
+    ``commands`` say how it was started, without folders, since results may be shared.
+    """
+
+    places: dict[str, Place] = field(default_factory=dict)
+    owners: dict[str, int] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+
+
+class Server(ABC):
+    """A server that can be measured; ``name`` is for the report."""
+
+    name: str
+
+    @abstractmethod
+    def check(self, mix: Mix) -> None:
+        """Find out before anything starts whether the mix can run; raise `LocalrtError` if not."""
+
+    @abstractmethod
+    def serve(self, mix: Mix) -> AbstractContextManager[Running]:
+        """Start it, wait until it serves, and end it with the block.
+
+        Raises:
+            LocalrtError: it does not start.
+        """
+
+
+class Localrt(Server):
+    """``localrt serve`` with the files of the mix's models, by name."""
+
+    name = "localrt"
+
+    def __init__(self, paths: Mapping[str, Path], options: Mapping[str, Any]) -> None:
+        self._paths, self._options = paths, options
+        self._alone = len(set(paths.values())) == 1
+
+    def check(self, mix: Mix) -> None:
+        for app in mix.apps:
+            if app.adapter and not self._alone:
+                raise LocalrtError(
+                    f"{mix.name}: [[app]] {app.name}: adapter needs a mix of one model: localrt "
+                    "serve takes no adapters with several"
+                )
+
+    @contextmanager
+    def serve(self, mix: Mix) -> Iterator[Running]:
+        running = Running()
+        options = {**mix.server, **self._options}
+        paths = dict.fromkeys(app.adapter for app in mix.apps if app.adapter)
+        adapters = {path: f"adapter-{number}" for number, path in enumerate(paths, 1)}
+        words = [str(next(iter(self._paths.values()))), "--name", "model"] if self._alone else []
+        for name, value in options.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        for path, name in adapters.items():
+            words += ["--adapter", f"{name}={path}"]
+        if not self._alone:  # loading is not measured: a model that nobody uses stays
+            words += ["--keep-alive", "-1"]
+        names = {
+            name: "model" if self._alone else _listed_name(path)
+            for name, path in self._paths.items()
+        }
+        with ExitStack() as stack:
+            command = [sys.executable, "-m", "localrt", "serve", *words, "--quiet"]
+            address = _start(stack, running, self.name, command)
+            for app in mix.apps:
+                name = adapters[app.adapter] if app.adapter else names[app.model]
+                running.places[app.name] = Place(address, name)
+            running.commands.append(_shown(["localrt", "serve", *words]))
+            yield running
+
+
+class LlamaServer(Server):
+    """llama.cpp's server: a process for each model, adapter and use, with static settings."""
+
+    def __init__(
+        self, name: str, binary: Path, paths: Mapping[str, Path], arguments: Sequence[str]
+    ) -> None:
+        self.name, self._binary = name, binary
+        self._paths, self._arguments = paths, arguments
+
+    def check(self, mix: Mix) -> None:
+        if not os.access(self._binary, os.X_OK) or self._binary.is_dir():
+            raise OptionError(f"--peer {self.name}={self._binary}: this is no program")
+        for name, path in self._paths.items():
+            if path.suffix != ".gguf":
+                raise LocalrtError(f"{self.name} reads GGUF files only: {name} is {path.name}")
+
+    @contextmanager
+    def serve(self, mix: Mix) -> Iterator[Running]:
+        running = Running()
+        addresses: dict[object, Address] = {}
+        ctx = _SLOTS * int(mix.server.get("ctx", _CTX))
+        with ExitStack() as stack:
+            for app in mix.apps:
+                use = (self._paths[app.model], app.adapter, app.kind == "embeddings")
+                if use not in addresses:
+                    words = ["-m", str(use[0]), "-np", str(_SLOTS), "-c", str(ctx)]
+                    words += ["--cont-batching"]
+                    words += ["--lora", app.adapter] if app.adapter else []
+                    # A text to embed must fit one batch.
+                    words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[2] else []
+                    words += self._arguments
+                    owner = f"{self.name} {len(addresses) + 1}" if addresses else self.name
+                    command = [str(self._binary), *words]
+                    addresses[use] = _start(stack, running, owner, command)
+                    running.commands.append(_shown([self._binary.name, *words]))
+                running.places[app.name] = Place(addresses[use], app.model)
+            yield running
+
+
+class Endpoint(Server):
+    """A server that runs already, at a URL. Its memory is not measured."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._address = read_address(url, key)
+        self.name = self._address.place
+        self._models: dict[str, str] = {}
+
+    def check(self, mix: Mix) -> None:
+        url = self._address.origin + self._address.base + "/models"
+        try:
+            body = _get(url, self._address.headers)
+        except (OSError, HTTPException) as error:
+            raise LocalrtError(f"{url} cannot be read: {one_line(error)}") from error
+        listed = [model.name for model in listed_models(body, self._address)]
+        for name, model in mix.models.items():
+            fitting = [each for each in (model, Path(model).stem, name) if each in listed]
+            if not fitting and len(listed) != 1:
+                raise LocalrtError(
+                    f"{self._address.origin} lists {', '.join(listed[:5]) or 'no models'}, and not "
+                    f"{model!r:.80}: give --model {name}=NAME"
+                )
+            self._models[name] = fitting[0] if fitting else listed[0]
+        for app in mix.apps:
+            if app.adapter:
+                raise LocalrtError(
+                    f"{mix.name}: [[app]] {app.name}: adapter cannot be loaded at {url}"
+                )
+
+    @contextmanager
+    def serve(self, mix: Mix) -> Iterator[Running]:
+        places = {app.name: Place(self._address, self._models[app.model]) for app in mix.apps}
+        yield Running(places)
+
+
+def make_servers(
+    mix: Mix,
+    paths: Mapping[str, Path],
+    peers: Sequence[str],
+    *,
+    options: Mapping[str, Any],
+    arguments: Sequence[str],
+    key: str | None,
+) -> list[Server]:
+    """Return localrt, started with ``options``, and the peers of ``--peer``.
+
+    Programs get the ``arguments``, URLs the ``key``.
+
+    Raises:
+        OptionError: a peer is neither a URL nor ``NAME=PROGRAM``.
+    """
+    servers: list[Server] = [Localrt(paths, options)]
+    for peer in peers:
+        name, _, binary = peer.partition("=")
+        if peer.startswith(("http://", "https://")):
+            servers.append(Endpoint(peer, key))
+        elif name and binary:
+            servers.append(LlamaServer(name, Path(binary).expanduser(), paths, arguments))
+        else:
+            raise OptionError(f"--peer {peer!r:.80}: give a URL, or llama-server=PROGRAM")
+    for server in servers:
+        if sum(other.name == server.name for other in servers) > 1:
+            raise OptionError(f"two servers are called {server.name}: give --peer NAME=PROGRAM")
+        server.check(mix)
+    return servers
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str]) -> Address:
+    """Start a server on a free port, which ends with ``stack``; return once it serves."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = str(bound.getsockname()[1])
+    log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD, *command, "--port", port],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # Ctrl+C reaches only the benchmark
+    )
+    stack.enter_context(guard)  # closes its stdin, which ends it, and waits
+    assert guard.stdout is not None
+    pid = guard.stdout.readline()
+    address = read_address(f"http://127.0.0.1:{port}")
+    until = time.monotonic() + _START_S
+    while guard.poll() is None and time.monotonic() < until:
+        with suppress(OSError, HTTPException):
+            _get(f"{address.origin}/health", address.headers)
+            running.owners[owner] = int(pid)
+            return address
+        time.sleep(_LOOK_S)
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+    raise LocalrtError(f"the server did not start: {one_line(lines[-1])}")
+
+
+def _get(url: str, headers: Mapping[str, str]) -> bytes:
+    """Return the body at ``url``; any status but success is an OSError."""
+    opener = build_opener(ProxyHandler({}))
+    with opener.open(Request(url, headers=dict(headers)), timeout=10) as response:
+        return bytes(response.read())
+
+
+def _listed_name(path: Path) -> str:
+    """Return what a server of all models calls the one at ``path``, of which it may learn here."""
+    settings = Settings.from_environment()
+    note_use(str(path.absolute()), settings)
+    for name, model in client_names(list_models(settings)).items():
+        if model.path.samefile(path):
+            return name
+    raise LocalrtError(f"localrt serve does not list {path.name}")
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in command)
