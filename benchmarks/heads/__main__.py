@@ -93,6 +93,7 @@ def _train(options: argparse.Namespace) -> None:
     held = SequenceFile(options.dir / "held.bin", LENGTH, size).read() if options.held else None
     model = HeadModel(target, _scales(text.read()["features"][:8]), options.width)
     trainer = Trainer(model, total=options.steps, batch=options.batch, rate=options.rate)
+    descent = trainer.descent
     state = options.dir / "training.pt"
     if state.exists():
         trainer.load(state)
@@ -100,20 +101,20 @@ def _train(options: argparse.Namespace) -> None:
     allowed = _Allowed(tokenizer, held_names(held_rows(options.held)))
     saved, stopped = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
-    while trainer.step < trainer.total and not stopped.is_set():
+    while descent.step < descent.total and not stopped.is_set():
         records, began = text.read(), time.monotonic()
         chosen = trainer.choose(allowed.among(records))
         loss, agreed = trainer.train(records[chosen])
         took = f"{time.monotonic() - began:.1f} s, {len(records)} sequences"
         _report(
-            f"step {trainer.step} of {trainer.total}: loss {loss:.3f}, {_percent(agreed)}, {took}"
+            f"step {descent.step} of {descent.total}: loss {loss:.3f}, {_percent(agreed)}, {took}"
         )
-        ends = trainer.step == trainer.total or stopped.is_set()
+        ends = descent.step == descent.total or stopped.is_set()
         if time.monotonic() - saved > options.save or ends:
             trainer.save(state)
             export(model, (*options.layers, layers), options.dir / "eagle3")
             if held is not None and not stopped.is_set():
-                _score(trainer, held, chats, 4 if trainer.step < trainer.total else 1)
+                _score(trainer, held, chats, 4 if descent.step < descent.total else 1)
             saved = time.monotonic()
 
 
@@ -132,7 +133,7 @@ def _score(trainer: Trainer, held: npt.NDArray[np.void], chats: int, step: int) 
             per_pass = sum(each.tokens for each in saved) / passes
             steps = sum(each.steps for each in saved) / passes
             parts.append(f"{budget} nodes {per_pass:.2f} tokens a pass in {steps:.1f} steps")
-        _report(f"held-out {name} at step {trainer.step}: {'; '.join(parts)}")
+        _report(f"held-out {name} at step {trainer.descent.step}: {'; '.join(parts)}")
 
 
 def _percent(shares: Sequence[float]) -> str:

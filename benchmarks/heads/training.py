@@ -2,47 +2,35 @@
 
 A step is unrolled: from its second level on, a row takes in what the head itself gave for the row
 before, and attends as it will when a tree is drafted, so that guesses of guesses are trained too
-(EAGLE-3's training-time test, HASS). Levels join one after another as the training goes on. Muon
-turns the matrices (Jordan et al. 2024): steps are few, and it needs about half as many as AdamW.
+(EAGLE-3's training-time test, HASS). Levels join one after another as the training goes on.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.common.descent import Descent
 from benchmarks.heads.head import HeadModel, split
 
 _LEVELS = 4
 _LEVEL_WEIGHT = 0.8  # of each deeper level's loss, over the one above
-_WARM_UP, _LEAST_RATE = 10, 0.05  # steps; share of the rate at the end
-_CLIP = 1.0
 
 
 class Trainer:
-    """Takes steps on ``batch`` sequences each, of which ``seen`` counts how often each was used.
-
-    ``total`` steps are planned; with more than a saved training had, its rate rises again.
-    """
+    """Takes steps on ``batch`` sequences each; ``seen`` counts how often each was used."""
 
     def __init__(self, model: HeadModel, *, total: int, batch: int, rate: float) -> None:
-        self.model, self.total, self.step = model, total, 0
-        self._batch, self._rate = batch, rate
+        self.model, self._batch = model, batch
+        self.descent = Descent(model.weights, total=total, rate=rate)
         self.seen: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._local = torch.full((model.target.embedding.shape[0],), -1)
         self._local[model.target.ids] = torch.arange(len(model.target.ids))
-        matrices = [weight for weight in model.weights.values() if weight.dim() == 2]
-        vectors = [weight for weight in model.weights.values() if weight.dim() == 1]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(vectors, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
 
     def choose(self, among: list[int]) -> list[int]:
         """The sequences of the next step: those used least, in a random order that the step sets.
@@ -50,7 +38,7 @@ class Trainer:
         So the text may still be growing.
         """
         self.seen = np.pad(self.seen, (0, max(0, among[-1] + 1 - len(self.seen))))
-        random = np.random.default_rng((0, self.step)).random(len(among))
+        random = np.random.default_rng((0, self.descent.step)).random(len(among))
         order = np.lexsort((random, self.seen[among]))
         chosen = [among[place] for place in order[: self._batch]]
         self.seen[chosen] += 1
@@ -58,24 +46,12 @@ class Trainer:
 
     def levels(self) -> int:
         """How many levels the next step has: a fifth of the training begins with each."""
-        return min(_LEVELS, 1 + 5 * self.step // self.total)
+        return min(_LEVELS, 1 + 5 * self.descent.step // self.descent.total)
 
     def train(self, records: npt.NDArray[np.void]) -> tuple[float, list[float]]:
         """One step: its loss, and the share of its tokens that each level guessed."""
-        progress = self.step / self.total
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        share = _LEAST_RATE + (1 - _LEAST_RATE) * cosine
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._rate * min(1.0, (self.step + 1) / _WARM_UP) * share
-            optimizer.zero_grad(set_to_none=True)
         loss, agreed = self._loss(records, self.levels())
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self.model.weights.values(), _CLIP)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.step += 1
-        return float(loss.detach()), agreed
+        return self.descent.take(loss), agreed
 
     @torch.no_grad()
     def score(self, records: npt.NDArray[np.void]) -> list[float]:
@@ -84,25 +60,11 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write all that ``load`` needs to continue."""
-        state = {
-            "step": self.step,
-            "seen": torch.from_numpy(self.seen),
-            "weights": {name: weight.detach() for name, weight in self.model.weights.items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        new = path.with_suffix(".new")
-        torch.save(state, new)
-        new.replace(path)
+        self.descent.save(path, seen=torch.from_numpy(self.seen))
 
     def load(self, path: Path) -> None:
         """Continue from a file of ``save``."""
-        state = torch.load(path, weights_only=True)
-        with torch.no_grad():
-            for name, weight in self.model.weights.items():
-                weight.copy_(state["weights"][name])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step, self.seen = state["step"], state["seen"].numpy()
+        self.seen = self.descent.load(path)["seen"].numpy()
 
     def _loss(self, records: npt.NDArray[np.void], levels: int) -> tuple[Tensor, list[float]]:
         """What to minimize, and each level's agreement, on tokens that the target chose itself."""
