@@ -11,7 +11,7 @@ import ast
 import json
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -168,10 +168,14 @@ def _named(random: np.random.Generator) -> str:
 
 def standard_functions() -> list[str]:
     """Signatures with docstrings from the standard library, without bodies."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    return functions_in(f for f in files if not {"site-packages", "test", "tests"} & set(f.parts))
+
+
+def functions_in(files: Iterable[Path]) -> list[str]:
+    """Signatures with docstrings from modules, without bodies."""
     found: dict[str, None] = {}
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-        if {"site-packages", "test", "tests"} & set(file.parts):
-            continue
+    for file in files:
         try:
             source = file.read_text()
             tree = ast.parse(source)
