@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from localrt.quant.cpu.abi import best_isa, find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops import states
-from localrt.quant.ops.hybrid_cache import HybridCache
+from localrt.quant.ops.hybrid_cache import HybridCache, states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache, runs
 from localrt.quant.reference.ops import TorchOps
@@ -46,6 +47,22 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
         if len(part) == 2:
             for cache in caches:
                 cache.select(18, [0, 2, 3, 5])
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["delta", "delta-channels", "ssm"])
+def test_fast_decays_leave_nothing(name: str, isa: str) -> None:
+    """A factor near the least float32 would make every product with it subnormal, and slow."""
+    layer = Layer(name, NativeOps(threads=1, isa=isa))
+    rates = layer.ops.vector(np.full(layer.spec.heads, -300, np.float32))
+    layer.weights = replace(layer.weights, decay=rates)
+    cache = layer.cache()
+    layer.run((cache, random_rows(4)))
+    kept = states_of(cache)._now.ring_of(0)[:4]
+    decays = kept[:, layer.spec.channels : -layer.spec.heads]
+    assert (decays == 0).any()
+    assert not ((decays > 0) & (decays < 1e-20)).any()
 
 
 @needs_kernels

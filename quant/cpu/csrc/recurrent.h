@@ -90,6 +90,13 @@ template <class Fn> inline void by_sixteen(int count, Fn fn) {
     for (int at = 0; at < count; at += 16) fn(at, least(16, count - at));
 }
 
+// Of its logarithm. exp16 stops at e^-87, and a number times that is subnormal, which processors multiply slowly: what
+// decays so fast is gone.
+inline F16L decayed(F16L log) {
+    const F16L left = exp16(log), least = F16L::set1(1e-20f);
+    return left.above(least, left, F16L::zero());
+}
+
 // A new row's decays, then how much of each head's value is written.
 inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, float* factors) {
     const int heads = args.heads, each = args.channel_decay ? args.key_size : 1;
@@ -99,16 +106,16 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
         const F16L decay = load_some(args.decay + h, n);
         if (args.kind == DELTA) {
             store_some(F16L::set1(args.strength) * sigmoid16(load_some(line + shape.strengths_at + h, n)), n, strengths + h);
-            if (!args.channel_decay) store_some(exp16(decay * step(shape.decays_at, h, n)), n, factors + h);
+            if (!args.channel_decay) store_some(decayed(decay * step(shape.decays_at, h, n)), n, factors + h);
         } else {
             const F16L strength = step(shape.strengths_at, h, n).max(F16L::set1(args.least_step)).min(F16L::set1(args.most_step));
             store_some(strength, n, strengths + h);
-            store_some(exp16(decay * strength), n, factors + h);
+            store_some(decayed(decay * strength), n, factors + h);
         }
     });
     for (int h = 0; args.channel_decay && h < heads; h++)
         by_sixteen(each, [&](int i, int n) {
-            store_some(exp16(F16L::set1(args.decay[h]) * step(shape.decays_at, h * each + i, n)), n, factors + h * each + i);
+            store_some(decayed(F16L::set1(args.decay[h]) * step(shape.decays_at, h * each + i, n)), n, factors + h * each + i);
         });
 }
 
