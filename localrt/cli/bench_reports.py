@@ -7,8 +7,12 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from localrt.bench.batches import advise, save_advice, time_passes
+from localrt.bench.batches import to_table as batches_table
 from localrt.bench.report import facts
 from localrt.bench.sweep import (
     DEFAULT_VARY,
@@ -25,6 +29,8 @@ from localrt.common.option_names import option
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.hub import resolve
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.store.pack import fingerprint
@@ -35,7 +41,12 @@ _SWEEP_HELP = (
     "measured, and the same command goes on where it ended (default: no sweep)"
 )
 _VARY_HELP = f"settings and their values, of {', '.join(SETTINGS)} (default: {DEFAULT_VARY!r})"
+_ADVISE_HELP = (
+    "time passes by how many answers share them, and say how many should; localrt serve MODEL then "
+    "takes that (default: no)"
+)
 _FLAGS: tuple[Flag, ...] = (
+    ("--advise", bool, None, _ADVISE_HELP),
     ("--sweep", Path, "FILE", _SWEEP_HELP),
     ("--vary", str, "'NAME=VALUE,VALUE ...'", _VARY_HELP),
 )
@@ -53,9 +64,30 @@ def run_report(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int
     """
     if args.vary is not None and args.sweep is None:
         raise OptionError(f"{option('vary')} needs {option('sweep')}: the file for the points")
+    if args.advise:
+        return _advise(args, sizes)
     if args.sweep is not None:
         return _sweep(args, sizes)
     return None
+
+
+def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
+    name, path = resolved(args.model)
+    settings = Settings.from_environment()
+    names = ("format", "kv_format", "threads", "ctx")
+    chosen: dict[str, Any] = {key: getattr(args, key) for key in names} | dict(sizes)
+    options = LoadOptions(engine="native", device=args.device or "auto", **chosen)
+    with closing(load_parts(path, options, settings=settings).engine) as engine:
+        times = time_passes(engine, notify=notify)
+    advice = advise(times)
+    save_advice(settings.cache_dir, path, times, advice)
+    if args.json:
+        passes = [asdict(each) for each in times]
+        report = {"kind": "batches", "model": name, **facts(hardware.probe())}
+        print(json.dumps({**report, "passes": passes, "advice": asdict(advice)}))
+    else:
+        print(batches_table(times, advice))
+    return 0
 
 
 def _sweep(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:

@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import localrt
+from localrt.bench.batches import saved_batch
 from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
@@ -65,6 +67,10 @@ _CLASS_KEY_HELP = (
     "a key whose requests are interactive, completion or background, which waits for the others; "
     "may be repeated (default: by what they are)"
 )
+_RUNNING_HELP = (
+    "most answers at a time; they share passes (default: what `localrt bench MODEL --advise` "
+    "found, else 16)"
+)
 _CONNECTIONS_HELP = (
     "most requests that are open at a time (default: 1000); more get 503, but /health answers"
 )
@@ -76,6 +82,8 @@ _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
 )
+_LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
+_UNSET = ServeOptions()
 # Flags for a single model.
 _ALONE = ("name", "adapter", "chat_template", "pre_tokenizer", "revision")
 _FLAGS: tuple[Flag, ...] = (
@@ -86,7 +94,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--api-key", str, "KEY", _KEY_HELP),
     ("--class-key", list, "CLASS=KEY", _CLASS_KEY_HELP),
     ("--cors", list, "ORIGIN", _CORS_HELP),
-    ("--max-running", int, "N", "most answers at a time; they share passes (default: 16)"),
+    ("--max-running", int, "N", _RUNNING_HELP),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
     ("--max-connections", int, "N", _CONNECTIONS_HELP),
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
@@ -103,10 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     every = f"{BARE_MODEL_HELP} (default: all models of this machine)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=every)
     group = parser.add_argument_group("server")
-    unset = ServeOptions()
-    names = ("host", "port", "max_running", "max_queued", "max_connections")
-    kept = {name: getattr(unset, name) for name in names}
-    shown = {"max_body": "8MiB", "drain": unset.drain_s, "keep_alive": "5m"}
+    names = ("host", "port", "max_queued", "max_connections")
+    kept = {name: getattr(_UNSET, name) for name in names}
+    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s, "keep_alive": "5m"}
     add_flags(group, _FLAGS, **kept, **shown, cors=[], class_key=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
@@ -135,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
 
         with load_model(args, reads_text=False) as model:
             _set_defaults(model, defaults)
+            if args.max_running is None:
+                options = replace(options, max_running=_running(model.info.path))
             served = OneModel(model, options)
             _serve(args, options, bound, served, {served.name: str(model.info.path)})
     return 0
@@ -166,6 +175,12 @@ def _serve(
         log = None if args.quiet else _log_json if args.json else _log
         note = partial(_say, args)
         serve(models, options, bound=bound, log=log, note=note, on_ready=ready)
+
+
+def _running(model: Path) -> int:
+    """Return how many answers share passes, as measured for this model, or as usual."""
+    batch = saved_batch(Settings.from_environment().cache_dir, model)
+    return _UNSET.max_running if batch is None else max(_LEAST_RUNNING, batch)
 
 
 def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
@@ -223,7 +238,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         api_key=Settings.from_environment().serve_key if args.api_key is None else args.api_key,
         class_keys={key: name for name, _, key in (one.partition("=") for one in args.class_key)},
         origins=tuple(args.cors),
-        max_running=args.max_running,
+        max_running=_UNSET.max_running if args.max_running is None else args.max_running,
         max_queued=args.max_queued,
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body, option("max_body")),
