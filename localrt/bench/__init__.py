@@ -1,6 +1,7 @@
 """The benchmark: compares engines on one workload, each in a process of its own.
 
-Start reading at ``runner.py``.
+Start reading at ``runner.py``. ``sweep.py`` measures combinations of settings, ``card.py`` what
+this PC runs; ``page.py`` shows their reports.
 
 Each engine runs in a child process, so that its peak memory is measured alone. Runs of the engines
 alternate, so that noise affects all alike; engines that read weights while they run go one after

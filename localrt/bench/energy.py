@@ -1,4 +1,4 @@
-"""Reads the energy counters of CPU packages (RAPL, Linux) and NVIDIA GPUs (NVML), in joules.
+"""Reads energy counters in joules: of CPUs and their memory (RAPL, Linux), and NVIDIA GPUs (NVML).
 
 They count what the whole machine takes, other programs included. Linux shows RAPL to the
 administrator only, unless it was opened to others.
@@ -23,8 +23,9 @@ def read_energy(root: Path = Path("/")) -> Energy:
     found: dict[str, tuple[float, float]] = {}
     for zone in root.glob("sys/class/powercap/intel-rapl:*"):
         try:
-            # A package's parts, and the platform that holds it, would count its energy twice.
-            if not _text(zone / "name").startswith("package"):
+            # Other parts of a package, and the platform that holds it, would count energy twice.
+            name = _text(zone / "name")
+            if not name.startswith("package") and name != "dram":
                 continue
             joules, end = (_text(zone / f"{name}_uj") for name in ("energy", "max_energy_range"))
             found[zone.name] = float(joules) / 1e6, float(end) / 1e6

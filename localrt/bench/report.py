@@ -39,7 +39,9 @@ def facts(machine: Machine) -> dict[str, Any]:
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    command = shlex.join(["localrt", *sys.argv[1:]])
+    # Reports are shared: no one else needs the name of the user's folder.
+    words = [word.replace(str(Path.home()), "~") for word in sys.argv[1:]]
+    command = shlex.join(["localrt", *words])
     return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 

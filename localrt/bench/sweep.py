@@ -350,16 +350,24 @@ def best_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["prompt", "answer", "batch", *(header for header, *_ in _BEST)], rows
 
 
+def failures(report: Mapping[str, Any]) -> list[list[str]]:
+    """Return the points that could not run, each with its reason."""
+    names = [name for name in SETTINGS if name in report["vary"]]
+    return [
+        [describe(point, names), str(point["reason"])]
+        for point in report["points"]
+        if point["reason"]
+    ]
+
+
 def to_table(report: Mapping[str, Any]) -> str:
     """Return what is best where, and which points could not run, as text for people."""
     headers, rows = best_rows(report)
-    failed = [point for point in report["points"] if point["reason"]]
     lines = [
-        f"{report.get('model', 'model')}: {len(report['points'])} points, "
+        f"{report['model']}: {len(report['points'])} points, "
         f"medians of {report['runs']}{', interrupted' if report['interrupted'] else ''}",
         "",
         table(rows, headers, "rrr"),
     ]
-    names = [name for name in SETTINGS if name in report["vary"]]
-    lines += [f"not run: {describe(point, names)}: {point['reason']}" for point in failed]
+    lines += [f"not run: {point}: {reason}" for point, reason in failures(report)]
     return "\n".join(lines)

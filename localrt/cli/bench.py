@@ -44,6 +44,7 @@ EXAMPLES: Examples = (
     ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
     ("localrt bench model.gguf --sweep sweep.json --vary 'threads=1,2 batch=1,4'", "combinations"),
     ("localrt bench model.gguf --mix student", "two applications at once, for four minutes"),
+    ("localrt bench --card --html card.html", "what this PC runs, as a page"),
 )
 
 _ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"

@@ -12,7 +12,7 @@ from localrt.bench.mix.mix import SHIPPED, read_mix
 from localrt.bench.mix.report import to_json, to_table
 from localrt.bench.mix.runner import run_mix
 from localrt.bench.mix.servers import make_servers
-from localrt.cli.bench_reports import notify, resolved
+from localrt.cli.bench_reports import notify, resolved, write_page
 from localrt.cli.options import Flag, add_flags, number
 from localrt.common.errors import OptionError
 from localrt.common.files import write_text
@@ -86,6 +86,7 @@ def run_mix_command(args: argparse.Namespace) -> int | None:
     print(json.dumps(report) if args.json else to_table(report))
     if args.out is not None:
         write_text(args.out, json.dumps(report) + "\n")
+    write_page(args, report)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return 0 if outcome.runs else 1

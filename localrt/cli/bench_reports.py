@@ -1,4 +1,4 @@
-"""The reports of ``localrt bench``: a sweep."""
+"""The reports of ``localrt bench``: a sweep, a card, and two reports side by side."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from localrt.bench.batches import advise, save_advice, time_passes
 from localrt.bench.batches import to_table as batches_table
+from localrt.bench.card import run_card
+from localrt.bench.compare import compare
+from localrt.bench.page import Page, Report, card_rows, page_of, read_report, to_html, write_png
+from localrt.bench.plots import Table
 from localrt.bench.report import facts
 from localrt.bench.sweep import (
     DEFAULT_VARY,
@@ -22,19 +26,23 @@ from localrt.bench.sweep import (
     run_sweep,
     to_table,
 )
+from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli.help import ProgressLine
 from localrt.cli.options import Flag, add_flags
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.files import write_text
+from localrt.common.formatting import printable, table
 from localrt.common.option_names import option
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
-from localrt.hub import resolve
+from localrt.hub import DEMO_NAME, list_models, resolve
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import chooser
+from localrt.quantize.calibration import read_file
 
 _SWEEP_HELP = (
     "measure every combination of --vary on the native engine; points go to FILE as they are "
@@ -45,16 +53,30 @@ _ADVISE_HELP = (
     "time passes by how many answers share them, and say how many should; localrt serve MODEL then "
     "takes that (default: no)"
 )
+_CARD_HELP = (
+    "say what this PC runs, how fast, at which quality and power: these models "
+    "(default: no card; without MODEL, all on this machine)"
+)
+_COMPARE_HELP = (
+    "two mixes or two sweeps side by side, from their JSON; one file alone is shown (default: none)"
+)
+_TEXT_HELP = "with --card: also measure perplexity against f32 on this text (default: not measured)"
 _FLAGS: tuple[Flag, ...] = (
     ("--advise", bool, None, _ADVISE_HELP),
     ("--sweep", Path, "FILE", _SWEEP_HELP),
     ("--vary", str, "'NAME=VALUE,VALUE ...'", _VARY_HELP),
+    ("--text", Path, "FILE", _TEXT_HELP),
+    ("--html", Path, "FILE", "write the report as a page without network, too (default: none)"),
+    ("--png", Path, "FILE", "write it as a picture; needs localrt[png] (default: none)"),
 )
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of reports."""
-    add_flags(parser.add_argument_group("reports"), _FLAGS)
+    group = parser.add_argument_group("reports")
+    group.add_argument("--card", nargs="*", metavar="MODEL", help=_CARD_HELP)
+    group.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=_COMPARE_HELP)
+    add_flags(group, _FLAGS)
 
 
 def run_report(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int | None:
@@ -62,13 +84,92 @@ def run_report(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int
 
     ``sizes`` are the bytes of ``ram`` and ``gpu_memory``.
     """
-    if args.vary is not None and args.sweep is None:
-        raise OptionError(f"{option('vary')} needs {option('sweep')}: the file for the points")
-    if args.advise:
-        return _advise(args, sizes)
-    if args.sweep is not None:
-        return _sweep(args, sizes)
-    return None
+    makers = {"sweep": _sweep, "card": _card, "compare": _compare, "advise": _advise}
+    reports = [name for name in makers if getattr(args, name) not in (None, False)]
+    for name, needs in (("vary", "sweep"), ("text", "card")):
+        if getattr(args, name) is not None and needs not in reports:
+            raise OptionError(f"{option(name)} needs {option(needs)}")
+    for name in ("html", "png"):
+        if getattr(args, name) is not None and not set(reports) - {"advise"}:
+            wanted = f"{option('sweep')}, {option('card')}, {option('compare')} or {option('mix')}"
+            raise OptionError(f"{option(name)} needs a report: {wanted}")
+    if args.card is not None and args.model != DEMO_NAME:
+        raise OptionError(f"{option('card')} takes its models after it")
+    if len(reports) > 1:
+        raise OptionError(f"{option(reports[0])} and {option(reports[1])} cannot be combined")
+    if not reports:
+        return None
+    for name in ("trace", "long_prompt"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"{option(name)} and {option(reports[0])} cannot be combined")
+    return makers[reports[0]](args, sizes)
+
+
+def write_page(args: argparse.Namespace, report: Report | Page) -> None:
+    """Write a report's page to where the arguments want it."""
+    if args.html is None and args.png is None:
+        return
+    page = report if isinstance(report, Page) else page_of(report)
+    if args.html is not None:
+        write_text(args.html, to_html(page))
+        notify(f"wrote {args.html}")
+    if args.png is not None:
+        write_png(page, args.png)
+        notify(f"wrote {args.png}")
+
+
+def _finish(args: argparse.Namespace, report: Mapping[str, Any], text: str) -> int:
+    """Print and write a report."""
+    print(json.dumps(report) if args.json else text)
+    write_page(args, report)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _compare(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
+    if len(args.compare) > 2:
+        raise OptionError(f"{option('compare')} takes one file or two, not {len(args.compare)}")
+    reports = [read_report(path) for path in args.compare]
+    if len(reports) == 1:
+        page = page_of(reports[0])
+        blocks = [block for _, blocks in page.sections for block in blocks]
+        tables = [block for block in blocks if isinstance(block, Table)]
+    else:
+        page, differences = compare(*reports)
+        tables = [differences]
+    texts = [table(each.rows, each.headers, "lrrrrrrrrrrrr") for each in tables]
+    print(printable("\n\n".join([page.title, *texts])))
+    write_page(args, page)
+    return 0
+
+
+def _card(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
+    if args.text is not None:
+        read_file(args.text)  # a wrong path is said before anything is measured
+    if args.card:
+        models = [resolved(model) for model in args.card]
+    else:
+        models = [(each.name, each.path) for each in list_models(Settings.from_environment())]
+    if not models:
+        raise LocalrtError(f"no model is on this machine yet: localrt pull {DEMO_NAME}")
+    machine = hardware.probe()
+    rate = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
+    machine = replace(machine, memory_read_bytes_s=rate, gpus=hardware.gpus() or machine.gpus)
+    same = ("threads", "format", "device", "kv_format", "ctx")
+    options = BenchOptions(
+        path=Path(),
+        engines=("native",),
+        workload=Workload(args.prompt_tokens, args.tokens, args.runs),
+        ram=sizes["ram"],
+        gpu_memory=sizes["gpu_memory"],
+        **{name: getattr(args, name) for name in same},
+    )
+    report = facts(machine) | run_card(models, options, text=args.text, notify=notify)
+    page = page_of(report)
+    headers, rows = card_rows(report)
+    lines = [page.title, *page.notes, "", table(rows, headers, "lrrrrrrrr")]
+    return _finish(args, report, "\n".join(lines))
 
 
 def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
@@ -112,10 +213,7 @@ def _sweep(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
         facts={**facts(machine), "model": name},
     )
     report = run_sweep(options, notify=notify)
-    print(json.dumps(report) if args.json else to_table(report))
-    if report["interrupted"]:
-        raise KeyboardInterrupt
-    return 0
+    return _finish(args, report, to_table(report))
 
 
 def resolved(model: str) -> tuple[str, Path]:

@@ -22,6 +22,8 @@ class FakeEngine:
         self._settings = dict(launch.settings or {})
         self.info: Mapping[str, Any] = {
             "format": "q8",
+            "weight_bytes": 1000,
+            "parameters": 1600,
             "pid": os.getpid(),
             "launch": asdict(launch),
         }

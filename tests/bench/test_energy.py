@@ -22,8 +22,12 @@ def _zone(root: Path, zone: str, name: str, microjoules: int) -> None:
 def test_packages_are_counted_once(tmp_path: Path) -> None:
     _zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     _zone(tmp_path, "intel-rapl:0:0", "core", 4_000_000)
+    _zone(tmp_path, "intel-rapl:0:1", "dram", 1_000_000)
     _zone(tmp_path, "intel-rapl:1", "psys", 9_000_000)
-    assert read_energy(tmp_path) == {"intel-rapl:0": (5.0, 1000.0)}
+    assert read_energy(tmp_path) == {
+        "intel-rapl:0": (5.0, 1000.0),
+        "intel-rapl:0:1": (1.0, 1000.0),  # is no part of the package's energy
+    }
 
 
 def test_a_counter_that_starts_again(tmp_path: Path) -> None:

@@ -1,0 +1,446 @@
+"""Shows a report of ``localrt bench`` as one HTML file without network, or as a picture.
+
+The reports are JSON objects, of the kinds in `KINDS`; plots are ours (``plots.py``), light or dark
+as the browser prefers. Every text from a report is escaped: a file may come from anyone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localrt.bench.plots import (
+    DARK,
+    LIGHT,
+    WIDTH,
+    Figure,
+    Span,
+    Table,
+    bars,
+    escape,
+    heat_map,
+    lines,
+    number,
+    table_figure,
+    timeline,
+)
+from localrt.bench.sweep import WORK, best_rows, failures, show_setting
+from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.files import write_bytes
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
+
+NOT_MEASURED = "not measured"
+
+Report = Mapping[str, Any]
+
+
+Section = tuple[str, Sequence[Figure | Table]]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A title, notes under it, and sections of figures and tables.
+
+    ``pairs``: after the first, every two sections stand side by side where there is room.
+    """
+
+    title: str
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    pairs: bool = False
+
+
+def read_report(path: Path) -> Report:
+    """Read a report from a file.
+
+    Raises:
+        OptionError: it is none of `KINDS`.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        report = None
+    if not isinstance(report, dict) or report.get("kind") not in KINDS:
+        raise OptionError(f"{path} is no {' or '.join(KINDS)} of `localrt bench`, as JSON")
+    return report
+
+
+def page_of(report: Report) -> Page:
+    """Return the page of a report.
+
+    Raises:
+        OptionError: the report is damaged.
+    """
+    with readable(report["kind"]):
+        return KINDS[report["kind"]](report)
+
+
+@contextmanager
+def readable(kind: str) -> Iterator[None]:
+    """Turn the errors of reading a damaged report into an ``OptionError``."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise OptionError(f"this {kind} is damaged: {one_line(repr(error))}") from error
+
+
+def to_html(page: Page) -> str:
+    """Return the page as one HTML file."""
+    parts = [f"<h1>{escape(page.title)}</h1>"]
+    parts += [f"<p>{escape(note)}</p>" for note in page.notes]
+    for heading, blocks in page.sections:
+        parts.append(f"<section>{f'<h2>{escape(heading)}</h2>' if heading else ''}")
+        parts += [_block(block) for block in blocks]
+        parts.append("</section>")
+    body = "\n".join(parts)
+    kind = "pairs" if page.pairs else "one"
+    return _PAGE.format(title=escape(page.title), style=_style(), kind=kind, body=body)
+
+
+def to_svg(page: Page) -> str:
+    """Return the page as one SVG image, in light colours."""
+    shapes, top = [], 8
+
+    def place(figure: Figure) -> None:
+        nonlocal top
+        shapes.append(f'<g transform="translate(10 {top})">{figure.body}</g>')
+        top += figure.height + 10
+
+    def line(text: str, size: int, fill: str) -> None:
+        nonlocal top
+        top += size + 8
+        attributes = f'x="14" y="{top}" font-size="{size}" fill="var(--{fill})"'
+        shapes.append(f"<text {attributes}>{escape(text, 110)}</text>")
+
+    line(page.title, 19, "ink")
+    for note in page.notes:
+        line(note, 12, "faint")
+    for heading, blocks in page.sections:
+        line(heading, 15, "ink")
+        top += 10
+        for block in blocks:
+            place(block if isinstance(block, Figure) else table_figure(block))
+    size = f'width="{WIDTH + 20}" height="{top}" viewBox="0 0 {WIDTH + 20} {top}"'
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
+        f'<rect width="{WIDTH + 20}" height="{top}" fill="var(--paper)"/>{"".join(shapes)}</svg>'
+    )
+    return re.sub(r"var\(--(\w+)\)", lambda name: LIGHT.get(name[1], name[0]), svg)
+
+
+def write_png(page: Page, path: Path) -> None:
+    """Write the page as a picture, at twice its size.
+
+    Raises:
+        MissingExtraError: Qt, which draws it, is not installed.
+        StorageError: the file cannot be written.
+    """
+    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+    try:
+        from PySide6.QtCore import QBuffer
+        from PySide6.QtGui import QGuiApplication, QImage, QImageWriter, QPainter
+        from PySide6.QtSvg import QSvgRenderer
+    except ImportError as error:
+        raise MissingExtraError(
+            "a picture needs Qt: pip install 'localrt[png]', or write the page with --html"
+        ) from error
+    application = QGuiApplication.instance() or QGuiApplication([])  # it has the fonts
+    renderer = QSvgRenderer(to_svg(page).encode())
+    image = QImage(renderer.defaultSize() * 2, QImage.Format.Format_RGB32)
+    painter, buffer = QPainter(image), QBuffer()
+    renderer.render(painter)
+    painter.end()
+    QImageWriter(buffer, b"PNG").write(image)
+    del application
+    write_bytes(path, bytes(buffer.data()))
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body class="{kind}">
+{body}
+</body>
+</html>
+"""
+
+_CSS = """body { background: var(--paper); color: var(--ink); margin: 2rem auto; max-width: 60rem;
+  padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; color-scheme: light dark; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+p { color: var(--faint); margin: 0.2rem 0; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.7rem; border-bottom: 1px solid var(--rule); text-align: right; }
+th { color: var(--faint); font-weight: normal; }
+th:first-child, td:first-child, td[colspan] { text-align: left; }
+section { min-width: 0; }
+@media (min-width: 70rem) {
+  .pairs { max-width: 110rem; display: grid; grid-template-columns: 1fr 1fr; gap: 0 2rem; }
+  .pairs h1, .pairs p, .pairs section:first-of-type { grid-column: 1 / -1; }
+}
+svg { display: block; width: 100%; height: auto; margin: 1rem 0; font-family: inherit; }"""
+
+
+def _style() -> str:
+    light, dark = (
+        " ".join(f"--{name}: {value};" for name, value in colours.items())
+        for colours in (LIGHT, DARK)
+    )
+    return (
+        f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{_CSS}"
+    )
+
+
+def _block(block: Figure | Table) -> str:
+    if isinstance(block, Figure):
+        return (
+            f'<svg viewBox="0 0 {WIDTH} {block.height}" role="img" '
+            f'aria-label="{escape(block.title)}">{block.body}</svg>'
+        )
+    rows = []
+    for tag, row in (("th", block.headers), *(("td", row) for row in block.rows)):
+        cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in row]
+        if len(row) < len(block.headers):  # the last cell spans the rest
+            span = len(block.headers) - len(row) + 1
+            cells[-1] = cells[-1].replace("<td>", f'<td colspan="{span}">', 1)
+        rows.append("".join(cells))
+    return f'<div class="wide"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'
+
+
+# -- the reports -----------------------------------------------------------------------------------
+
+
+def shown(value: Any, show: Callable[[float], str]) -> str:
+    """Show a measured number; "not measured" for None."""
+    known = number(value)
+    return NOT_MEASURED if known is None else show(known)
+
+
+def percent(share: float) -> str:
+    """``"98 %"``."""
+    return f"{100 * share:.0f} %"
+
+
+def machine_notes(report: Report) -> list[str]:
+    """Return lines about the machine, the versions and the command."""
+    machine = report["machine"]
+    cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
+    facts = [
+        cpu["name"],
+        f"{cpu['physical_cores']} cores",
+        f"{format_bytes(machine['memory']['total'])} of RAM",
+        *(gpus or ["no NVIDIA GPU"]),
+        machine["system"],
+    ]
+    rate = number(machine.get("memory_read_bytes_s"))
+    if rate is not None:
+        facts.insert(3, f"reads {format_bytes(rate)}/s from memory")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    notes = [", ".join(facts), versions, str(report["command"])]
+    return [*notes, "interrupted: some of it is missing"] if report["interrupted"] else notes
+
+
+def mix_rows(server: Report) -> tuple[list[str], list[list[str]]]:
+    """Return headers and a row for each application of a server."""
+    times = [(name, at) for name in ("ttft_s", "tpot_s") for at in ("p50", "p95", "p99")]
+    headers = ["application", "class", "goals met", "requests", "failed"]
+    headers += [f"{'first token' if name == 'ttft_s' else 'per token'} {at}" for name, at in times]
+    rows = []
+    for app in server["apps"]:
+        row = [app["app"], app["class"], shown(app["goals_met"], percent)]
+        row += [shown(app[name], "{:g}".format) for name in ("requests", "failed")]
+        row += [shown((app[name] or {}).get(at), format_seconds) for name, at in times]
+        rows.append(
+            [*row, shown(app["stalls"], "{:g}".format), shown(app["tokens_s"], format_rate)]
+        )
+    return [*headers, "stalls", "tok/s"], rows
+
+
+def _mix(report: Report) -> Page:
+    mix = report["mix"]
+    seconds = number(mix["seconds"]) or 0.0
+    sections: list[Section] = []
+    for server in report["servers"]:
+        met = shown(server["goals_met"], percent)
+        heading = f"{server['server']}: {met} of the requests met their goals"
+        joules = shown(server["joules_per_token"], lambda value: f"{value:.2f} J per token")
+        share = shown(server["measuring_cpu_share"], lambda value: f"{value:.2%}")
+        facts = [["energy", joules], ["CPU time of measuring", share]]
+        for each in server["neighbours"]:
+            if each["frame_ms"]:
+                times = [f"{name} {value:.1f} ms" for name, value in each["frame_ms"].items()]
+                facts.append([f"frames of {each['name']}", ", ".join(times)])
+        tables = [Table(*mix_rows(server)), Table(["", "measured"], facts)]
+        sections.append((heading, [*tables, *_timelines(server, seconds)]))
+    notes = machine_notes(report)
+    notes += [f"{one['server']} did not run: {one['reason']}" for one in report.get("skipped", ())]
+    return Page(f"{mix['name']}: {format_seconds(seconds)} of requests", notes, sections)
+
+
+def _timelines(server: Report, seconds: float) -> Iterator[Figure]:
+    """Yield a server's first run over time."""
+
+    def first_run(rows: Sequence[Report]) -> list[Report]:
+        return [row for row in rows if row.get("run", 1) == 1]
+
+    of = f" (run 1 of {server['runs']})" if server["runs"] > 1 else ""
+    spans = {
+        app["app"]: [_span(event) for event in first_run(app["events"])] for app in server["apps"]
+    }
+    latest = max((span.end for row in spans.values() for span in row), default=0.0)
+    samples = first_run(server["samples"])
+    seconds = max([seconds, latest, *(number(each["at_s"]) or 0.0 for each in samples)])
+    title = f"Requests{of}: thin ones met their goals, thick ones missed them or failed"
+    yield timeline(title, spans, seconds=seconds)
+
+    def over(*path: str) -> list[tuple[float, Any]]:
+        found = []
+        for sample in samples:
+            value: Any = sample
+            for name in path:
+                value = value.get(name) if isinstance(value, Mapping) else None
+            found.append((number(sample["at_s"]) or 0.0, value))
+        return found
+
+    owners = dict.fromkeys(name for each in samples for name in each["owners"] or ())
+    plots: list[tuple[str, dict[str, list[tuple[float, Any]]], Callable[[float], str]]] = [
+        ("Processors", {"CPU": over("cpu"), "GPU": over("gpu", "busy")}, percent),
+        ("Memory by owner", {name: over("owners", name) for name in owners}, format_bytes),
+        ("Free memory", {"free": over("free_bytes")}, format_bytes),
+        (
+            "Disk, per second",
+            {"read": over("disk_read_bytes_s"), "written": over("disk_write_bytes_s")},
+            format_bytes,
+        ),
+        ("Power", {"watts": over("watts")}, "{:.0f} W".format),
+        ("Temperature", {"hottest": over("celsius")}, "{:.0f} °C".format),
+    ]
+    for title, series, show in plots:
+        known = {
+            name: values
+            for name, values in series.items()
+            if any(number(value) is not None for _, value in values)
+        }
+        if known:
+            stacked = title == "Memory by owner"
+            yield lines(title + of, known, seconds=seconds, show=show, stacked=stacked)
+
+
+def _span(event: Report) -> Span:
+    start, end = number(event["at_s"]) or 0.0, number(event["end_s"])
+    told = "met" if event["met"] else "not judged" if event["met"] is None else "missed"
+    text = (
+        f"at {start:.1f} s: first token {shown(event['ttft_s'], format_seconds)}, "
+        f"{event['tokens']} tokens, goals {told} {event['error'] or ''}"
+    )
+    return Span(start, start if end is None else end, event["met"] is not False, text)
+
+
+def _sweep(report: Report) -> Page:
+    varied = [name for name, values in report["vary"].items() if len(values) > 1]
+    across = [name for name in WORK[:2] if name in varied] or varied[-1:]
+    down = [name for name in varied if name not in across]
+
+    def label(point: Report, names: Sequence[str]) -> str:
+        return " / ".join(show_setting(name, point[name]) for name in names)
+
+    points = {(label(each, down), label(each, across)): each for each in report["points"]}
+    rows = list(dict.fromkeys(row for row, _ in points))
+    combinations = itertools.product(*(report["vary"][name] for name in across))
+    columns = [label(dict(zip(across, each, strict=True)), across) for each in combinations]
+    by = f"{' / '.join(down) or 'all'} by {' / '.join(across) or 'nothing'}"
+    figures = [
+        heat_map(
+            f"{title}: {by}",
+            columns,
+            rows,
+            [[points.get((row, column), {}).get(name) for column in columns] for row in rows],
+            show,
+        )
+        for title, name, show in _SWEPT
+    ]
+    sections: list[Section] = [
+        ("Best", [Table(*best_rows(report))]),
+        ("Every point", figures),
+    ]
+    if failed := failures(report):
+        sections.append(("Not run", [Table(["point", "reason"], failed)]))
+    notes = [*machine_notes(report), f"medians of {report['runs']} runs; auto: localrt chooses"]
+    return Page(f"{report['model']}: {len(report['points'])} points", notes, sections)
+
+
+_SWEPT: Sequence[tuple[str, str, Callable[[float], str]]] = (
+    ("Decoding, tok/s of all answers", "decode_tok_s", format_rate),
+    ("Prefill, tok/s", "prefill_tok_s", format_rate),
+    ("First token (less is better)", "ttft_s", format_seconds),
+    ("Peak RAM (less is better)", "peak_ram_bytes", format_bytes),
+)
+
+
+def card_rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return headers and a row for each model of a card; one that did not run has its reason."""
+    length = report["prompt_tokens"]
+    headers = ["model", "size", "bits per weight", "decode tok/s", "prompt tok/s"]
+    headers += [f"first token of {length}", "RAM", "power", "perplexity against f32"]
+    rows = []
+    for model in report["models"]:
+        if model["reason"]:
+            rows.append([model["model"], model["reason"]])
+            continue
+        change, error = (number(model[f"perplexity_change{of}"]) for of in ("", "_error"))
+        told = NOT_MEASURED
+        if change is not None:
+            told = f"{100 * change:+.2f} % ± {100 * (error or 0.0):.2f} %"
+        rows.append(
+            [
+                model["model"] + (", streamed" if model["streamed"] else ""),
+                shown(model["weight_bytes"], format_bytes),
+                shown(model["bits_per_weight"], "{:.2f}".format),
+                shown(model["decode_tok_s"], format_rate),
+                shown(model["prefill_tok_s"], format_rate),
+                shown(model["ttft_s"], format_seconds),
+                shown(model["peak_ram_bytes"], format_bytes),
+                shown(model["joules_per_token"], "{:.2f} J per token".format),
+                told,
+            ]
+        )
+    return headers, rows
+
+
+def _card(report: Report) -> Page:
+    ran = [model for model in report["models"] if not model["reason"]]
+    figures = [
+        bars(title, [(one["model"], one[name], shown(one[name], show)) for one in ran])
+        for title, name, show in _RATES
+    ]
+    notes = machine_notes(report)
+    notes.append(
+        f"{report['prompt_tokens']} prompt and {report['tokens']} answer tokens, medians of "
+        f"{report['runs']} runs; power is the whole machine's while it decodes"
+    )
+    title = f"What runs on {report['machine']['cpu']['name']}"
+    return Page(title, notes, [("", [Table(*card_rows(report)), *figures])])
+
+
+_RATES = (
+    ("Decoding, tok/s", "decode_tok_s", format_rate),
+    ("Reading a prompt, tok/s", "prefill_tok_s", format_rate),
+)
+
+
+KINDS: Mapping[str, Callable[[Report], Page]] = {"mix": _mix, "sweep": _sweep, "card": _card}
+"""The kinds of reports."""
