@@ -52,7 +52,7 @@ def run_mix_command(args: argparse.Namespace) -> int | None:
     The status is 1 if no server could run it.
     """
     if args.mix is None:
-        if any((args.models, args.peer, args.peer_args, args.seconds, args.out)):
+        if any((args.models, args.peer, args.peer_args, args.seconds is not None, args.out)):
             raise OptionError("--model, --peer, --peer-args, --seconds and --out need --mix")
         return None
     named = dict(text.partition("=")[::2] for text in args.models)

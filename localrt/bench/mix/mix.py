@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import one_line, parse_size
-from localrt.common.option_names import did_you_mean
+from localrt.common.option_names import did_you_mean, option
 
 SHIPPED = ("student", "developer", "office", "contention")
 _STALL_S = 1.0  # of an application without a goal for the time per token
@@ -165,11 +165,12 @@ def read_mix(
 ) -> Mix:
     """Read and check a shipped mix by its name, or a file.
 
-    ``models`` and ``seconds`` replace the file's; ``every`` is the model for all names.
+    ``models`` replace the file's; ``every`` is the model for all names. With ``seconds``, the mix
+    lasts so long, and what has a time in it begins and ends in proportion.
 
     Raises:
         LocalrtError: there is no such mix, or it has a mistake.
-        OptionError: ``models`` has a name that the mix does not.
+        OptionError: ``models`` has a name that the mix does not, or ``seconds`` is not positive.
     """
     file = Path(name)
     if name in SHIPPED:
@@ -182,9 +183,21 @@ def read_mix(
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise LocalrtError(f"{name} is not TOML: {one_line(error)}") from error
-    if seconds is not None:
-        found["seconds"] = seconds
-    return _Reader(name, file.parent).mix(found, models or {}, every)
+    mix = _Reader(name, file.parent).mix(found, models or {}, every)
+    return mix if seconds is None else _scaled(mix, seconds)
+
+
+def _scaled(mix: Mix, seconds: float) -> Mix:
+    """Return a mix of another length, in which everything begins and ends in proportion."""
+    if not 0 < seconds < float("inf"):
+        raise OptionError(f"{option('seconds')} must be above 0, is {seconds:g}")
+    factor = seconds / mix.seconds
+    apps = tuple(replace(app, start_s=app.start_s * factor) for app in mix.apps)
+    neighbours = tuple(
+        replace(each, start_s=each.start_s * factor, for_s=each.for_s and each.for_s * factor)
+        for each in mix.neighbours
+    )
+    return replace(mix, seconds=seconds, apps=apps, neighbours=neighbours)
 
 
 def _read_text(file: Path, name: str) -> str:
@@ -223,6 +236,8 @@ class _Reader:
         neighbours: dict[str, Neighbour] = {}
         for place, each in enumerate(values.get("neighbour", ()), 1):
             neighbour = self._neighbour(each, where := f"[[neighbour]] {place}")
+            if neighbour.start_s >= values["seconds"]:
+                self._refuse(where, "start_s", "is after the end of the mix")
             if neighbours.setdefault(neighbour.name, neighbour) is not neighbour:
                 self._refuse(where, "name", f"{neighbour.name!r:.60} is used twice")
         return Mix(

@@ -69,6 +69,7 @@ def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, A
             for app in mix.apps
         ],
         **_medians([_whole(run, cores) for run in runs]),
+        "joules_of": runs[0].samples.counters,
         "samples": [
             {"run": number, **sample}
             for number, run in enumerate(runs, 1)
@@ -98,7 +99,6 @@ def _whole(run: Run, cores: int) -> dict[str, Any]:
         "gpu_busy": _mean([row["gpu"] or {} for row in rows], "busy"),
         "celsius": _peak([row["celsius"] for row in rows]),
         "joules": joules,
-        "joules_of": run.samples.counters,
         "joules_per_token": None if joules is None or not tokens else joules / tokens,
         "sampler_cpu_s": run.samples.cpu_s,
         "client_cpu_s": run.client_cpu_s,

@@ -15,7 +15,7 @@ from typing import Any
 
 from localrt.bench.mix.apps import Request, arrivals, session
 from localrt.bench.mix.client import Client, Reply
-from localrt.bench.mix.mix import App, Mix
+from localrt.bench.mix.mix import App, Goals, Mix
 from localrt.bench.mix.neighbours import RunningNeighbour
 from localrt.bench.mix.sampling import Sampler, Samples
 from localrt.bench.mix.servers import Running, Server
@@ -31,7 +31,8 @@ _INTERRUPTED = "interrupted"
 class Event:
     """A request and what came of it; ``at_s`` is when it was sent.
 
-    ``met``: whether it kept its goals; None for one that was given up as planned before it could.
+    ``met``: whether it kept its goals; None without goals, or if it was given up as planned before
+    it missed one.
     """
 
     app: str
@@ -43,7 +44,9 @@ class Event:
     def of(cls, app: App, at_s: float, reply: Reply) -> Event:
         """Judge a reply by the application's goals."""
         met: bool | None = False
-        if reply.cancelled:
+        if app.goals == Goals():
+            met = None
+        elif reply.cancelled:
             met = False if app.goals.missed_by(reply.end_s, ttft_s=reply.ttft_s) else None
         elif reply.error is None:
             met = app.goals.met(

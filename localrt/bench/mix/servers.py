@@ -156,8 +156,7 @@ class LlamaServer(Server):
                     # A text to embed must fit one batch.
                     words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[2] else []
                     words += self._arguments
-                    owner = f"{self.name} {len(addresses) + 1}" if addresses else self.name
-                    command = [str(self._binary), *words]
+                    command, owner = [str(self._binary), *words], f"{self.name} ({app.name})"
                     addresses[use] = _start(stack, running, owner, command)
                     running.commands.append(_shown([self._binary.name, *words]))
                 running.places[app.name] = Place(addresses[use], app.model)

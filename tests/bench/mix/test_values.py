@@ -61,7 +61,11 @@ def test_values(tmp_path: Path) -> None:
 def test_models_and_seconds_of_the_command_line(tmp_path: Path) -> None:
     assert _read(tmp_path, GOOD, models={"small": "b"}).models == {"small": "b"}
     assert _read(tmp_path, GOOD, every="c", seconds=3).models == {"small": "c"}
-    assert _read(tmp_path, GOOD, seconds=3).seconds == 3
+    short = _read(tmp_path, GOOD.replace("for_s", "start_s = 30\nfor_s"), seconds=6)
+    assert (short.seconds, short.apps[0].every_s) == (6, 5)
+    assert [(each.start_s, each.for_s) for each in short.neighbours] == [(0, None), (3, 1)]
+    with pytest.raises(OptionError, match="seconds must be above 0, is 0"):
+        _read(tmp_path, GOOD, seconds=0)
     with pytest.raises(OptionError, match=r"--model large=\.\.\.: .*day.toml has no such model"):
         _read(tmp_path, GOOD, models={"large": "b"})
 
@@ -108,6 +112,7 @@ MISTAKES = [
         "[[neighbour]] 1: cores has no meaning",
     ),
     ('"2GB"\nfor_s', '"much"\nfor_s', "[[neighbour]] 2: bytes must be a size, is 'much'"),
+    ("for_s = 10", "start_s = 60", "[[neighbour]] 2: start_s is after the end of the mix"),
     ('name = "other"', 'name = "film"', "[[neighbour]] 2: name 'film' is used twice"),
     ("[[neighbour]]", "[[neighbours]]", "the file: neighbours is unknown: did you mean neighbour?"),
     ("[[app]]", "[app]", "the file: app must be an array of tables, is {"),
