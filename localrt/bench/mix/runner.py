@@ -195,7 +195,7 @@ class _Play:
         """Return whether all answers came; a conversation ends with its first failure."""
         steps = session(app, index, self._mix.seed)
         request = next(steps)
-        while not self._over.wait(request.pause_s):
+        while True:  # the first request is sent even if the mix has just ended
             at_s = self.clock()
             reply = self._client.send(self._running.places[app.name], request, app.class_)
             if reply.error == _INTERRUPTED:
@@ -210,7 +210,8 @@ class _Play:
             if request.give_up_s is not None:  # typing goes on then, even if the answer was there
                 self._over.wait(max(0.0, at_s + request.give_up_s - self.clock()))
             request = following
-        return True
+            if self._over.wait(request.pause_s):
+                return True
 
     def finish(self, drain_s: float) -> None:
         """Send nothing new, and let answers finish for so long."""
