@@ -31,7 +31,7 @@ from localrt.bench.plots import (
     table_figure,
     timeline,
 )
-from localrt.bench.sweep import WORK, best_rows, failures, show_setting
+from localrt.bench.sweep import WORK, best_rows, failures, label, loading_settings
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.files import write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
@@ -354,10 +354,6 @@ def _sweep(report: Report) -> Page:
     varied = [name for name, values in report["vary"].items() if len(values) > 1]
     across = [name for name in WORK[:2] if name in varied] or varied[-1:]
     down = [name for name in varied if name not in across]
-
-    def label(point: Report, names: Sequence[str]) -> str:
-        return " / ".join(show_setting(name, point[name]) for name in names)
-
     points = {(label(each, down), label(each, across)): each for each in report["points"]}
     rows = list(dict.fromkeys(row for row, _ in points))
     combinations = itertools.product(*(report["vary"][name] for name in across))
@@ -373,8 +369,9 @@ def _sweep(report: Report) -> Page:
         )
         for title, name, show in _SWEPT
     ]
+    where = " / ".join(loading_settings(report))
     sections: list[Section] = [
-        ("Best", [Table(*best_rows(report))]),
+        (f"Best, {where}" if where else "Best", [Table(*best_rows(report))]),
         ("Every point", figures),
     ]
     if failed := failures(report):

@@ -215,7 +215,8 @@ def table_figure(table: Table) -> Figure:
             starts = index == 0 or (len(row) < columns and index == len(row) - 1)
             at, anchor = (left, "start") if starts else (right, "end")
             fill = "ink" if line else "faint"
-            shapes.append(_text(at, 14 + line * _ROW, one_line(cell, 90), anchor, size, fill))
+            text = one_line(cell, 60 if len(row) == columns else 90)
+            shapes.append(_text(at, 14 + line * _ROW, text, anchor, size, fill))
             left = right + 2 * step
     return Figure("", _ROW * (len(table.rows) + 1) + 8, "".join(shapes))
 

@@ -332,9 +332,22 @@ _BEST: Sequence[tuple[str, str, Callable[[Any], str], bool]] = (
 )
 
 
+def label(point: Mapping[str, Any], names: Sequence[str]) -> str:
+    """``"512 / 1 GB"``: the values of the settings ``names``."""
+    return " / ".join(show_setting(name, point[name]) for name in names)
+
+
+def loading_settings(report: Mapping[str, Any]) -> list[str]:
+    """Return the names of a sweep's settings of loading that vary."""
+    return [name for name, values in report["vary"].items() if name not in WORK and len(values) > 1]
+
+
 def best_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return a table's headers and rows: a row per workload, and what is best at it where."""
-    loading = [name for name in report["vary"] if name not in WORK]
+    """Return a table's headers and rows: a row per workload, and what is best at it where.
+
+    In brackets are the values of `loading_settings`.
+    """
+    loading = loading_settings(report)
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in report["points"]:
         groups.setdefault(tuple(point[name] for name in WORK), []).append(point)
@@ -344,7 +357,7 @@ def best_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         for _, measure, show, most in _BEST:
             known = [point for point in points if point[measure] is not None]
             best = (max if most else min)(known, key=lambda point: point[measure], default=None)
-            where = "" if best is None or len(points) < 2 else f" ({describe(best, loading)})"
+            where = f" ({label(best, loading)})" if best and loading else ""
             row.append("-" if best is None else f"{show(best[measure])}{where}")
         rows.append(row)
     return ["prompt", "answer", "batch", *(header for header, *_ in _BEST)], rows
@@ -369,5 +382,7 @@ def to_table(report: Mapping[str, Any]) -> str:
         "",
         table(rows, headers, "rrr"),
     ]
+    if loading := loading_settings(report):
+        lines.append(f"in brackets: {' / '.join(loading)}")
     lines += [f"not run: {point}: {reason}" for point, reason in failures(report)]
     return "\n".join(lines)

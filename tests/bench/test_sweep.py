@@ -65,8 +65,9 @@ def test_every_combination(tmp_path: Path) -> None:
     assert "left" in lines[0]
     assert "left" not in lines[-1]
     text = to_table(report)
-    assert "120 (threads=1)" in text
-    assert len(text.splitlines()) == 7
+    assert "120 (1)" in text
+    assert text.endswith("in brackets: threads")
+    assert len(text.splitlines()) == 8
 
 
 def test_same_command_again(tmp_path: Path) -> None:
