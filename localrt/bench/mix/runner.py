@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localrt.bench.mix.apps import Request, arrivals, session
@@ -81,11 +81,13 @@ def run_mix(
 ) -> MixOutcome:
     """Run the mix ``runs`` times on each server; only one server is up at a time.
 
+    Each run has another seed, as a server that stays up may have kept the last run's prompts.
     A server that fails to start is skipped. Ctrl+C ends with what was measured.
     """
     outcome = MixOutcome()
     try:
         for number in range(1, runs + 1):
+            seeded = replace(mix, seed=mix.seed + number - 1)
             for server in servers:
                 if server.name in outcome.skipped:
                     continue
@@ -93,11 +95,11 @@ def run_mix(
                 notify(f"starting {server.name}{turn}")
                 try:
                     with server.serve(mix) as running:
-                        _warm_up(mix, running)
+                        _warm_up(seeded, running)
                         notify(f"{mix.name} on {server.name}: {format_seconds(mix.seconds)}")
                         run = Run(running.commands)
                         outcome.runs.setdefault(server.name, []).append(run)
-                        play(mix, running, run)
+                        play(seeded, running, run)
                 except LocalrtError as error:
                     outcome.skipped[server.name] = str(error)
                     notify(f"{server.name}: {error}")
@@ -107,14 +109,14 @@ def run_mix(
 
 
 def _warm_up(mix: Mix, running: Running) -> None:
-    """Send a first request of every application, so that models are loaded.
+    """Send a first request of every application, of our own texts, so that models are loaded.
 
     Raises:
         LocalrtError: it failed.
     """
     client = Client()
     for app in mix.apps:
-        request = next(session(app, -1, mix.seed))
+        request = next(session(replace(app, prompts=()), -1, mix.seed))
         body = {**request.body, **({"max_tokens": 2} if app.answer_tokens else {})}
         reply = client.send(running.places[app.name], Request(request.path, body), app.class_)
         if reply.error is not None:

@@ -149,6 +149,8 @@ def test_medians_over_runs() -> None:
     (app,) = found["apps"]
     assert (found["runs"], app["requests"]) == (2, 1)
     assert [each["run"] for each in app["events"]] == [1, 2]
+    first, second = [one.body["input"] for one in server.asked if one.body][1::2]
+    assert first != second  # nothing to find in a cache
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
