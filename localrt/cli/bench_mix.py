@@ -55,6 +55,9 @@ def run_mix_command(args: argparse.Namespace) -> int | None:
         if any((args.models, args.peer, args.peer_args, args.seconds is not None, args.out)):
             raise OptionError("--model, --peer, --peer-args, --seconds and --out need --mix")
         return None
+    for name in ("sweep", "card", "compare", "trace", "long_prompt"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"{option('mix')} and {option(name)} cannot be combined")
     named = dict(text.partition("=")[::2] for text in args.models)
     if "" in named or "" in named.values():
         raise OptionError("--model takes NAME=PATH")

@@ -99,9 +99,9 @@ def _completion(app: App, index: int, rng: random.Random) -> Session:
     text = f"# After the cursor:\n{_code(app.prompt_words // 3, rng)}\n# Before it:\n{before}"
     cut = len(text) - rng.randint(10, 30)  # typed up to here
     for _ in range(rng.randint(0, 2)):
-        yield Request(*_complete(app, rng, text[:cut]), give_up_s=rng.uniform(0.2, 0.8))
+        yield _complete(app, rng, text[:cut], rng.uniform(0.2, 0.8))
         cut += rng.randint(1, 5)
-    yield Request(*_complete(app, rng, text[:cut]), give_up_s=_PATIENCE_S)
+    yield _complete(app, rng, text[:cut], _PATIENCE_S)
 
 
 def _embeddings(app: App, index: int, rng: random.Random) -> Session:
@@ -129,8 +129,9 @@ def _ask(
     return Request("/chat/completions", body, pause_s)
 
 
-def _complete(app: App, rng: random.Random, prompt: str) -> tuple[str, Mapping[str, Any]]:
-    return "/completions", {"prompt": prompt, **_generation(app, rng)}
+def _complete(app: App, rng: random.Random, prompt: str, give_up_s: float) -> Request:
+    body = {"prompt": prompt, **_generation(app, rng)}
+    return Request("/completions", body, give_up_s=give_up_s)
 
 
 def _generation(app: App, rng: random.Random) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from localrt.bench.mix.apps import Request, arrivals, session
@@ -170,19 +171,17 @@ class _Play:
         found: list[tuple[float, Callable[[], None]]] = []
         for app in self._mix.apps:
             times = arrivals(app, self._mix.seconds, self._mix.seed)
-            found += [(at, self._begin(app, index, None)) for index, at in enumerate(times)]
+            found += [
+                (at, partial(self._begin, app, index, None)) for index, at in enumerate(times)
+            ]
             for user in range(app.closed or 0):
-                found.append((app.start_s, self._begin(app, user, app.closed)))
+                found.append((app.start_s, partial(self._begin, app, user, app.closed)))
         return found
 
-    def _begin(self, app: App, index: int, step: int | None) -> Callable[[], None]:
+    def _begin(self, app: App, index: int, step: int | None) -> None:
         thread = threading.Thread(target=self._user, args=(app, index, step), daemon=True)
-
-        def begin() -> None:
-            self._threads.append(thread)
-            thread.start()
-
-        return begin
+        self._threads.append(thread)
+        thread.start()
 
     def _user(self, app: App, index: int, step: int | None) -> None:
         """Have one session; with ``step``, each after the one before, until the end."""

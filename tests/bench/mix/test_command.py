@@ -48,6 +48,7 @@ texts = 2
         (["--mix", "student"], 1, "student: [[app]] 1: model 'small' is not in [models]"),
         (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
         (["m", "--mix", "student", "--model", "big=x"], 2, "--model big=...: student has no such"),
+        (["--mix", "student", "--trace", "t"], 2, "--mix and --trace cannot be combined"),
         (["m", "--mix", "student", "--runs", "0"], 2, "--runs must be at least 1, is 0"),
         (["m", "--mix", "student", "--out", "no/such/file"], 2, "there is no such folder"),
         (["./no.gguf", "--mix", "student"], 1, "no.gguf"),
