@@ -62,7 +62,8 @@ def _differences(a: Figures, b: Figures) -> Iterator[list[str]]:
             if name == "goals met":
                 change = f"{100 * (after - before):+.0f} points"
             elif before:
-                change = f"{100 * (after / before - 1):+.1f} %"
+                ratio = after / before
+                change = f"{ratio:.0f}x" if ratio >= 10 else f"{100 * (ratio - 1):+.1f} %"
         yield [of, name, *("-" if each is None else show(each) for each in (before, after)), change]
 
 

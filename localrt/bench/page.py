@@ -254,6 +254,10 @@ def machine_notes(report: Report) -> list[str]:
     return [*notes, "interrupted: some of it is missing"] if report["interrupted"] else notes
 
 
+def _runs(report: Report) -> str:
+    return "one run" if report["runs"] == 1 else f"medians of {report['runs']} runs"
+
+
 def mix_rows(server: Report) -> tuple[list[str], list[list[str]]]:
     """Return headers and a row for each application of a server."""
     times = [(name, at) for name in ("ttft_s", "tpot_s") for at in ("p50", "p95", "p99")]
@@ -376,7 +380,7 @@ def _sweep(report: Report) -> Page:
     ]
     if failed := failures(report):
         sections.append(("Not run", [Table(["point", "reason"], failed)]))
-    notes = [*machine_notes(report), f"medians of {report['runs']} runs; auto: localrt chooses"]
+    notes = [*machine_notes(report), f"{_runs(report)}; auto: localrt chooses"]
     return Page(f"{report['model']}: {len(report['points'])} points", notes, sections)
 
 
@@ -426,8 +430,8 @@ def _card(report: Report) -> Page:
     ]
     notes = machine_notes(report)
     notes.append(
-        f"{report['prompt_tokens']} prompt and {report['tokens']} answer tokens, medians of "
-        f"{report['runs']} runs; power is the whole machine's while it decodes"
+        f"{report['prompt_tokens']} prompt and {report['tokens']} answer tokens, {_runs(report)}; "
+        "power is the whole machine's while it decodes"
     )
     title = f"What runs on {report['machine']['cpu']['name']}"
     return Page(title, notes, [("", [Table(*card_rows(report)), *figures])])

@@ -283,7 +283,12 @@ def _finished(options: SweepOptions, plan: Mapping[str, Any]) -> list[Point]:
                 f"{file} was made with other settings ({name} differs): "
                 f"repeat its command, or give {option('sweep')} another file"
             )
-    return list(report["points"])
+    try:
+        points = list(report["points"])
+        all(_key(point) for point in points)
+    except (KeyError, TypeError):
+        raise OptionError(f"{file} is damaged: give {option('sweep')} another file") from None
+    return points
 
 
 def _trained_context(path: Path) -> int | None:

@@ -150,7 +150,9 @@ def _card(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     if args.card:
         models = [resolved(model) for model in args.card]
     else:
-        models = [(each.name, each.path) for each in list_models(Settings.from_environment())]
+        here = list_models(Settings.from_environment())
+        # File names only, as in `resolved`.
+        models = [(m.path.name if m.place == "yours" else m.name, m.path) for m in here]
     if not models:
         raise LocalrtError(f"no model is on this machine yet: localrt pull {DEMO_NAME}")
     machine = hardware.probe()
@@ -193,6 +195,7 @@ def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
 
 def _sweep(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     vary = parse_vary(DEFAULT_VARY if args.vary is None else args.vary)
+    Workload(args.prompt_tokens, args.tokens, args.runs)  # refuses what cannot be
     names = ("prompt_tokens", "tokens", "threads", "format", "device", "kv_format", "ctx")
     fixed = {**{name: getattr(args, name) for name in names}, **sizes}
     name, path = resolved(args.model)

@@ -146,6 +146,17 @@ def test_file_of_something_else(tmp_path: Path, text: str) -> None:
     assert options.file.read_text() == text
 
 
+def test_damaged_points(tmp_path: Path) -> None:
+    options = _options(tmp_path, vary="batch=1,2")
+    report = _run(options)
+    for points in (None, 3, [None], [{"batch": 1}]):
+        options.file.write_text(json.dumps({**report, "points": points}))
+        with pytest.raises(OptionError, match="is damaged"):
+            _run(options)
+    options.file.write_text(json.dumps({**report, "points": report["points"][1:]}))
+    assert len(_run(options)["points"]) == 2, "a point that was deleted is measured again"
+
+
 def test_points_that_cannot_run(tmp_path: Path) -> None:
     started: list[int] = []
     vary = "prompt_tokens=20,64 batch=1,2 ram=1kB,2GB ctx=30,100"
