@@ -18,6 +18,7 @@ from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.engine.batch.live import LiveLimits
+from localrt.engine.batch.turns import PassTurns
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
@@ -327,6 +328,7 @@ class Model(Closing):
         buffer: int = 256,
         patience_s: float = 60.0,
         reserve_ram: str | int | None = None,
+        turns: PassTurns | None = None,
     ) -> LiveModel:
         """Open a batch that requests of many threads or tasks can join and leave.
 
@@ -339,12 +341,14 @@ class Model(Closing):
         on the CPU kernels). A request's ``client=`` identifies its sender: clients take turns. An
         answer pauses while its reader is ``buffer`` chunks behind, and is cancelled if that lasts
         ``patience_s``. An engine that cannot share passes runs one answer after another. If weights
-        are streamed, ``reserve_ram`` bytes of the budget are left to the program meanwhile.
+        are streamed, ``reserve_ram`` bytes of the budget are left to the program meanwhile. Batches
+        of several models that share ``turns`` compute one after another, and what somebody waits
+        for comes first.
         """
         self._check_open()
         limits = LiveLimits(ctx=self.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
         reserved = 0 if reserve_ram is None else parse_size(reserve_ram, option("reserve_ram"))
-        live = LiveModel(self._core, limits, reserve_ram=reserved)
+        live = LiveModel(self._core, limits, reserve_ram=reserved, turns=turns)
         self._batches = [*(other for other in self._batches if not other.closed), live]
         return live
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from localrt.api import Model
 from localrt.common.errors import OptionError
+from localrt.engine.batch.turns import PassTurns
 from localrt.hub.names import client_name
 from localrt.offload.account import SERVER_NBYTES
 from localrt.server.errors import ApiError
@@ -32,10 +33,13 @@ _UNREAD_CHUNKS = 128  # chunks, beyond what the network's buffers hold
 class ServedModel:
     """``model`` under ``name``, with a batch that runs until ``close``; the model stays loaded.
 
-    An answer pauses when its reader is behind, and is cancelled much later.
+    An answer pauses when its reader is behind, and is cancelled much later. Models that share
+    ``turns`` compute one after another.
     """
 
-    def __init__(self, model: Model, name: str, options: ServeOptions) -> None:
+    def __init__(
+        self, model: Model, name: str, options: ServeOptions, turns: PassTurns | None = None
+    ) -> None:
         self.model = model
         self.name = name
         self.embedding = asyncio.Lock()  # one batch at a time: they share the engine with answers
@@ -44,6 +48,7 @@ class ServedModel:
             buffer=_UNREAD_CHUNKS,
             patience_s=max(1.0, options.write_timeout_s),
             reserve_ram=SERVER_NBYTES,
+            turns=turns,
         )
         self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
 

@@ -22,6 +22,7 @@ from localrt.api import Model
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import on_command_line
+from localrt.engine.batch.turns import PassTurns
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
@@ -98,6 +99,7 @@ class ModelPool(Models):
         self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
         self._slots: dict[str, _Slot] = {}
+        self._turns = PassTurns()
         self._moving = asyncio.Lock()  # held while memory moves between models
         self._freed = asyncio.Event()  # set when a model has lost a user
         self._tending: asyncio.Task[None] | None = None
@@ -267,7 +269,7 @@ class ModelPool(Models):
                 reason = without_folders(error.told(on_command_line))
                 self._say(f"could not load {slot.file.name}: {reason}")
             raise
-        slot.served = ServedModel(model, slot.file.name, self._options)
+        slot.served = ServedModel(model, slot.file.name, self._options, self._turns)
         slot.used = time.monotonic()
         self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
 

@@ -21,6 +21,7 @@ from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
+from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
 from localrt.service.arguments import joined
@@ -46,7 +47,14 @@ _SWITCH_S = 1e-4
 class LiveModel(Closing):
     """A batch made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, core: Core, limits: LiveLimits, *, reserve_ram: int = 0) -> None:
+    def __init__(
+        self,
+        core: Core,
+        limits: LiveLimits,
+        *,
+        reserve_ram: int = 0,
+        turns: PassTurns | None = None,
+    ) -> None:
         self._core = core
         self._reserved = 0
         # Without any room, it takes a few megabytes more than the budget.
@@ -59,6 +67,7 @@ class LiveModel(Closing):
             limits,
             room=partial(kv_room, core.engine),
             save=self._save,
+            turns=turns,
         )
         # Long prompts take turns, and do not delay short ones.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")

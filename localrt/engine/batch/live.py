@@ -19,6 +19,7 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.goals import goal_of
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
+from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer, check_number
@@ -186,7 +187,7 @@ class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
     ``room`` returns how many more bytes the caches may take. ``save`` saves an unused cache before
-    it is freed.
+    it is freed. Batches that share ``turns`` compute one after another.
     """
 
     def __init__(
@@ -197,8 +198,12 @@ class Live:
         *,
         room: Callable[[], int],
         save: Callable[[EngineSession], object] = lambda session: None,
+        turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
+        # A streamed model mostly waits for the disk, one on a GPU for the card.
+        alone = engine.info.streamed or engine.info.device != "cpu"
+        self._turns = PassTurns() if turns is None or alone else turns
         self._more_room = room
         self._save = save
         self._parked: threading.Event | None = None  # set once caches are saved and freed
@@ -307,6 +312,7 @@ class Live:
         finally:
             with self._changed:
                 self._closing = True
+            self._turns.rest(self)
             for seq in self._all():
                 self._end(seq)
             self._schedule.close()
@@ -318,6 +324,7 @@ class Live:
         with self._changed:
             if not self._schedule.sequences and not self._news and self._waiting.first() is None:
                 self._schedule.rest()
+                self._turns.rest(self)
                 woken = self._changed.wait(_LOOK_S if self._paused else _FORGET_S)
                 forgotten = not woken and not self._paused
             self._news = False
@@ -353,8 +360,11 @@ class Live:
                 self._waiting.put_back(seq.client, seq)
 
     def _step(self) -> None:
+        asked = [*self._schedule.sequences, *self._waiting.items()]
+        urgent = not all(seq.goal.background for seq in asked)
         try:
-            items = self._schedule.step()
+            with self._turns.turn(self, urgent=urgent):
+                items = self._schedule.step()
         except CancelledError:
             return  # all that shared the pass are cancelled, or the batch is closing
         except LocalrtError as error:
