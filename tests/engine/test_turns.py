@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -11,18 +13,20 @@ from localrt.engine.batch import turns as module
 from localrt.engine.batch.turns import PassTurns
 from tests.waits import wait_for
 
+LATER = time.monotonic() + 1e5
+
 
 class Batch:
     """Asks for turns in a thread of its own, and holds each until it is let go."""
 
-    def __init__(self, turns: PassTurns, log: list[str], name: str, *, urgent: bool) -> None:
-        self.turns, self.log, self.name, self.urgent = turns, log, name, urgent
+    def __init__(self, turns: PassTurns, log: list[str], name: str, due: float) -> None:
+        self.turns, self.log, self.name, self.due = turns, log, name, due
         self.go = threading.Semaphore(0)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def run(self) -> None:
-        with self.turns.turn(self.name, urgent=self.urgent):
+        with self.turns.turn(self.name, self.due):
             self.log.append(self.name)
             assert self.go.acquire(timeout=60)
 
@@ -39,19 +43,23 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_urgent_first() -> None:
     turns, log = PassTurns(), list[str]()
-    first = Batch(turns, log, "first", urgent=False)
+    first = Batch(turns, log, "first", math.inf)
     wait_for(lambda: log == ["first"])
     others = []
-    for name, urgent in (("work", False), ("chat", True), ("completion", True)):
-        others.append(Batch(turns, log, name, urgent=urgent))
+    for name, due in (("work", math.inf), ("chat", LATER + 1), ("completion", LATER)):
+        others.append(Batch(turns, log, name, due))
         wait_for(lambda: waiting(turns) == len(others))
-    for batch in (first, others[1], others[2]):
+    for batch in (first, others[2]):
         batch.go.release()
         batch.thread.join(60)
-    assert log == ["first", "chat", "completion"]  # they may go on: background work waits
-    turns.rest("chat")
-    assert waiting(turns) == 1
+    assert log == ["first", "completion"]  # it may go on: the others wait
+    assert waiting(turns) == 2
     turns.rest("completion")
+    wait_for(lambda: log[-1] == "chat")
+    others[1].go.release()
+    others[1].thread.join(60)
+    assert waiting(turns) == 1
+    turns.rest("chat")
     wait_for(lambda: log[-1] == "work")
     others[0].go.release()
     others[0].thread.join(60)
@@ -59,24 +67,37 @@ def test_urgent_first() -> None:
 
 def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, log = PassTurns(), list[str]()
-    with turns.turn("chat", urgent=True):
-        work = Batch(turns, log, "work", urgent=False)
+    with turns.turn("chat", LATER) as count:
+        assert count == 0
+        Batch(turns, log, "work", math.inf)
         wait_for(lambda: waiting(turns) == 1)
-    assert log == []
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    turns.rest("other")  # wakes it
-    wait_for(lambda: log == ["work"])
-    work.go.release()
-    work.thread.join(60)
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+        patient = Batch(turns, log, "patient", math.inf)
+        wait_for(lambda: waiting(turns) == 2)
+    wait_for(lambda: log == ["patient"])  # between two passes of the chat, soon enough
+    patient.go.release()
+    patient.thread.join(60)
+    assert log == ["patient"]
+    turns.rest("chat")
+    wait_for(lambda: log == ["patient", "work"])
 
 
 def test_failed_pass() -> None:
     turns = PassTurns()
-    with suppress(ZeroDivisionError), turns.turn("a", urgent=True):
+    with suppress(ZeroDivisionError), turns.turn("a", LATER):
         raise ZeroDivisionError
-    with turns.turn("b", urgent=True):
-        pass
+    with turns.turn("b", LATER - 1) as count:
+        assert count == 1
     turns.rest("a")
     turns.rest("b")
-    with turns.turn("c", urgent=False):
+    with turns.turn("c", math.inf) as count:
+        assert count == 0
+
+
+def test_a_late_token_does_not_wait() -> None:
+    """Not even for a batch whose own is later still, and comes back at once."""
+    turns = PassTurns()
+    with turns.turn("completion", -2.0):
         pass
+    with turns.turn("chat", -1.0) as count:
+        assert count == 1

@@ -133,13 +133,15 @@ def rows_of_pass(
     most: int,
     guess: int,
     turn: int,
+    others: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Return which ``answers`` get a row in the next pass, and how many rows each prompt gets.
 
     A pass has at most ``most`` rows. Before one was measured, ``guess`` rows of prompts are taken
     beside answers. ``turn`` counts passes: background answers that do not all fit take turns.
+    The goals' time is shared with ``others``, models that compute on the same cores by turns.
     """
-    limit = _MARGIN * min((goal.next_s for goal in answers), default=math.inf)
+    limit = _MARGIN / (1 + others) * min((goal.next_s for goal in answers), default=math.inf)
     if limit == math.inf and all(prompt.goal.background for prompt in prompts):
         limit = _BACKGROUND_S
 

@@ -361,10 +361,10 @@ class Live:
 
     def _step(self) -> None:
         asked = [*self._schedule.sequences, *self._waiting.items()]
-        urgent = not all(seq.goal.background for seq in asked)
+        due = min((seq.due for seq in asked), default=math.inf)
         try:
-            with self._turns.turn(self, urgent=urgent):
-                items = self._schedule.step()
+            with self._turns.turn(self, due) as others:
+                items = self._schedule.step(others)
         except CancelledError:
             return  # all that shared the pass are cancelled, or the batch is closing
         except LocalrtError as error:

@@ -202,6 +202,7 @@ class Schedule(Generic[Owner]):
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self._times = PassTimes()
+        self._others = 0  # models with work that is due, at this step
         self.passes = 0
 
     @property
@@ -214,13 +215,17 @@ class Schedule(Generic[Owner]):
         """The bytes that all caches take now."""
         return sum(session.nbytes for _, session in self._live) + self._idle.nbytes
 
-    def step(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
+    def step(self, others: int = 0) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start the sequences that fit, compute one pass, and remove the finished sequences.
+
+        The time until next tokens are due is shared with so many ``others``, models on the same
+        cores.
 
         Raises:
             MemoryBudgetError: a lone sequence does not fit; one of several would wait instead.
             LocalrtError: the pass failed, or ``check`` raised it; no sequence has changed.
         """
+        self._others = others
         items = self._join()
         if self._terms.ahead is not None:
             self._make_room()
@@ -490,11 +495,12 @@ class Schedule(Generic[Owner]):
         assert self._terms.prompt_rows is not None, "there are goals"
         chosen, rows = rows_of_pass(
             [seq.goal for seq, _ in answers],
-            [Reading(seq.client, len(seq.pending), seq.goal, seq.deadline) for seq in prompts],
+            [Reading(seq.client, len(seq.pending), seq.goal, seq.due) for seq in prompts],
             self._times,
             most=self._engine.pass_rows,
             guess=self._terms.prompt_rows,
             turn=self.passes,
+            others=self._others,
         )
         answers[:] = [answers[number] for number in chosen]
         return rows

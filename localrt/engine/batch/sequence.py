@@ -30,8 +30,8 @@ class BatchSequence(Generic[Owner]):
     """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
     ``owner`` gets its chunks, ``client`` takes turns with other clients; ``capacity`` is the number
-    of tokens that its cache may have to hold. By its ``goal`` the first token comes before
-    ``deadline``, in ``time.monotonic()``'s seconds; after ``latest`` it is of no use.
+    of tokens that its cache may have to hold. By its ``goal`` the next token is
+    ``due``, in ``time.monotonic()``'s seconds; a first one after ``latest`` is of no use.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BatchSequence(Generic[Owner]):
         self.client = client
         self.goal = goal
         asked = time.monotonic()
-        self.deadline, self.latest = asked + goal.first_s, asked + within_s
+        self.due, self.latest = asked + goal.first_s, asked + within_s
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -166,6 +166,7 @@ class BatchSequence(Generic[Owner]):
         chunk = answer.accept(logits)
         if chunk is None:
             return [self.end("stop")]
+        self.due = time.monotonic() + self.goal.next_s
         self.pending = chunk.token_ids
         self.done = chunk.finish_reason is not None
         alone = self.done or len(answer.generated) < self._limit

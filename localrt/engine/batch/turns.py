@@ -1,24 +1,28 @@
-"""Turns of several models' batches: one pass at a time, those that somebody waits for first.
+"""Turns of several models' batches: one pass at a time, and what is due first.
 
 Two passes at once on the same cores take longer than one after the other: each waits for threads
-that the other has displaced. Background work of one model gives way to chats of another.
+that the other has displaced. Background work of one model gives way to chats of another, and a chat
+to a completion as long as its own next token is not late (earliest deadline first, Liu and Layland
+1973).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _PATIENCE_S = 0.3  # background work takes a turn after that long, whatever others want
+_AHEAD_S = 0.08  # before its token is due a batch stops waiting for others': its pass takes time
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    urgent: bool
-    since: float = field(default_factory=time.monotonic)
+    batch: Hashable
+    due: float
 
 
 class PassTurns:
@@ -28,25 +32,32 @@ class PassTurns:
         self._changed = threading.Condition()
         self._busy = False
         self._waiting: list[_Waiting] = []  # in the order of asking
-        self._urgent: set[Hashable] = set()  # batches with work that somebody waits for
+        # When the next token of each batch with work that somebody waits for was due, at its last
+        # turn.
+        self._due: dict[Hashable, float] = {}
 
     @contextmanager
-    def turn(self, batch: Hashable, *, urgent: bool) -> Iterator[None]:
-        """Hold the turn for a pass of ``batch``, which has ``urgent`` work or background work only.
+    def turn(self, batch: Hashable, due: float) -> Iterator[int]:
+        """Hold the turn for a pass of ``batch``; yields how many others have work that is due.
 
-        A batch with urgent work keeps others' background work waiting between its passes too, until
+        Somebody wants its next token at ``due`` in ``time.monotonic()``'s seconds (infinity: it is
+        background work). The batch keeps its place before later ones between its passes too, until
         ``rest``.
         """
-        mine = _Waiting(urgent)
+        background = time.monotonic() + _PATIENCE_S + _AHEAD_S
+        mine = _Waiting(batch, min(due, background))
         with self._changed:
-            (self._urgent.add if urgent else self._urgent.discard)(batch)
+            self._due.pop(batch, None)
+            if due < math.inf:
+                self._due[batch] = due
             self._waiting.append(mine)
             while self._busy or self._next() is not mine:
-                self._changed.wait(_PATIENCE_S)
+                self._changed.wait(None if self._busy else max(1e-3, _wait_s(mine)))
             self._waiting.remove(mine)
             self._busy = True
+            others = len(self._due) - (batch in self._due)
         try:
-            yield
+            yield others
         finally:
             with self._changed:
                 self._busy = False
@@ -55,15 +66,16 @@ class PassTurns:
     def rest(self, batch: Hashable) -> None:
         """``batch`` has nothing to compute for now."""
         with self._changed:
-            self._urgent.discard(batch)
+            self._due.pop(batch, None)
             self._changed.notify_all()
 
     def _next(self) -> _Waiting | None:
-        now = time.monotonic()
-        for one in self._waiting:
-            if not one.urgent and now - one.since >= _PATIENCE_S:
-                return one
-        for one in self._waiting:
-            if one.urgent:
-                return one
-        return None if self._urgent else self._waiting[0]
+        """Return whose turn it is; None if it is better to wait for a batch between two passes."""
+        first = min(self._waiting, key=lambda one: one.due)
+        earlier = any(due < first.due for batch, due in self._due.items() if batch != first.batch)
+        return None if earlier and _wait_s(first) > 0 else first
+
+
+def _wait_s(one: _Waiting) -> float:
+    """Return how long it waits for others between their passes."""
+    return one.due - _AHEAD_S - time.monotonic()
