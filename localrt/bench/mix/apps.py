@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -60,6 +60,19 @@ def arrivals(app: App, seconds: float, seed: int) -> list[float]:
 def session(app: App, index: int, seed: int) -> Session:
     """Return the requests of the application's session number ``index``."""
     return _SESSIONS[app.kind](app, index, random.Random(f"{seed}/{app.name}/{index}"))
+
+
+def marked(request: Request, mark: str) -> Request:
+    """Put ``mark`` before all of a request's texts, so that no server finds them in a cache."""
+    body = dict(request.body)
+    if "messages" in body:
+        first, *rest = body["messages"]
+        body["messages"] = [{**first, "content": mark + first["content"]}, *rest]
+    elif "prompt" in body:
+        body["prompt"] = mark + body["prompt"]
+    else:
+        body["input"] = [mark + text for text in body["input"]]
+    return replace(request, body=body)
 
 
 def _chat(app: App, index: int, rng: random.Random) -> Session:

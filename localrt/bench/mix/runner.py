@@ -6,6 +6,7 @@ under way may finish.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localrt.bench.mix.apps import Request, arrivals, session
+from localrt.bench.mix.apps import Request, arrivals, marked, session
 from localrt.bench.mix.client import Client, Reply
 from localrt.bench.mix.mix import App, Goals, Mix
 from localrt.bench.mix.neighbours import RunningNeighbour
@@ -82,25 +83,26 @@ def run_mix(
 ) -> MixOutcome:
     """Run the mix ``runs`` times on each server; only one server is up at a time.
 
-    Each run has another seed, as a server that stays up may have kept the last run's prompts.
-    A server that fails to start is skipped. Ctrl+C ends with what was measured.
+    Texts begin with a mark, new for each server and run, since servers keep caches of prompts that
+    they have seen, localrt even on the disk. A server that fails to start is skipped. Ctrl+C
+    ends with what was measured.
     """
     outcome = MixOutcome()
     try:
         for number in range(1, runs + 1):
-            seeded = replace(mix, seed=mix.seed + number - 1)
             for server in servers:
                 if server.name in outcome.skipped:
                     continue
+                mark = f"{secrets.token_hex(4)}: "
                 turn = f", run {number} of {runs}" if runs > 1 else ""
                 notify(f"starting {server.name}{turn}")
                 try:
                     with server.serve(mix) as running:
-                        _warm_up(seeded, running)
+                        _warm_up(mix, running, mark)
                         notify(f"{mix.name} on {server.name}: {format_seconds(mix.seconds)}")
                         run = Run(running.commands)
                         outcome.runs.setdefault(server.name, []).append(run)
-                        play(seeded, running, run)
+                        play(mix, running, run, mark)
                 except LocalrtError as error:
                     outcome.skipped[server.name] = str(error)
                     notify(f"{server.name}: {error}")
@@ -109,7 +111,7 @@ def run_mix(
     return outcome
 
 
-def _warm_up(mix: Mix, running: Running) -> None:
+def _warm_up(mix: Mix, running: Running, mark: str) -> None:
     """Send a first request of every application, of our own texts, so that models are loaded.
 
     Raises:
@@ -117,18 +119,18 @@ def _warm_up(mix: Mix, running: Running) -> None:
     """
     client = Client()
     for app in mix.apps:
-        request = next(session(replace(app, prompts=()), -1, mix.seed))
+        request = marked(next(session(replace(app, prompts=()), -1, mix.seed)), mark)
         body = {**request.body, **({"max_tokens": 2} if app.answer_tokens else {})}
         reply = client.send(running.places[app.name], Request(request.path, body), app.class_)
         if reply.error is not None:
             raise LocalrtError(f"{app.name}: {reply.error}")
 
 
-def play(mix: Mix, running: Running, run: Run, *, drain_s: float = _DRAIN_S) -> None:
+def play(mix: Mix, running: Running, run: Run, mark: str, *, drain_s: float = _DRAIN_S) -> None:
     """Play the mix once on a server that is up, into ``run``, which Ctrl+C leaves usable."""
     with ExitStack() as stack:
         neighbours = [stack.enter_context(RunningNeighbour(each)) for each in mix.neighbours]
-        played = _Play(mix, running, run)
+        played = _Play(mix, running, run, mark)
         due = [(each.neighbour.start_s, each.start) for each in neighbours]
         due += played.sessions()
         owners = {each.neighbour.name: each.pid for each in neighbours}
@@ -150,8 +152,8 @@ def play(mix: Mix, running: Running, run: Run, *, drain_s: float = _DRAIN_S) -> 
 class _Play:
     """The sessions of one run."""
 
-    def __init__(self, mix: Mix, running: Running, run: Run) -> None:
-        self._mix, self._running, self._run = mix, running, run
+    def __init__(self, mix: Mix, running: Running, run: Run, mark: str) -> None:
+        self._mix, self._running, self._run, self._mark = mix, running, run, mark
         self._client = Client()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -198,7 +200,8 @@ class _Play:
         request = next(steps)
         while True:  # the first request is sent even if the mix has just ended
             at_s = self.clock()
-            reply = self._client.send(self._running.places[app.name], request, app.class_)
+            place, sent = self._running.places[app.name], marked(request, self._mark)
+            reply = self._client.send(place, sent, app.class_)
             if reply.error == _INTERRUPTED:
                 return False
             self._run.events.append(Event.of(app, at_s, reply))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.bench.mix.apps import Request, arrivals, session
+from localrt.bench.mix.apps import Request, arrivals, marked, session
 from localrt.bench.mix.mix import App
 
 CHAT = App(
@@ -114,6 +114,15 @@ def test_other_kinds() -> None:
     (embeddings,) = _play(KINDS["embeddings"])
     assert [len(text.split()) for text in embeddings.body["input"]] == [20, 20]
     assert "stream" not in embeddings.body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_come_first(kind: str) -> None:
+    for request in _play(KINDS[kind]):
+        body = marked(request, "x: ").body
+        texts = body.get("input") or [body.get("prompt") or body["messages"][0]["content"]]
+        assert all(text.startswith("x: ") for text in texts)
+        assert marked(request, "") == request
 
 
 def test_own_texts_are_sent_in_order() -> None:
