@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
+from uuid import uuid4
 
 import localrt
 from benchmarks.common.command import ROOT, cited_command, make_parser
@@ -58,6 +59,8 @@ def _run(live: LiveModel, seconds: float) -> dict[str, float]:
     beside, kept = _both(live, seconds)
     said = _equal(live, seconds)
     return {
+        "ttft_alone_p50_s": median(alone),
+        "ttft_beside_p50_s": median(beside),
         "ttft_alone_p95_s": _p95(alone),
         "ttft_beside_p95_s": _p95(beside),
         "ttft_times": _p95(beside) / _p95(alone),
@@ -76,7 +79,7 @@ def _both(
     def work(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < until:
-            text = f"Summarize: {_prose(rng, 250)}"
+            text = f"{_prose(rng, 250)}. Summarize this."
             counts[number] += _answer(live, text, 48, until, number, "background")
 
     def chat() -> None:
@@ -84,7 +87,9 @@ def _both(
         while time.monotonic() < until:
             asked = time.monotonic()
             seen = list[float]()
-            _answer(live, f"Explain: {_prose(rng, 60)}", 24, until, "chat", "interactive", seen)
+            _answer(
+                live, f"{_prose(rng, 60)}. Explain this.", 24, until, "chat", "interactive", seen
+            )
             if seen:
                 first.append(seen[0] - asked)
             time.sleep(rng.uniform(0.3, 1.2))
@@ -94,8 +99,8 @@ def _both(
 
 
 def _frames(model: str, seconds: float) -> dict[str, float]:
-    """Return the p99 of frame times in ms: alone, and beside answers."""
-    found = {"frame_alone_p99_ms": _video(seconds)}
+    """Return frame times in ms, alone and beside answers, and the answers' tokens a second."""
+    found = _video("alone", seconds)
     for name, gentle in (("plain", False), ("gentle", True)):
         with localrt.load(model, ctx=2048, draft="off", gentle=gentle) as loaded:
             said, cancel = list[int](), threading.Event()
@@ -104,7 +109,7 @@ def _frames(model: str, seconds: float) -> dict[str, float]:
             while not said:
                 time.sleep(0.01)
             began, before = time.monotonic(), sum(said)
-            found[f"frame_{name}_p99_ms"] = _video(seconds)
+            found |= _video(name, seconds)
             found[f"{name}_tok_s"] = (sum(said) - before) / (time.monotonic() - began)
             cancel.set()
             thread.join()
@@ -118,12 +123,13 @@ def _write(model: localrt.Model, said: list[int], cancel: threading.Event) -> No
         said.append(len(chunk.token_ids))
 
 
-def _video(seconds: float) -> float:
+def _video(beside: str, seconds: float) -> dict[str, float]:
     neighbour = Neighbour(name="video", kind="video", work={"frame_ms": 16.7, "work_mb": 4})
     with RunningNeighbour(neighbour) as running:
         running.start()
         time.sleep(seconds)
-        return float(running.stop()["frame_ms"]["p99"])
+        times = running.stop()["frame_ms"]
+    return {f"frame_{beside}_{name}_ms": times[name] for name in ("p50", "p99")}
 
 
 def _line(values: Mapping[str, float]) -> str:
@@ -137,7 +143,7 @@ def _equal(live: LiveModel, seconds: float) -> list[int]:
     def client(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < until:
-            text = f"Explain: {_prose(rng, 60)}"
+            text = f"{_prose(rng, 60)}. Explain this."
             counts[number] += _answer(live, text, 48, until, ("equal", number), "interactive")
 
     _together([lambda n=n: client(n) for n in range(_EQUAL)])
@@ -176,8 +182,9 @@ def _together(tasks: Sequence[Any]) -> None:
 
 
 def _prose(rng: random.Random, words: int) -> str:
+    """Return words that no earlier prompt began with: caches of it would be used."""
     first = rng.randrange(len(_WORDS) - words)
-    return " ".join(_WORDS[first : first + words])
+    return " ".join([uuid4().hex[:8], *_WORDS[first : first + words]])
 
 
 def _p95(values: Sequence[float]) -> float:

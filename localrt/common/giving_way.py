@@ -1,7 +1,7 @@
 """A thread that computes only while no other program wants its core.
 
 Linux runs a thread of the idle class when nothing else can run, and takes the core from it at once:
-a video player beside it misses no frame, which it does beside a thread that is merely ``nice``.
+a video player beside it is hardly slowed, which it is beside a thread that is merely ``nice``.
 """
 
 from __future__ import annotations
