@@ -91,22 +91,34 @@ class Place {
 #endif
 };
 
-// Offers a worker's core to other programs. A worker on a core that another program wants loses it after
+// Whether the calling thread runs only when no other program wants its core.
+bool gives_way() {
+#if defined(__linux__)
+    return sched_getscheduler(0) == SCHED_IDLE;
+#else
+    return false;
+#endif
+}
+
+// Offers a thread's core to other programs. A worker on a core that another program wants loses it after
 // a few milliseconds, mostly within a task, and the pass then waits for that task as long again. So it
 // gives way sooner and between two tasks, when the others go on without it. If nobody wants the core,
-// this costs less than a microsecond.
+// this costs less than a microsecond. A thread that gives way offers it often: Linux (6.13 and later)
+// lets a program that wakes elsewhere wait for the next tick, unless the thread enters the kernel.
 class Slice {
   public:
+    explicit Slice(bool gentle) : longest_(gentle ? 100 : 2000) {}  // systems give 3 ms and more
     void between_tasks() {
         const auto lasted = Clock::now() - began_;
-        if (lasted < LONGEST) return;
-        if (lasted < 4 * LONGEST) std::this_thread::yield();  // else it has just slept
+        if (lasted < longest_) return;
+        if (lasted < SLEPT) std::this_thread::yield();  // else it has just slept
         began_ = Clock::now();
     }
 
   private:
     using Clock = std::chrono::steady_clock;
-    static constexpr std::chrono::milliseconds LONGEST{2};  // systems give 3 and more
+    static constexpr std::chrono::milliseconds SLEPT{8};
+    std::chrono::microseconds longest_;
     Clock::time_point began_ = Clock::now();
 };
 
@@ -135,7 +147,7 @@ struct Pool::State {
     // of its tasks nobody has taken: taking one fails once the job is over, so a worker that comes
     // late, because its core was busy with something else, keeps nobody waiting. While tasks are left,
     // the job's parameters stay as they are; what was read of them counts only if the exchange succeeds.
-    // The caller has no `slice`: nothing goes on without it.
+    // The caller has no `slice` unless it gives way: nothing goes on without it.
     void take(uint32_t job, Slice* slice) {
         uint64_t seen = ticket.load(std::memory_order_acquire);
         while ((uint32_t)(seen >> 32) == job) {
@@ -156,7 +168,7 @@ struct Pool::State {
 
     void work(Place& place) {
         uint32_t seen = 0;
-        Slice slice;
+        Slice slice(gentle);
         for (;;) {
             uint32_t now = seen;
             for (int spins = 0; spins < SPINS && (now = job()) == seen; spins++) pause(spins % SPINS_BEFORE_YIELD);
@@ -177,6 +189,7 @@ struct Pool::State {
     }
 
     const int threads;
+    const bool gentle = gives_way();  // as the thread that makes the pool; workers inherit it
     const int born = forks.load(std::memory_order_relaxed);
     std::vector<Place> places;  // under the mutex, like `sleeping`
     std::vector<std::thread> workers;
@@ -218,7 +231,8 @@ void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
             for (auto& place : s.places) place.bar(core);
     }
     if (wake) s.wake.notify_all();
-    s.take(job, nullptr);
+    Slice slice(s.gentle);
+    s.take(job, s.gentle ? &slice : nullptr);
     for (int spins = 0; s.done.load(std::memory_order_acquire) < count; spins++) pause(spins);
 }
 
