@@ -100,7 +100,8 @@ def choose_model(args: argparse.Namespace) -> None:
     from localrt.client.servers import read_address
 
     read_address(args.endpoint, _key(args))
-    given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
+    values = load_options(args).items()
+    given = [name for name, value in values if value not in (None, "auto", False)]
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise OptionError(f"{flag} is for models on this machine: leave it out with --endpoint")

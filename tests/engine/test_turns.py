@@ -69,7 +69,7 @@ def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, log = PassTurns(), list[str]()
     with turns.turn("chat", LATER) as count:
         assert count == 0
-        Batch(turns, log, "work", math.inf)
+        work = Batch(turns, log, "work", math.inf)
         wait_for(lambda: waiting(turns) == 1)
         monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
         patient = Batch(turns, log, "patient", math.inf)
@@ -80,6 +80,8 @@ def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["patient"]
     turns.rest("chat")
     wait_for(lambda: log == ["patient", "work"])
+    work.go.release()
+    work.thread.join(60)
 
 
 def test_failed_pass() -> None:
