@@ -59,6 +59,8 @@ def answer(asked: Asked, connection: socket.socket) -> bytes | None:
     """One fake server: it answers in three pieces, each a space, which take no time to read."""
     if asked.path == "/v1/models":
         return listed("m", "broken")
+    if not asked.body:  # the client went away while it was sending
+        return None
     if asked.path == "/v1/embeddings":
         return whole(200, {"data": [], "usage": {"prompt_tokens": 7}})
     if asked.body["model"] == "broken" and asked.body["max_tokens"] > 2:
