@@ -14,7 +14,7 @@ from localrt.engine.batch.goals import (
     GOALS,
     Goal,
     PassTimes,
-    Prompt,
+    Reading,
     even_shares,
     goal_of,
     rows_of_pass,
@@ -32,8 +32,8 @@ def linear(base: float, row: float, sizes: tuple[int, ...] = (1, 8, 64, 512)) ->
     return times
 
 
-def prompt(length: int, goal: Goal = CHAT, client: str = "", deadline: float = 0.0) -> Prompt:
-    return Prompt(client, length, goal, deadline)
+def prompt(length: int, goal: Goal = CHAT, client: str = "", deadline: float = 0.0) -> Reading:
+    return Reading(client, length, goal, deadline)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 10)), max_size=20))
@@ -64,7 +64,7 @@ def test_any_pass(
     costs: tuple[float, float] | None,
     turn: int,
 ) -> None:
-    prompts = [Prompt(client, length, goal, length) for length, goal, client in asked]
+    prompts = [Reading(client, length, goal, length) for length, goal, client in asked]
     times = PassTimes() if costs is None else linear(*costs)
     chosen, rows = rows_of_pass(answers, prompts, times, most=64, guess=32, turn=turn)
     assert chosen == sorted({*chosen})

@@ -102,7 +102,7 @@ class PassTimes:
         return points
 
 
-class Prompt(NamedTuple):
+class Reading(NamedTuple):
     """A prompt of ``client`` that is being read: ``length`` tokens are left, the answer has a
     ``goal`` and its first token is wanted at ``deadline``.
     """
@@ -127,7 +127,7 @@ _BESIDE, _SHARE = 1.1, 8
 
 def rows_of_pass(
     answers: Sequence[Goal],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Reading],
     times: PassTimes,
     *,
     most: int,
@@ -162,7 +162,7 @@ def rows_of_pass(
     return chosen, _shares(prompts, room, len(chosen), times)
 
 
-def _shares(prompts: Sequence[Prompt], room: int, beside: int, times: PassTimes) -> list[int]:
+def _shares(prompts: Sequence[Reading], room: int, beside: int, times: PassTimes) -> list[int]:
     """Share ``room`` rows among prompts, the earliest deadlines of a class first, background last.
 
     ``beside`` rows of the pass are answers'.

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LateError, LocalrtError, MemoryBudgetError
-from localrt.engine.batch.goals import PassTimes, rows_of_pass
-from localrt.engine.batch.goals import Prompt as Reading
+from localrt.engine.batch.goals import PassTimes, Reading, rows_of_pass
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
