@@ -86,9 +86,9 @@ def run_mix_command(args: argparse.Namespace) -> int | None:
     if outcome.interrupted and not outcome.runs:
         raise KeyboardInterrupt
     report = to_json(outcome, mix, hardware.probe())
-    print(json.dumps(report) if args.json else to_table(report))
-    if args.out is not None:
+    if args.out is not None:  # first: whoever reads what is printed may stop
         write_text(args.out, json.dumps(report) + "\n")
+    print(json.dumps(report) if args.json else to_table(report))
     write_page(args, report)
     if outcome.interrupted:
         raise KeyboardInterrupt
