@@ -20,6 +20,7 @@ GLOBAL, THREAD, RELAXED = (cuda.CUstreamCaptureMode(mode) for mode in range(3))
 def late() -> Iterator[Driver]:
     """A GPU's context, on a driver that is never early."""
     driver = loaded()
+    driver.begin()
     driver.set()
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", 0))
     yield driver

@@ -41,6 +41,7 @@ def emulated() -> Iterator[None]:
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     """No error of a GPU's is left unnoticed."""
     driver = loaded()
+    driver.begin()
     driver.set(seed=request.param)
     yield driver
     forget()

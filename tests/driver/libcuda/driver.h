@@ -93,11 +93,13 @@ struct Graph {
 };
 struct Exec {
     Context* context;
+    int run;  // in which it was made: see standin_begin
     std::shared_ptr<Nodes> nodes;
 };
 struct Block {
     size_t size;
     Context* context;
+    int run;
 };
 
 std::recursive_mutex mutex_;
@@ -106,6 +108,7 @@ bool begun = false;
 size_t memory_ = size_t(8) << 30, pinnable = SIZE_MAX, pinned = 0;
 std::minstd_rand random_{1};
 bool hasty = false;
+int run_ = 0;
 std::set<void*> streams, events, modules, functions, graphs, execs;
 std::map<char*, Block> blocks;   // of the GPUs
 std::map<char*, size_t> hosts;   // registered, or allocated

@@ -63,7 +63,7 @@ API cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long fla
     if (flags & ~1ull) return NOT_SUPPORTED;
     if (current->used + EXECUTABLE > memory_) return OUT_OF_MEMORY;
     current->used += EXECUTABLE;
-    execs.insert(*exec = new Exec{current, ((Graph*)graph)->nodes});
+    execs.insert(*exec = new Exec{current, run_, ((Graph*)graph)->nodes});
     return OK;
 }
 
@@ -106,6 +106,6 @@ API cuGraphDestroy(void* graph) {
 API cuGraphExecDestroy(void* exec) {
     LOCK;
     if (!execs.count(exec)) return INVALID_VALUE;
-    ((Exec*)exec)->context->used -= EXECUTABLE;
+    if (((Exec*)exec)->run == run_) ((Exec*)exec)->context->used -= EXECUTABLE;
     return drop<Exec>(execs, exec);
 }

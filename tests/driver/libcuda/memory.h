@@ -19,7 +19,7 @@ API cuMemAlloc_v2(void** at, size_t size) {
     char* begin = next_ + pages - taken;
     next_ += pages + PAGE;
     memset(begin, POISON, taken);
-    blocks[begin] = {size, current};
+    blocks[begin] = {size, current, run_};
     current->used += size;
     return *at = begin, OK;
 }
@@ -33,7 +33,7 @@ API cuMemFree_v2(char* at) {
     char* page = (char*)((uintptr_t)at & -PAGE);
     const size_t pages = (at + found->second.size - page + PAGE - 1) & -PAGE;
     mprotect(page, pages, PROT_NONE), madvise(page, pages, MADV_DONTNEED);
-    current->used -= found->second.size;
+    if (found->second.run == run_) current->used -= found->second.size;
     blocks.erase(found);
     return current->fault;
 }
