@@ -5,6 +5,7 @@ It knows nothing of passes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -89,6 +90,20 @@ def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
     replay()
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """What is garbage is found later: torch's memory asks for events as it ends, which no recording
+    survives.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
     steps: list[Between] = []
     device = capture.device
@@ -101,7 +116,7 @@ def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
         steps.append(between)
         device.begin_graph()
 
-    with device.record_on(capture.stream, capture.pool):
+    with device.record_on(capture.stream, capture.pool), _no_garbage():
         device.begin_graph()
         try:
             body(cut)

@@ -117,8 +117,7 @@ class Cuda(Device):
 
     def end(self, name: str, *args: Any) -> None:
         """Call what ends a handle, whatever it says: nobody needs it any more."""
-        with suppress(LocalrtError):
-            self.enter()
+        with suppress(LocalrtError), self._unrecorded():  # whatever is garbage may end meanwhile
             getattr(self._driver, name)(*args)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -153,8 +152,7 @@ class Cuda(Device):
         del self._taken[address]
         if not self.recording:
             self.end("cuStreamSynchronize", self._main)  # what is started may still use it
-        with self._unrecorded():
-            self.end("cuMemFree", address)
+        self.end("cuMemFree", address)
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -225,13 +223,12 @@ class Cuda(Device):
 
     def free_host(self, address: int) -> None:
         """Free it."""
-        with self._unrecorded():
-            self.end("cuMemFreeHost", address)
+        self.end("cuMemFreeHost", address)
 
     def register(self, data: Values) -> bool:
         """Pin RAM that is there; whether the system allows it."""
-        self.enter()
-        (status,) = self._driver.cuMemHostRegister(data.ctypes.data, data.nbytes, 0)
+        with self._unrecorded():
+            (status,) = self._driver.cuMemHostRegister(data.ctypes.data, data.nbytes, 0)
         return int(status) == 0
 
     def unregister(self, data: Values) -> None:
