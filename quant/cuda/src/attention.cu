@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     // Later rows see more keys: they go first.
     const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
     const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
+    const u8* const block = SPLIT ? args.blocks[blockIdx.x] : nullptr;  // a run is one
     load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
@@ -50,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     const auto keys_at = [&](const u8* block, int key) { return block + args.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
     const auto values_at = [&](const u8* block, int key) { return block + args.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
     if constexpr (SPLIT) {
-        const u8* block = args.blocks[blockIdx.x];  // a run is one
         for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
             sums.add(sums, args, rows, queries[0], keys_at(block, key), values_at(block, key), key, old, lane);
     } else {

@@ -7,6 +7,9 @@
 #include "attention.cuh"
 #include "records.cuh"
 
+constexpr int THREADS = (VALUES::SIZE + 31) / 32 * 32;
+constexpr int AHEAD = 8;  // runs that are read at once
+
 extern "C" __global__ void attention_join(Attention args) {
     constexpr int VALUE = VALUES::SIZE;
     const int which = blockIdx.x, row = args.first + which / args.heads, e = threadIdx.x;
@@ -16,13 +19,37 @@ extern "C" __global__ void attention_join(Attention args) {
     const int begin = args.window && position >= args.window ? (position - args.window + 1) / RUN : 0;
     const float sink = args.sinks ? times(args.sinks[which % args.heads], LOG2E) : minus_infinity();
     const float *tops = args.stats + which, *weights = tops + args.runs * width;
+    __shared__ float shares[THREADS], parts[THREADS];
+    // A thread looks at every so many runs; all of them sum in order.
     float top = sink;
-    for (int i = begin; i < used; i++) top = most(top, tops[i * width]);
+    for (int i = begin + e; i < used; i += THREADS) top = most(top, tops[i * width]);
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) top = most(top, shuffle_xor(top, lanes));
+    if (e % 32 == 0) parts[e / 32] = top;
+    __syncthreads();
+    for (int w = 0; w < THREADS / 32; w++) top = most(top, parts[w]);
     float sum = 0, weight = args.sinks ? power_of_two(plus(sink, -top)) : 0;
-    for (int i = begin; i < used; i++) {
-        const float share = power_of_two(plus(tops[i * width], -top));
-        weight = fused(share, weights[i * width], weight);
-        if (e < VALUE) sum = fused(share, args.partial[i * args.run_stride + (i64)which * VALUE + e], sum);
+    const float* partial = args.partial + (i64)which * VALUE + e;
+    for (int first = begin; first < used; first += THREADS) {
+        const int count = used - first < THREADS ? used - first : THREADS;
+        __syncthreads();
+        if (e < count) {
+            shares[e] = power_of_two(plus(tops[(first + e) * width], -top));
+            parts[e] = weights[(first + e) * width];
+        }
+        __syncthreads();
+        for (int i = 0; i < count; i += AHEAD) {
+            float found[AHEAD];
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                found[a] = i + a < count && e < VALUE ? partial[(first + i + a) * args.run_stride] : 0;
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++) {
+                if (i + a >= count) break;
+                weight = fused(shares[i + a], parts[i + a], weight);
+                sum = fused(shares[i + a], found[a], sum);
+            }
+        }
     }
     float value = sum / weight;
     if constexpr (TURNED > 1) {
