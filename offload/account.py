@@ -54,16 +54,13 @@ UNKNOWN_MODEL_NBYTES = 200 << 20
 """Process and conversation, for a model of which only the size is known."""
 
 CUDA_CONTEXT_NBYTES = 400 << 20
-"""CUDA's context and kernels' code in GPU memory, before any allocation."""
+"""CUDA's context and kernels' code in GPU memory, before any allocation: the least."""
 
 SPARE_VRAM_NBYTES = (128 + 40 + 150) << 20
 """Of a real GPU: CUDA rounds each of about 64 allocations up by 2 MB at most; pools have up to 40
 MB that nobody uses: nearly a slab of 16 MB of scratch, another of recordings, and ends of others;
 150 MB stay free, below which other programs are given memory back. The context is there already.
 """
-
-CUBLAS_NBYTES = 32 << 20
-"""The same for cuBLAS, which comes with torch alone."""
 
 PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
@@ -79,7 +76,6 @@ SMALLEST_CONTEXT = 512
 """The smallest context that is chosen automatically."""
 
 _OTHER_SCRATCH_NBYTES = 256 << 20  # of a pass of torch or on a GPU, with its libraries
-_UNPACKED_AT_ONCE = 8 << 20  # bf16 numbers of a matrix, in passes of more than 64 rows
 _RECORDED_PART_NBYTES = 80 << 10  # of a graph, by the driver: about 16 KB for each launch
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: read while that is computed
 _KV_BUFFERS = 2  # one for the computing layer, one for the next layer's load
@@ -257,14 +253,12 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 def gpu_scratch_nbytes(sizes: PassSizes, rows: int, recorded: int = 0) -> int:
     """GPU memory for passes of at most ``rows`` rows, without weights, keys and values.
 
-    Long passes unpack one piece of a matrix at a time and keep all products. Recorded short passes
-    have memory of their own: the partial results of split attention, and the driver's of one shape
-    of passes; or ``recorded``, if measuring found more.
+    Long passes keep all products. Recorded short passes have memory of their own: the partial
+    results of split attention, and the driver's of one shape of passes; or ``recorded``, if
+    measuring found more.
     """
-    most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
-    unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > PACKED_ROWS else 0
     graphs = max(sizes.split_nbytes + sizes.parts * _RECORDED_PART_NBYTES, recorded)
-    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked + graphs
+    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + graphs
 
 
 def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:

@@ -25,7 +25,6 @@ from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.offload.account import (
-    CUDA_CONTEXT_NBYTES,
     FIRST_CONTEXT,
     GROWTH_NBYTES,
     MARGIN_NBYTES,
@@ -153,7 +152,7 @@ def _decision(plan: PairPlan, opened: OpenGpu, name: str, options: LoadOptions) 
     if best.place == "draft on CPU":
         return place
     if best.plan.placement.uses_gpu:
-        vram = opened.capacity - best.vram + CUDA_CONTEXT_NBYTES
+        vram = opened.capacity - best.vram + opened.beside
         target = replace(target, gpu_memory=vram)
     else:
         target = replace(target, device="cpu", gpu_memory=None)

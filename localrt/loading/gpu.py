@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.offload.account import CUBLAS_NBYTES, CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
+from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
 from localrt.offload.planner.gpus import measured_profile
@@ -24,6 +23,7 @@ from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
 # An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
+_CONTEXT_PART_NBYTES = 4 << 20  # for each processor of a large one: 527 MB of an H100 with 132
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs since 2018 reach it
 
 
@@ -31,7 +31,8 @@ _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs sinc
 class OpenGpu:
     """The GPU, or None, and ``host_ops`` for the layers that the CPU computes.
 
-    ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` stays free.
+    ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` stays free, and ``beside``
+    is CUDA's own.
     """
 
     host_ops: Ops
@@ -39,6 +40,7 @@ class OpenGpu:
     gpu: Gpu | None = None
     capacity: int = 0
     unused: int = 0
+    beside: int = CUDA_CONTEXT_NBYTES
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
     link_latency_s: float | None = None
@@ -95,11 +97,12 @@ def _cuda(
     rates = _rates(ops, host, formats, progress)
     unused = spilling_nbytes(copies.total_nbytes)
     free = max(0, (ops.free_memory() or 0) - unused)
-    asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
-    spare = SPARE_VRAM_NBYTES + (CUBLAS_NBYTES if find_spec("torch") else 0)
+    context, cublas = _cuda_nbytes(ops.device, formats)
+    asked = free if gpu_memory is None else gpu_memory - context - cublas
+    spare = SPARE_VRAM_NBYTES + cublas  # the context is there already
     capacity = min(free - spare, asked)
     if capacity <= 0:
-        least = format_bytes(CUDA_CONTEXT_NBYTES if asked <= 0 else spare)
+        least = format_bytes(context + cublas if asked <= 0 else spare)
         raise MemoryBudgetError(
             f"the GPU has no room for weights: {least} of {option('gpu_memory')} are for CUDA "
             f"itself; close other programs that use it, give more, or use {option('device', 'cpu')}"
@@ -119,11 +122,30 @@ def _cuda(
         clock=clock,
         capacity=capacity,
         unused=unused,
+        beside=context + cublas,
         profile=profile,
         link_bytes_s=link,
         link_latency_s=None if rates is None else rates.crossing_s,
         sources=dict.fromkeys(("gpu", "link_bytes_s"), "measured"),
     )
+
+
+def _cuda_nbytes(name: str, formats: Iterable[str]) -> tuple[int, int]:
+    """Bytes of a GPU for CUDA itself: its context, and cuBLAS, which multiplies many rows with
+    weights that are not packed, or that are unpacked for it.
+    """
+    from localrt.quant.cuda import cublas
+    from localrt.quant.cuda.device import device_of
+    from localrt.quant.cuda.formats import TYPES
+    from localrt.quant.cuda.launch import prefers_int8
+
+    device = device_of(name)
+    context = max(CUDA_CONTEXT_NBYTES, device.processors * _CONTEXT_PART_NBYTES)
+    if not cublas.multiplies(device):
+        return context, 0
+    if not prefers_int8(device):
+        return context, cublas.NBYTES + 2 * cublas.UNPACKED
+    return context, 0 if all(each in TYPES for each in formats) else cublas.NBYTES
 
 
 def _rates(

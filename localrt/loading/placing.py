@@ -161,7 +161,7 @@ def load_placed(
         threads=options.threads,
         gpu_memory=options.gpu_memory,
         kv_format=options.kv_format,
-        formats={unit.format for unit in shape.units},
+        formats={unit.format for unit in shape.units if unit.kind != "norm"},
         progress=progress,
     )
     ops = opened.host_ops

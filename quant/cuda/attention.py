@@ -250,8 +250,13 @@ def attention_program(
         VALUES=numbers(kv_format, value)[1],
         SPLIT=int(split),
         WARPS=_warps(size, value, split=split),
-        BLOCKS=3 if split and max(size, value) <= 64 else 2,  # of a processor at once
+        BLOCKS=_blocks(size, value, kv_format) if split else 2,  # of a processor at once
     )
+
+
+def _blocks(size: int, value: int, kv_format: KvFormat) -> int:
+    """As many as have registers enough."""
+    return 3 if max(size, value) <= (64 if kv_format == "int4" else 128) else 2
 
 
 def _warps(size: int, value: int, *, split: bool) -> int:

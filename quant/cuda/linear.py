@@ -28,9 +28,6 @@ from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 
-# Weights unpacked at once for a long pass: 16 MB, which stay in the cache of the GPUs that do so.
-_UNPACKED = 8 << 20
-
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
@@ -152,7 +149,7 @@ def _multiply_unpacked(
     x: Tensor, part: TiledMatrix | Tensor, out: Tensor, bias: Tensor | None
 ) -> None:
     rows, columns = part.shape
-    at_once = max(16, _UNPACKED // columns // 16 * 16)
+    at_once = max(16, cublas.UNPACKED // columns // 16 * 16)
     for first in range(0, rows, at_once):
         stop = min(rows, first + at_once)
         own = None if bias is None else bias[first:stop]

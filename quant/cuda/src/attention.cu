@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     // Later rows see more keys: they go first.
     const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
     const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
-    const u8* const block = SPLIT ? args.blocks[blockIdx.x] : nullptr;  // a run is one
+    __shared__ const u8* block;  // of a run
+    if (SPLIT && threadIdx.x == 0) block = args.blocks[blockIdx.x];
     load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     sums.finish(sums);
 
     if constexpr (SPLIT) {
-        __shared__ float meet[16][Sums::VALUE];
+        __shared__ float meet[16][Sums::VALUE + 4];  // rows begin in banks of their own
         __shared__ float tops[WARPS][16], weights[WARPS][16];
         if (t == 0)
 #pragma unroll
@@ -103,10 +104,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
             if (warp == w)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    sums.each(sums, i, t, [&](int e, float value) {
-                        float& sum = meet[g + 8 * i][e];
-                        sum = fused(value, share[i], w ? sum : 0);
-                    });
+                    if ((place + g + 8 * i) / args.per < args.rows)
+                        sums.fours(sums, i, t, [&](int e, const float* values) {
+                            float4& sum = *(float4*)&meet[g + 8 * i][e];
+                            const float4 before = w ? sum : float4{0, 0, 0, 0};
+                            sum = float4{fused(values[0], share[i], before.x), fused(values[1], share[i], before.y),
+                                         fused(values[2], share[i], before.z), fused(values[3], share[i], before.w)};
+                        });
             __syncthreads();
         }
         for (int at = threadIdx.x; at < 16 * Sums::VALUE; at += 32 * WARPS) {

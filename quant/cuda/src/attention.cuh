@@ -284,17 +284,18 @@ struct AttentionSums {
         }
     }
 
-    // Each number of row g + 8 i that lane t has.
+    // The numbers of row g + 8 i that lane t has, four at a time.
     template <class Take>
-    FN void each(const AttentionSums& s, int i, int t, Take take) {
+    FN void fours(const AttentionSums& s, int i, int t, Take take) {
 #pragma unroll
         for (int c = 0; c < SPANS; c++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
-                for (int w = 0; w < W; w++) {
-                    const int e = 8 * W * c + W * (2 * t + half) + w;
-                    if (e < VALUE) take(e, s.of[c][w][2 * i + half]);
+                for (int w = 0; w < W; w += 4) {
+                    const int e = 8 * W * c + W * (2 * t + half) + w, at = 2 * i + half;
+                    const float values[4] = {s.of[c][w][at], s.of[c][w + 1][at], s.of[c][w + 2][at], s.of[c][w + 3][at]};
+                    if (e < VALUE) take(e, values);
                 }
     }
 
