@@ -56,18 +56,6 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LARGE = {
-    "14B": Size(
-        "Qwen3ForCausalLM",
-        {
-            **_QWEN3,
-            "hidden_size": 5120,
-            "intermediate_size": 17_408,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-        },
-        bound=0.1,
-    ),
     "30B-A3B": Size(
         "Qwen3MoeForCausalLM",
         {
@@ -83,6 +71,18 @@ LARGE = {
             "norm_topk_prob": True,
         },
         bound=0.3,  # an expert that is chosen almost as well may be taken for another
+    ),
+    "14B": Size(
+        "Qwen3ForCausalLM",
+        {
+            **_QWEN3,
+            "hidden_size": 5120,
+            "intermediate_size": 17_408,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        },
+        bound=0.1,
     ),
 }
 

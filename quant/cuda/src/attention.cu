@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     sums.finish(sums);
 
     if constexpr (SPLIT) {
-        __shared__ float meet[16][Sums::VALUE + 4];  // rows begin in banks of their own
+        __shared__ float4 meet[16][Sums::VALUE / 4 + 1];  // rows begin in banks of their own
         __shared__ float tops[WARPS][16], weights[WARPS][16];
         if (t == 0)
 #pragma unroll
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
                 for (int i = 0; i < 2; i++)
                     if ((place + g + 8 * i) / args.per < args.rows)
                         sums.fours(sums, i, t, [&](int e, const float* values) {
-                            float4& sum = *(float4*)&meet[g + 8 * i][e];
+                            float4& sum = meet[g + 8 * i][e / 4];
                             const float4 before = w ? sum : float4{0, 0, 0, 0};
                             sum = float4{fused(values[0], share[i], before.x), fused(values[1], share[i], before.y),
                                          fused(values[2], share[i], before.z), fused(values[3], share[i], before.w)};
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
         for (int at = threadIdx.x; at < 16 * Sums::VALUE; at += 32 * WARPS) {
             const int r = at / Sums::VALUE, which = Attention::result(args, place + r, group);
             if ((place + r) / args.per >= args.rows) break;
-            args.partial[blockIdx.x * args.run_stride + (i64)which * Sums::VALUE + at % Sums::VALUE] = meet[r][at % Sums::VALUE];
+            args.partial[blockIdx.x * args.run_stride + (i64)which * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
         }
         const int r = threadIdx.x;
         if (r < 16 && (place + r) / args.per < args.rows) {

@@ -82,10 +82,32 @@ def test_a_body_that_fails(device: Cuda) -> None:
     assert counted(count) == 1
 
 
-def test_pinned_memory_that_ends_meanwhile(device: Cuda) -> None:
+def registered(device: Cuda) -> object:
+    data = np.zeros(1 << 16, np.uint8)
+    assert device.register(data)
+
+    class Held:
+        def __del__(self) -> None:
+            device.unregister(data)
+
+    return Held()
+
+
+ENDING: dict[str, Callable[[Cuda], object]] = {
+    "pinned memory": lambda device: device.pinned((64,), np.uint8),
+    "registered memory": registered,
+    "a slab": lambda device: empty(20 << 20, dtype=UINT8, device=device),
+    "a graph": lambda device: record(counting(device)[1], Capture(device)),
+    "an event": lambda device: device.event(),
+    "a stream": Capture,
+}
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_what_ends_meanwhile(device: Cuda, kind: str) -> None:
     """As what is garbage may, whenever it is found."""
     count, add = counting(device)
-    held = [device.pinned((64,), np.uint8)]
+    held = [ENDING[kind](device)]
 
     def body(cut: object) -> None:
         held.clear()

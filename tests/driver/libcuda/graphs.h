@@ -105,6 +105,7 @@ API cuGraphDestroy(void* graph) {
 
 API cuGraphExecDestroy(void* exec) {
     LOCK;
+    TRY(unsafe());
     if (!execs.count(exec)) return INVALID_VALUE;
     if (((Exec*)exec)->run == run_) ((Exec*)exec)->context->used -= EXECUTABLE;
     return drop<Exec>(execs, exec);
