@@ -10,6 +10,7 @@ import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.capture import Capture, record
+from localrt.quant.cuda.counting import _our_calls, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.driver import Cuda
@@ -61,6 +62,22 @@ def test_replay(gpu: Kernels, index: int) -> None:
     for replay in (*replays, *replays):
         replay()
     assert counted(count) == 4
+
+
+def test_calls_are_counted(device: Cuda) -> None:
+    """A profiler does not see those of the driver."""
+    count, body = counting(device)
+    replay = record(body, Capture(device))
+    device.synchronize()
+    with _our_calls() as calls:
+        replay()
+        device.synchronize()
+    replay()
+    ran = {"cat": "kernel", "name": "move_rows", "ts": 0.0, "dur": 5.0}
+    use = use_of([ran, *calls], 1.0)
+    assert use is not None
+    assert (use.launches, use.waits, use.reader_waits) == (1, 1, 0)
+    assert counted(count) == 2
 
 
 def test_a_body_that_fails(device: Cuda) -> None:
