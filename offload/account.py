@@ -56,11 +56,13 @@ UNKNOWN_MODEL_NBYTES = 200 << 20
 CUDA_CONTEXT_NBYTES = 400 << 20
 """CUDA's context and kernels' code in GPU memory, before any allocation: the least."""
 
-SPARE_VRAM_NBYTES = (128 + 40 + 150) << 20
+ROUNDED_VRAM_NBYTES = (128 + 40) << 20
 """Of a real GPU: CUDA rounds each of about 64 allocations up by 2 MB at most; pools have up to 40
-MB that nobody uses: nearly a slab of 16 MB of scratch, another of recordings, and ends of others;
-150 MB stay free, below which other programs are given memory back. The context is there already.
+MB that nobody uses: nearly a slab of 16 MB of scratch, another of recordings, and ends of others.
 """
+
+SPARE_VRAM_NBYTES = ROUNDED_VRAM_NBYTES + (150 << 20)
+"""The same, and what stays free: below 150 MB other programs are given memory back."""
 
 PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""

@@ -12,7 +12,11 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
+from localrt.offload.account import (
+    CUDA_CONTEXT_NBYTES,
+    ROUNDED_VRAM_NBYTES,
+    SPARE_VRAM_NBYTES,
+)
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
 from localrt.offload.planner.gpus import measured_profile
@@ -32,7 +36,7 @@ class OpenGpu:
     """The GPU, or None, and ``host_ops`` for the layers that the CPU computes.
 
     ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` stays free, and ``beside``
-    is CUDA's own.
+    is CUDA's own and what is lost to rounding.
     """
 
     host_ops: Ops
@@ -40,7 +44,7 @@ class OpenGpu:
     gpu: Gpu | None = None
     capacity: int = 0
     unused: int = 0
-    beside: int = CUDA_CONTEXT_NBYTES
+    beside: int = CUDA_CONTEXT_NBYTES + ROUNDED_VRAM_NBYTES
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
     link_latency_s: float | None = None
@@ -98,11 +102,12 @@ def _cuda(
     unused = spilling_nbytes(copies.total_nbytes)
     free = max(0, (ops.free_memory() or 0) - unused)
     context, cublas = _cuda_nbytes(ops.device, formats)
-    asked = free if gpu_memory is None else gpu_memory - context - cublas
+    beside = context + cublas + ROUNDED_VRAM_NBYTES
+    asked = free if gpu_memory is None else gpu_memory - beside
     spare = SPARE_VRAM_NBYTES + cublas  # the context is there already
     capacity = min(free - spare, asked)
     if capacity <= 0:
-        least = format_bytes(context + cublas if asked <= 0 else spare)
+        least = format_bytes(beside if asked <= 0 else spare)
         raise MemoryBudgetError(
             f"the GPU has no room for weights: {least} of {option('gpu_memory')} are for CUDA "
             f"itself; close other programs that use it, give more, or use {option('device', 'cpu')}"
@@ -122,7 +127,7 @@ def _cuda(
         clock=clock,
         capacity=capacity,
         unused=unused,
-        beside=context + cublas,
+        beside=beside,
         profile=profile,
         link_bytes_s=link,
         link_latency_s=None if rates is None else rates.crossing_s,

@@ -16,7 +16,7 @@ from localrt.loading import draft_loading
 from localrt.loading.draft_model import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
-from localrt.offload.account import CUDA_CONTEXT_NBYTES
+from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.gpus import parse_gpu
 from localrt.quant.cpu.abi import find_library
@@ -79,7 +79,8 @@ def test_options(place: Place, choose_place: Choose, chosen: str, target: str, d
         vram = plans[-1].best.vram
         assert found.draft.gpu_memory == vram
         assert found.cache_room
-        assert found.target.gpu_memory == 200_000_000 - vram + CUDA_CONTEXT_NBYTES
+        beside = CUDA_CONTEXT_NBYTES + ROUNDED_VRAM_NBYTES
+        assert found.target.gpu_memory == 200_000_000 - vram + beside
 
 
 def test_no_draft(place: Place, choose_place: Choose) -> None:

@@ -20,6 +20,7 @@ from localrt.loading import draft_loading as loading
 from localrt.loading import gpu, native
 from localrt.loading.options import LoadOptions
 from localrt.offload import account
+from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.quant.cpu.abi import find_library
 from tests.loading.conftest import Choose
 
@@ -99,12 +100,12 @@ def test_load(folder: Path, devices: list[str], choose_place: Choose) -> None:
         assert str(ours.metrics.speculation).startswith("speculation: model")
         assert (ours.metrics.accepted_per_pass or 0) > 1.5  # it is the target itself
     assert devices[0] == "cuda"
-    # The CUDA context is part of what may be used, and the draft of what is left.
+    # CUDA's own is part of what may be used, and the draft of what is left.
     (best,) = (plan.best for plan in plans)
     assert best.plan is not None
     left = best.plan.request.budgets.vram
     assert left is not None
-    assert best.vram + left == 1_000_000_000 - (400 << 20)
+    assert best.vram + left == 1_000_000_000 - CUDA_CONTEXT_NBYTES - ROUNDED_VRAM_NBYTES
     assert left > 0
 
 

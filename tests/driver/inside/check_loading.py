@@ -132,7 +132,7 @@ def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
 
 def test_no_room_is_one_line(gpu: Kernels, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
-    with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 419 MB of "):
+    with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 596 MB of "):
         localrt.load(store, device="cuda", gpu_memory="50MB", draft="off", ctx=64)
 
 
