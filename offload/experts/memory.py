@@ -194,7 +194,9 @@ def open_experts(
     kept = mixture.placed(Where.RAM, Where.LINK)
     kept += min(mixture.placed(Where.VRAM), max(0, room - kept))
     tables = mixture.tables(lane.ops)
-    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s)
+    reader = DemandReader(
+        source, threads=mode.threads, block=mode.block, stall_s=stall_s, verify=verify
+    )
     pools: dict[int, ExpertPool] = {}
     try:
         for members, nbytes in _shares(mixture, kept, ring):
@@ -206,7 +208,6 @@ def open_experts(
                 mixture.cache(slots, size, tables, alloc, free, at_once=at_once),
                 reader,
                 build=lambda key, data: mixture.build(lane, key, data),
-                verify=verify,
             )
             pools |= dict.fromkeys(members, pool)
         return ExpertMemory(pools, reader)

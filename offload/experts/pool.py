@@ -38,8 +38,7 @@ class Demanded:
 class ExpertPool:
     """The experts of ``units``, by (layer, expert), layers counted among the sparse ones.
 
-    ``cache`` decides which have slots, ``reader`` reads, ``build`` makes weights of bytes that have
-    passed ``verify``.
+    ``cache`` decides which have slots, ``reader`` reads, ``build`` makes weights of bytes.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class ExpertPool:
         reader: DemandReader,
         *,
         build: Callable[[Key, Bytes], ExpertWeights],
-        verify: Callable[[StoredUnit, Bytes], None],
     ) -> None:
         self.cache = cache
         self.slot_nbytes = cache.slot_nbytes
@@ -57,7 +55,6 @@ class ExpertPool:
         self._keys = {unit.name: key for key, unit in units.items()}
         self._reader = reader
         self._build = build
-        self._verify = verify
         self._most = cache.capacity
         self._ended: deque[DemandLoad] = deque()
         self._queued: list[int] = []  # the present layer's experts that have no slot yet
@@ -223,10 +220,9 @@ class ExpertPool:
                 self._settle(layer, expert)
 
     def _settle(self, layer: int, expert: int) -> None:
-        """Verify a completed load and make weights of its bytes."""
+        """Make weights of a completed load's bytes."""
         data = self.data(layer, expert)
         try:
-            self._verify(self._units[layer, expert], data)
             weights = self._build((layer, expert), data)
         except BaseException:
             self._forget(layer, expert)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -56,6 +57,7 @@ from localrt.quant.ops.arrays import aligned_buffer
 # Two copies at once keep the link busy while the next one is requested.
 _COPIERS = 2
 _COPY_BLOCK = 8 << 20
+_VERIFIED = 2  # units at once while others are read: a core hashes a gigabyte in a second
 _PINNED_AT_ONCE = 256 << 20  # of experts in RAM: each call of the driver takes time
 
 
@@ -374,14 +376,25 @@ class _Opening:
             with setup.gpu.ops.scope():
                 stage.put(memory, slab)
 
-        seconds = 0.0
-        with ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool:
+        seconds, late = 0.0, deque[tuple[Future[None], Stage, Bytes]]()
+
+        def put_next() -> None:
+            verified, stage, data = late.popleft()
+            verified.result()
+            put(stage, data)
+
+        with (
+            ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool,
+            ThreadPoolExecutor(_VERIFIED, thread_name_prefix="localrt-verify") as beside,
+        ):
             for stage in stages:
                 if not stage.where.read:
                     staged = stage.where is Where.VRAM
                     data = aligned_buffer(stage.unit.nbytes) if staged else stage.host_buffer()
                     seconds += self._fill(stage.unit, data, pool)
-                    put(stage, data)
+                    late.append((beside.submit(self.verify, stage.unit, data), stage, data))
+                    if len(late) > _VERIFIED:
+                        put_next()
                 elif stage.place(crossing=True) is Where.SSD_LINK:
                     stage.remember_vectors(self._read(stage.unit))
             for name in TABLES:
@@ -389,10 +402,13 @@ class _Opening:
                     unit = setup.units[name]
                     self.tables[name] = aligned_buffer(unit.nbytes)
                     seconds += self._fill(unit, self.tables[name], pool)
+                    self.verify(unit, self.tables[name])
+            while late:
+                put_next()
         return seconds
 
     def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> float:
-        """Read and verify a unit; return the seconds of reading."""
+        """Read a unit; return the seconds."""
         files, block = self.files, self.setup.mode.block
 
         def read(start: int) -> int:
@@ -404,9 +420,7 @@ class _Opening:
         for count in pool.map(read, range(0, unit.nbytes, block)):
             if self.setup.on_bytes is not None:
                 self.setup.on_bytes(count)
-        seconds = time.perf_counter() - began
-        self.verify(unit, data)
-        return seconds
+        return time.perf_counter() - began
 
     def _slabs(self, gpu: Gpu) -> dict[str, Slab]:
         """Allocate GPU memory for its resident units; returns the slabs by unit."""

@@ -77,18 +77,20 @@ def require_answer(since: float, stall_s: float, what: str) -> None:
 class Load:
     """A unit on its way into ``memory``.
 
-    ``waiting`` holds the pieces not begun yet, ``missing`` counts the bytes not arrived yet.
+    ``waiting`` holds the pieces not begun yet, ``missing`` counts the bytes not arrived yet,
+    ``unread`` those not read yet: the last piece arrives once the unit is verified.
     """
 
     unit: StoredUnit
     memory: Any
     waiting: deque[Chunk]
     missing: int = field(init=False)
+    unread: int = field(init=False)
     in_flight: int = 0
     error: LocalrtError | None = None
 
     def __post_init__(self) -> None:
-        self.missing = self.unit.nbytes
+        self.missing = self.unread = self.unit.nbytes
 
     @property
     def done(self) -> bool:
@@ -103,11 +105,23 @@ Job = tuple[Load, Chunk, "Event | None"]
 class Reader:
     """``threads`` threads fetch from ``source``. ``stall_s``: seconds a disk may stall.
 
+    They call ``verify``, if any, with each unit that they have read; what it raises, the load fails
+    with.
+
     Private methods except ``_run`` and ``_fetch`` are called with the lock held.
     """
 
-    def __init__(self, source: Source, *, threads: int, stall_s: float, name: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        threads: int,
+        stall_s: float,
+        name: str,
+        verify: Callable[[StoredUnit, Any], None] | None = None,
+    ) -> None:
         self._source = source
+        self._verify = verify
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._closed = False
@@ -184,6 +198,8 @@ class Reader:
         error: LocalrtError | None = None
         try:
             self._source.fetch(load.unit, chunk.start, out, after)
+            if self._verify is not None and self._is_last(load, chunk):
+                self._verify(load.unit, load.memory)
         except LocalrtError as failure:  # raised in the waiting pass, not in this thread
             error = failure
         except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
@@ -198,6 +214,12 @@ class Reader:
                 load.error = error
                 load.waiting.clear()
             self._arrived(load)
+
+    def _is_last(self, load: Load, chunk: Chunk) -> bool:
+        """Whether all others have been read."""
+        with self._changed:
+            load.unread -= chunk.nbytes
+            return not load.unread
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -434,12 +456,18 @@ class DemandReader(Reader):
     """See ``Reader``. It fetches pieces of ``block`` bytes."""
 
     def __init__(
-        self, source: Source, *, threads: int, block: int = 2 << 20, stall_s: float = 60.0
+        self,
+        source: Source,
+        *,
+        threads: int,
+        block: int = 2 << 20,
+        stall_s: float = 60.0,
+        verify: Callable[[StoredUnit, Any], None] | None = None,
     ) -> None:
         self._block = block
         self._urgent: deque[DemandLoad] = deque()
         self._ahead: deque[DemandLoad] = deque()
-        super().__init__(source, threads=threads, stall_s=stall_s, name="experts")
+        super().__init__(source, threads=threads, stall_s=stall_s, name="experts", verify=verify)
 
     def ask(
         self, unit: StoredUnit, memory: Any, *, urgent: bool, ends: deque[DemandLoad]

@@ -7,7 +7,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import pytest
 
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
 from localrt.offload.reading.reader import DemandLoad, DemandReader
@@ -35,8 +37,10 @@ class Slow:
 class Asked:
     """A reader with one thread, and loads of it by name."""
 
-    def __init__(self, source: Slow) -> None:
-        self.reader = DemandReader(source, threads=1, block=100, stall_s=30.0)
+    def __init__(self, source: Slow, **options: Any) -> None:
+        self.reader = DemandReader(
+            source, **{"threads": 1, "block": 100, "stall_s": 30.0, **options}
+        )
         self.ended: deque[DemandLoad] = deque()
 
     def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> DemandLoad:
@@ -77,3 +81,27 @@ def test_cancelled_load_is_not_read() -> None:
         assert [load.unit.name for load in asked.ended] == ["a", "c"]
     finally:
         asked.reader.close()
+
+
+def test_units_are_verified_by_those_who_read_them() -> None:
+    """Once they are whole; a damaged one fails, whoever waits for it."""
+    seen: list[tuple[str, bool, str]] = []
+
+    def verify(unit: StoredUnit, data: Any) -> None:
+        seen.append((unit.name, bool((data == 7).all()), threading.current_thread().name))
+        if unit.name == "b":
+            raise CheckpointError("unit b is damaged")
+
+    source = Slow()
+    asked = Asked(source, threads=3, verify=verify)
+    try:
+        source.gate.release(20)
+        loads = [asked.ask(name) for name in "abc"]
+        asked.reader.wait(loads[0])
+        with pytest.raises(CheckpointError, match="b is damaged"):
+            asked.reader.wait(loads[1])
+        asked.reader.wait(loads[2])
+    finally:
+        asked.reader.close()
+    assert sorted((name, whole) for name, whole, _ in seen) == [(name, True) for name in "abc"]
+    assert all(name.startswith("localrt-experts") for *_, name in seen)
