@@ -56,7 +56,7 @@ CHECKS = {
     "packed": ("models", "check_packed"),
 }
 # These also compute on the CPU.
-_BESIDE = frozenset({"loaded"})
+_BESIDE = frozenset({"loaded", "heads"})
 _BUILD_S = 240
 
 
