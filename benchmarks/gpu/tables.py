@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _PARTS = {
     "what adapters cost": ("adapters, decode", "cost_1"),
     "what a draft head's steps cost": ("head", "us_step_4"),
 }
+# Of a failed check's values, those that may have failed it.
+_REASONS = re.compile("error|bound|equal|sequential|peak|estimate|finite|same")
 _VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
 
 
@@ -56,7 +59,8 @@ def _why(result: Record) -> str:
     values = result["values"]
     if "error" in values:
         return str(values["error"]).split(". ")[0]
-    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+    told = {name: value for name, value in values.items() if _REASONS.search(name)} or values
+    return ", ".join(f"{name} {_number(value)}" for name, value in told.items())
 
 
 def _number(value: object) -> str:
