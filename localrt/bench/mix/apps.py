@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from localrt.bench.mix.mix import App
 from localrt.bench.workload import SENTENCES
 
+_STAY = 6  # completions in a file before the next one
 _READ_WORDS_S = 4.0  # silent reading, about 240 words a minute
 _PATIENCE_S = 10.0  # then a typist goes on without a completion
 _TEMPERATURE = 0.8
@@ -59,7 +60,11 @@ def arrivals(app: App, seconds: float, seed: int) -> list[float]:
 
 def session(app: App, index: int, seed: int) -> Session:
     """Return the requests of the application's session number ``index``."""
-    return _SESSIONS[app.kind](app, index, random.Random(f"{seed}/{app.name}/{index}"))
+    rng = random.Random(f"{seed}/{app.name}/{index}")
+    if app.kind == "completion":
+        file = random.Random(f"{seed}/{app.name}/file {index // _STAY}")
+        return _completion(app, index, rng, file)
+    return _SESSIONS[app.kind](app, index, rng)
 
 
 def marked(request: Request, mark: str) -> Request:
@@ -102,14 +107,17 @@ def _one(app: App, index: int, rng: random.Random) -> Session:
     yield _ask(app, rng, [{"role": "user", "content": text}])
 
 
-def _completion(app: App, index: int, rng: random.Random) -> Session:
-    """Complete code at a cursor: the typist goes on up to twice before waiting for the answer.
+def _completion(app: App, index: int, rng: random.Random, file: random.Random) -> Session:
+    """Complete code at a cursor: the typist goes on up to twice before waiting for the answer, and
+    stays at a place of the ``file`` for some sessions, where the code before the cursor grows.
 
     It is a plain continuation, so that every server and model can do it: what follows the cursor
     comes first.
     """
-    before = _text(app, index, rng, make=_code)
-    text = f"# After the cursor:\n{_code(app.prompt_words // 3, rng)}\n# Before it:\n{before}"
+    before = _text(app, index // _STAY, file, make=_code)
+    after, more = _code(app.prompt_words // 3, file), _code(app.prompt_words // 3, file)
+    typed = more[: len(more) * (index % _STAY) // _STAY]
+    text = f"# After the cursor:\n{after}\n# Before it:\n{before}\n{typed}"
     cut = len(text) - rng.randint(10, 30)  # typed up to here
     for _ in range(rng.randint(0, 2)):
         yield _complete(app, rng, text[:cut], rng.uniform(0.2, 0.8))
@@ -124,7 +132,6 @@ def _embeddings(app: App, index: int, rng: random.Random) -> Session:
 
 _SESSIONS: Mapping[str, Callable[[App, int, random.Random], Session]] = {
     "chat": _chat,
-    "completion": _completion,
     "agent": _agent,
     "summary": _one,
     "embeddings": _embeddings,

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_PATIENCE_S = 0.3  # background work takes a turn after that long, whatever others want
+_PATIENCE_S = 1.0  # background work takes a turn after that long, whatever others want
 _AHEAD_S = 0.08  # before its token is due a batch stops waiting for others': its pass takes time
 
 

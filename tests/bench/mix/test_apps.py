@@ -74,6 +74,15 @@ def test_sessions_repeat_by_seed_and_differ_by_number(kind: str) -> None:
     assert _play(app) != _play(app, seed=2)
 
 
+def test_a_typist_stays_in_a_file() -> None:
+    """What is read of one completion is known when the next one comes."""
+    texts = [_play(KINDS["completion"], index)[-1].body["prompt"] for index in range(12)]
+    for first, second in pairwise(texts):
+        known = second.startswith(first[:-60])  # the rest may be typed later
+        assert known == (texts.index(second) != 6)
+    assert [len(text) for text in texts[:6]] == sorted(len(text) for text in texts[:6])
+
+
 def test_chat_sends_its_answers_back_and_reads_them() -> None:
     first, second, third = _play(KINDS["chat"])
     assert (first.pause_s, second.pause_s) == (0, 1)  # four words
