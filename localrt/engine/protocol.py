@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -234,7 +235,8 @@ class Engine(ABC):
 
     A pass has at most ``pass_rows`` rows, of several sessions if it ``shares_passes``. ``plan`` is
     the placement of the weights, ``weights`` reports on them while they exist. ``ram`` and
-    ``gpu_memory`` are the user's budgets in bytes; None: no budget was given.
+    ``gpu_memory`` are the user's budgets in bytes; None: no budget was given. ``turn`` is a
+    batch's: see ``background``.
     """
 
     info: EngineInfo
@@ -244,6 +246,13 @@ class Engine(ABC):
     weights = WeightStore()  # an empty store
     ram: int | None = None
     gpu_memory: int | None = None
+    turn: Callable[[], AbstractContextManager[int]] | None = None
+
+    def background(self) -> AbstractContextManager[int]:
+        """Hold it for a pass that nobody waits for; it yields how many others have work that is
+        due.
+        """
+        return nullcontext(0) if self.turn is None else self.turn()
 
     @abstractmethod
     def session(self, capacity: int) -> EngineSession:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,39 @@ def test_embed_together_and_alone(tiny_folder: Path) -> None:
         assert model.embed([]).shape == (0, 64)
         # A generation does not notice.
         assert model.generate("hi", max_tokens=3, ignore_eos=True).token_ids
+
+
+def test_few_rows_while_others_wait(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors and logits are the same; each pass takes its turn."""
+    texts, rows, held = ["a" * n for n in (3, 500, 40)], list[int](), list[bool]()
+    run = NativeEngine.run
+
+    def noted(self: NativeEngine, batch: Any, **options: Any) -> Any:
+        rows.append(len(batch.tokens))
+        assert held == [True]
+        return run(self, batch, **options)
+
+    @contextmanager
+    def turn() -> Iterator[int]:
+        held.append(True)
+        yield 1
+        held.clear()
+
+    with localrt.load(tiny_folder) as model:
+        engine = engine_of(model)
+        wanted = model.embed(texts)
+        logits = np.concatenate([*model.logits([5] * 100, first=90)])
+        monkeypatch.setattr(NativeEngine, "run", noted)
+        engine.turn = turn
+        assert (model.embed(texts) == wanted).all()
+        assert np.array_equal(np.concatenate([*model.logits([5] * 100, first=90)]), logits)
+        assert max(rows) == 64
+        assert sum(rows) == 543 + 100
+        monkeypatch.undo()
+        with model.live():
+            assert engine.turn not in (None, turn)
+            assert (model.embed(texts) == wanted).all()
+        assert engine.turn is None
 
 
 def test_pooling_of_model(tmp_path: Path) -> None:

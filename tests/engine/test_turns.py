@@ -84,6 +84,25 @@ def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
     work.thread.join(60)
 
 
+def test_background_waits_for_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its patience ends before."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    turns, log = PassTurns(), list[str]()
+    due = time.monotonic() + 0.3
+    with turns.turn("first", LATER):
+        completion = Batch(turns, log, "completion", due)
+        wait_for(lambda: waiting(turns) == 1)
+        work = Batch(turns, log, "work", math.inf)
+        wait_for(lambda: waiting(turns) == 2)
+    turns.rest("first")
+    for batch in (completion, work):
+        batch.go.release()
+    completion.thread.join(60)
+    turns.rest("completion")
+    work.thread.join(60)
+    assert log == ["completion", "work"]
+
+
 def test_failed_pass() -> None:
     turns = PassTurns()
     with suppress(ZeroDivisionError), turns.turn("a", LATER):

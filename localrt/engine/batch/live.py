@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.goals import goal_of
@@ -204,6 +205,7 @@ class Live:
         # A streamed model mostly waits for the disk, one on a GPU for the card.
         alone = engine.info.streamed or engine.info.device != "cpu"
         self._turns = PassTurns() if turns is None or alone else turns
+        engine.turn = partial(self._turns.turn, object(), math.inf)
         self._more_room = room
         self._save = save
         self._parked: threading.Event | None = None  # set once caches are saved and freed
@@ -312,6 +314,7 @@ class Live:
         finally:
             with self._changed:
                 self._closing = True
+            self._engine.turn = None
             self._turns.rest(self)
             for seq in self._all():
                 self._end(seq)

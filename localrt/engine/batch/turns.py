@@ -15,7 +15,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_PATIENCE_S = 1.0  # background work takes a turn after that long, whatever others want
+_PATIENCE_S = 0.3  # background work takes a turn after that long, whatever others want
+_LONGER_S = 0.6  # so much later still, if somebody wants a token by then
 _AHEAD_S = 0.08  # before its token is due a batch stops waiting for others': its pass takes time
 
 
@@ -44,12 +45,15 @@ class PassTurns:
         background work). The batch keeps its place before later ones between its passes too, until
         ``rest``.
         """
-        background = time.monotonic() + _PATIENCE_S + _AHEAD_S
-        mine = _Waiting(batch, min(due, background))
         with self._changed:
             self._due.pop(batch, None)
             if due < math.inf:
                 self._due[batch] = due
+                mine = _Waiting(batch, due)
+            else:
+                patient = time.monotonic() + _PATIENCE_S + _AHEAD_S
+                wanted = max(self._due.values(), default=0.0) + 1e-6
+                mine = _Waiting(batch, max(patient, min(wanted, patient + _LONGER_S)))
             self._waiting.append(mine)
             while self._busy or self._next() is not mine:
                 self._changed.wait(None if self._busy else max(1e-3, _wait_s(mine)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
+_ROWS_BESIDE = 64
 _BESIDE = "adapters lie beside the weights"
 
 
@@ -155,31 +157,39 @@ class NativeEngine(Engine):
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
     ) -> Generator[tuple[int, Logits], None, None]:
         """See ``Engine``. Texts share passes; long ones span several."""
-        parts: list[tuple[int, KVCache, Sequence[int]]] = []
-        room = self.pass_rows
-        for index, ids in enumerate(texts):
-            cache, done = self.cache(len(ids)), 0
-            while done < len(ids):
-                piece = ids[done : done + room]
-                parts.append((index, cache, piece))
-                done, room = done + len(piece), room - len(piece)
-                if not room:
-                    yield from self._normed_states(parts, check)
-                    parts, room = [], self.pass_rows
-        if parts:
-            yield from self._normed_states(parts, check)
+        left = deque((index, ids, 0) for index, ids in enumerate(texts))
+        cache: KVCache | None = None  # of the first that is left
+        while left:
+            parts: list[tuple[int, KVCache, Sequence[int]]] = []
+            with self.background() as others:
+                room = self._rows_beside(others)
+                while left and room:
+                    index, ids, done = left.popleft()
+                    if cache is None or not done:
+                        cache = self.cache(len(ids))
+                    piece = ids[done : done + room]
+                    parts.append((index, cache, piece))
+                    done, room = done + len(piece), room - len(piece)
+                    if done < len(ids):
+                        left.appendleft((index, ids, done))
+                states = self._normed_states(parts, check)
+            yield from states
+
+    def _rows_beside(self, others: int) -> int:
+        """The rows of a pass that nobody waits for: few, while ``others`` have work that is due."""
+        few = others and not self.info.streamed  # reading weights takes as long for few rows
+        return min(_ROWS_BESIDE, self.pass_rows) if few else self.pass_rows
 
     def _normed_states(
         self, parts: Sequence[tuple[int, KVCache, Sequence[int]]], check: Check | None
-    ) -> Iterator[tuple[int, Logits]]:
+    ) -> list[tuple[int, Logits]]:
         """One pass; what belongs to each of its parts, after the final norm."""
         rows = np.empty((sum(len(piece) for *_, piece in parts), self.hidden_size), np.float32)
         batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
         self.run(batch, rows=[], check=check, features=Features((AFTER_LAST,), rows))
-        rows, at = FinalNorm(self._loaded())(rows), 0
-        for index, _, piece in parts:
-            yield index, rows[at : at + len(piece)]
-            at += len(piece)
+        ends = np.cumsum([len(piece) for *_, piece in parts])[:-1]
+        normed = np.split(FinalNorm(self._loaded())(rows), ends)
+        return [(index, own) for (index, *_), own in zip(parts, normed, strict=True)]
 
     @contextmanager
     def alone(self) -> Iterator[Ops]:
@@ -416,12 +426,17 @@ class NativeEngine(Engine):
         """See ``Engine``. Computed in pieces, since all rows at once would be large."""
         cache = self.cache(len(tokens))
         cache.mix = mix
-        for start in range(0, first, self.pass_rows):
-            chunk = tokens[start : min(start + self.pass_rows, first)]
-            self.run(Batch.extend([(cache, chunk)]), rows=[], check=check)
+        start = 0
+        while start < first:
+            with self.background() as others:
+                chunk = tokens[start : min(start + self._rows_beside(others), first)]
+                self.run(Batch.extend([(cache, chunk)]), rows=[], check=check)
+            start += len(chunk)
         rows = min(_LOGIT_ROWS, self.pass_rows)
         for start in range(first, len(tokens), rows):
-            yield self.run(Batch.extend([(cache, tokens[start : start + rows])]), check=check)
+            with self.background():
+                found = self.run(Batch.extend([(cache, tokens[start : start + rows])]), check=check)
+            yield found
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
