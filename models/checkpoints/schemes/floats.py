@@ -118,7 +118,7 @@ class _NvFp4Rows(_Fp4Rows):
     def scale(self) -> float:
         """The tensor's scale, read each time: it is four bytes."""
         factor = numbers(self.factor.read()).reshape(-1)[:1]
-        with np.errstate(divide="ignore"):
+        with np.errstate(all="ignore"):
             factor = np.float32(1) / factor if self.inverse else factor
         if not np.isfinite(factor[0]):
             raise wrong(self.factor, f"makes every value {factor[0]}")

@@ -49,8 +49,7 @@ class Decoded:
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
         """The numbers' bytes."""
-        with np.errstate(all="ignore"):
-            values = self.codec.decode(codes, scales)
+        values = self.codec.decode(codes, scales)
         return np.ascontiguousarray(values, "<f4").view(np.uint8)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
@@ -174,8 +173,7 @@ def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
     middle = np.float32(1 << (bits - 1))
     if isinstance(codec, AffineCodec):
         return scales[..., None]
-    with np.errstate(over="ignore"):  # a damaged file may overflow
-        second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
+    second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
     return np.stack([scales, second], axis=-1)
 
 
