@@ -156,10 +156,12 @@ class Budgets:
         return process_nbytes(vocab) if self.process is None else self.process
 
     def context_bytes(self) -> int:
-        """Bytes that the GPU's driver takes."""
+        """Bytes that the GPU's driver takes, and that are lost to rounding."""
         if self.vram == 0:
             return 0
-        return CUDA_CONTEXT_NBYTES if self.cuda_context is None else self.cuda_context
+        if self.cuda_context is None:
+            return CUDA_CONTEXT_NBYTES + ROUNDED_VRAM_NBYTES
+        return self.cuda_context
 
 
 def check_fits(

@@ -173,7 +173,8 @@ def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
     middle = np.float32(1 << (bits - 1))
     if isinstance(codec, AffineCodec):
         return scales[..., None]
-    second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
+    with np.errstate(all="ignore"):
+        second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
     return np.stack([scales, second], axis=-1)
 
 
