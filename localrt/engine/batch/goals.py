@@ -74,7 +74,8 @@ class PassTimes:
     def seconds(self, rows: int) -> float | None:
         """Return the seconds of a pass of ``rows``; None if none was measured.
 
-        Beyond the measured sizes the time grows like the rows, which is more than it will be.
+        Outside the measured sizes it is taken to grow like the rows, which is more than it will be
+        for more rows, and less for fewer: these are then measured.
         """
         points = self._points()
         for (fewer, short), (more, long) in pairwise(points):
@@ -82,13 +83,16 @@ class PassTimes:
                 return short + (rows - fewer) / (more - fewer) * (long - short)
         if not points:
             return None
-        return points[0][1] if rows < points[0][0] else points[-1][1] * rows / points[-1][0]
+        fewer, short = points[0] if rows < points[0][0] else points[-1]
+        return short * rows / fewer
 
     def rows_within(self, seconds: float) -> int:
         """Return the most rows of a pass that takes at most ``seconds``; 0 if none does."""
         points = self._points()
-        if not points or seconds < points[0][1]:
+        if not points:
             return 0
+        if seconds < points[0][1]:
+            return int(points[0][0] * seconds / points[0][1])
         for (fewer, short), (more, long) in pairwise(points):
             if short <= seconds < long:
                 return int(fewer + (seconds - short) / (long - short) * (more - fewer))
@@ -118,7 +122,8 @@ _MARGIN = 0.8
 # While only background work runs, a pass takes about this long: others may come meanwhile.
 _BACKGROUND_S = 0.1
 # However tight the goals, a pass may take this many times as long as without prompts, and has room
-# for so many rows of them: otherwise they would never be read where passes are long.
+# for so many rows of them: otherwise they would never be read where passes are long. Less where
+# other models wait for the same cores.
 _LONGER, _LEAST_ROWS = 2.0, 16
 # Background prompts may make a pass that reads others' prompts this much longer, or take one row
 # for so many of theirs.
@@ -150,7 +155,8 @@ def rows_of_pass(
         alone = times.seconds(max(least, 1))
         if alone is None:
             return least + guess
-        return max(least, times.rows_within(max(limit, _LONGER * alone)))
+        longest = max(limit, (1 + (_LONGER - 1) / (1 + 3 * others)) * alone)
+        return max(least, times.rows_within(longest))
 
     waiting = [number for number, goal in enumerate(answers) if goal.background]
     chosen = [number for number, goal in enumerate(answers) if not goal.background]
@@ -158,7 +164,7 @@ def rows_of_pass(
     first = turn * room % len(waiting) if waiting else 0
     chosen = sorted([*chosen, *[*waiting[first:], *waiting[:first]][:room]])
     room = allowed(len(chosen)) - len(chosen) if limit < math.inf else most
-    room = min(most - len(chosen), max(room, _LEAST_ROWS, len(prompts)))
+    room = min(most - len(chosen), max(room, _LEAST_ROWS // (1 + others), len(prompts)))
     return chosen, _shares(prompts, room, len(chosen), times)
 
 

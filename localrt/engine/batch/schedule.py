@@ -405,9 +405,12 @@ class Schedule(Generic[Owner]):
         steps = seq.stepper(session)
         if steps is None:
             return []
-        passes = steps.passes
+        passes, began = steps.passes, time.monotonic()
         try:
-            return [(seq, seq.step(steps, self._check))]
+            said = seq.step(steps, self._check)
+            if steps.passes > passes:  # of one row, or of a few that are drafted
+                self._times.add(1, (time.monotonic() - began) / (steps.passes - passes))
+            return [(seq, said)]
         except MemoryBudgetError:  # a pass without a tree needs less
             seq.stop_drafting()
             return []
