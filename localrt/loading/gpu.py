@@ -26,8 +26,8 @@ from localrt.quant.cuda.gpu_file import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
+_CONTEXT_PART_NBYTES = 4 << 20  # for each processor of a large GPU: 527 MB of an H100 with 132
 # An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
-_CONTEXT_PART_NBYTES = 4 << 20  # for each processor of a large one: 527 MB of an H100 with 132
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs since 2018 reach it
 
 
