@@ -114,13 +114,20 @@ def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int]:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all below it."""
+    """The process and all below it that run programs of their own: one that has begun and runs its
+    parent's still has the parent's memory, which would count twice.
+    """
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").iterdir():
             with suppress(OSError):
-                found += [int(child) for child in (task / "children").read_text().split()]
+                below = map(int, (task / "children").read_text().split())
+                found += [child for child in below if _command(child) != _command(parent)]
     return found
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _resident(pid: int) -> tuple[int, int]:
