@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=6, help="of each model, one to warm up")
     parser.add_argument("--words", type=int, default=500, help="that a conversation begins with")
     options = parser.parse_args(arguments)
+    if missing := [path for path in options.models if not path.is_file()]:
+        parser.error(f"there is no file {missing[0]}")
     paths = {path.stem: path.absolute() for path in options.models}
     found: dict[str, dict[str, list[float]]] = {}
     localrt = Localrt(paths, {"ram": options.ram, "ctx": _CTX})
