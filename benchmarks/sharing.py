@@ -79,7 +79,7 @@ def _both(
     def work(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < until:
-            text = f"{_prose(rng, 250)}. Summarize this."
+            text = f"{fresh_prose(rng, 250)}. Summarize this."
             counts[number] += _answer(live, text, 48, until, number, "background")
 
     def chat() -> None:
@@ -88,7 +88,13 @@ def _both(
             asked = time.monotonic()
             seen = list[float]()
             _answer(
-                live, f"{_prose(rng, 60)}. Explain this.", 24, until, "chat", "interactive", seen
+                live,
+                f"{fresh_prose(rng, 60)}. Explain this.",
+                24,
+                until,
+                "chat",
+                "interactive",
+                seen,
             )
             if seen:
                 first.append(seen[0] - asked)
@@ -143,7 +149,7 @@ def _equal(live: LiveModel, seconds: float) -> list[int]:
     def client(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() < until:
-            text = f"{_prose(rng, 60)}. Explain this."
+            text = f"{fresh_prose(rng, 60)}. Explain this."
             counts[number] += _answer(live, text, 48, until, ("equal", number), "interactive")
 
     _together([lambda n=n: client(n) for n in range(_EQUAL)])
@@ -181,7 +187,7 @@ def _together(tasks: Sequence[Any]) -> None:
         thread.join()
 
 
-def _prose(rng: random.Random, words: int) -> str:
+def fresh_prose(rng: random.Random, words: int) -> str:
     """Return words that no earlier prompt began with: caches of it would be used."""
     first = rng.randrange(len(_WORDS) - words)
     return " ".join([uuid4().hex[:8], *_WORDS[first : first + words]])

@@ -13,19 +13,19 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common.command import ROOT, cited_command, make_parser
+from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import save, setting
+from benchmarks.sharing import fresh_prose
 from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place
 from localrt.bench.mix.servers import LlamaServer, Localrt, Server
 
-_WORDS = (ROOT / "docs/server.md").read_text(encoding="utf-8").split()
 _CTX, _TOKENS = 4096, 24
 Reach = Callable[[str], AbstractContextManager[Place]]
 """The place of a model, started if it must be."""
@@ -46,12 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, list[float]]] = {}
     localrt = Localrt(paths, {"ram": options.ram, "ctx": _CTX})
     with localrt.serve(_mix(*paths)) as running:
-
-        @contextmanager
-        def served(name: str) -> Iterator[Place]:
-            yield running.places[name]
-
-        found["localrt"] = _switches(paths, served, options)
+        places = running.places
+        found["localrt"] = _switches(paths, lambda name: nullcontext(places[name]), options)
     if options.llama_server is not None:
         peer: Server = LlamaServer("llama-server", options.llama_server, paths, ["-t", "2"])
 
@@ -80,7 +76,7 @@ def _mix(*names: str) -> Any:
 def _switches(names: Sequence[str] | Any, reach: Reach, options: Any) -> dict[str, list[float]]:
     """Seconds from asking a model after the other to its first token, with its start if any."""
     rng, client = random.Random(time.time_ns()), Client()
-    said = {name: [{"role": "user", "content": _prose(rng, options.words)}] for name in names}
+    said = {name: [{"role": "user", "content": fresh_prose(rng, options.words)}] for name in names}
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name in names:
@@ -96,14 +92,9 @@ def _switches(names: Sequence[str] | Any, reach: Reach, options: Any) -> dict[st
             print(name, f"{found[name][-1]:.2f} s", flush=True)
             said[name] += [
                 {"role": "assistant", "content": reply.text},
-                {"role": "user", "content": f"Go on, with {_prose(rng, 12)}."},
+                {"role": "user", "content": f"Go on, with {fresh_prose(rng, 12)}."},
             ]
     return {name: times[1:] for name, times in found.items()}
-
-
-def _prose(rng: random.Random, words: int) -> str:
-    first = rng.randrange(len(_WORDS) - words)
-    return " ".join([f"{rng.getrandbits(32):x}", *_WORDS[first : first + words]])
 
 
 if __name__ == "__main__":

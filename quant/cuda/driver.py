@@ -10,7 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -117,7 +117,10 @@ class Cuda(Device):
 
     def end(self, name: str, *args: Any) -> None:
         """Call what ends a handle, whatever it says: nobody needs it any more."""
-        with suppress(LocalrtError), self._unrecorded():  # whatever is garbage may end meanwhile
+        # Events end by the hundred, and may end in a recording; what else is garbage may not.
+        there = nullcontext() if name == "cuEventDestroy" else self._unrecorded()
+        with suppress(LocalrtError), there:
+            self.enter()
             getattr(self._driver, name)(*args)
 
     # -- memory ----------------------------------------------------------------------------------

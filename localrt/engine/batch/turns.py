@@ -52,7 +52,7 @@ class PassTurns:
                 mine = _Waiting(batch, due)
             else:
                 patient = time.monotonic() + _PATIENCE_S + _AHEAD_S
-                wanted = max(self._due.values(), default=0.0) + 1e-6
+                wanted = max(self._due.values(), default=0.0) + 1e-6  # after the last of them
                 mine = _Waiting(batch, max(patient, min(wanted, patient + _LONGER_S)))
             self._waiting.append(mine)
             while self._busy or self._next() is not mine:
