@@ -108,13 +108,29 @@ class Span:
     mask: npt.NDArray[np.bool_] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What a pass gets from pictures: ``rows`` (n, D) in the place of the embeddings of the rows
+    ``index`` (n,), and ``deep``, (n, D) each, that are added to these rows of the residual stream
+    behind the first layers.
+    """
+
+    index: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.float32]
+    deep: tuple[npt.NDArray[np.float32], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one pass. ``positions`` are the rotary positions."""
+    """The rows of one pass. ``positions`` are the rotary positions; ``axes`` (3, R) those of time,
+    height and width, where pictures make them differ.
+    """
 
     tokens: npt.NDArray[np.int64]  # (R,)
     positions: npt.NDArray[np.int64]  # (R,)
     spans: tuple[Span, ...]
+    given: Given | None = None
+    axes: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         rows = sum(span.rows for span in self.spans)

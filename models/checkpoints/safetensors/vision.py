@@ -1,0 +1,86 @@
+"""The vision tower in a Hugging Face folder: the tensors that are not the decoder's.
+
+They keep the publisher's names, without a leading ``model.``. A convolution's kernel is a matrix,
+its row all that one output reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import CheckpointError
+from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint
+from localrt.models.checkpoints.safetensors.header import (
+    is_raw,
+    read_header,
+    read_json,
+    unread_type_error,
+)
+from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+class VisionFolder(SourcedCheckpoint):
+    """See ``TensorSource``. ``config`` is the folder's ``config.json``, ``processor`` what it says
+    of preparing pictures, mostly empty keys meaning the publisher's defaults.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: Mapping[str, Any] = read_json(path / "config.json")
+        self.architecture = str(self.config.get("model_type"))
+        self.processor = _processor(path)
+        self._files: list[RangedFile] = []
+        try:
+            super().__init__(self._located())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def _located(self) -> dict[str, RowSource]:
+        located: dict[str, RowSource] = {}
+        names = {entry.name for entry in self.path.iterdir()}
+        index = read_json(self.path / INDEX_NAME) if INDEX_NAME in names else {}
+        shards = set((index.get("weight_map") or {}).values())
+        for shard in weight_files(names, shards or None) or [WEIGHTS_NAME]:
+            file = RangedFile(self.path / shard)
+            self._files.append(file)
+            for name, tensor in read_header(file).items():
+                plain = name.removeprefix("model.")
+                if decoder_tensor(name, {}, multimodal=True) is not None or "." not in plain:
+                    continue
+                if isinstance(tensor, str) or is_raw(tensor.info.format):
+                    kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
+                    raise unread_type_error(file.path, name, kind)
+                shape = tensor.info.shape
+                if len(shape) > 2:
+                    shape = (shape[0], math.prod(shape[1:]))
+                info = replace(tensor.info, name=plain, shape=shape)
+                located[plain] = replace(tensor, info=info)
+        if not located:
+            raise CheckpointError(f"{self.path} holds no vision tower")
+        return located
+
+
+def _processor(path: Path) -> dict[str, Any]:
+    """What the folder says of its image processor."""
+    found: dict[str, Any] = {}
+    for name in _PROCESSORS:
+        if (path / name).exists():
+            read = read_json(path / name)
+            found = {**read, **(read.get("image_processor") or {}), **found}
+    return found

@@ -1,0 +1,1 @@
+"""Pictures: what a model sees with. See ``docs/design.md``."""

@@ -1,0 +1,38 @@
+"""Vision towers by the ``model_type`` of the models that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from localrt.common.errors import UnsupportedModelError
+from localrt.models.vision.tower import Tower
+
+_FILES: dict[str, str] = {}
+"""The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
+here does.
+"""
+
+
+def has_tower(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this published config sees, and localrt knows how."""
+    return config.get("model_type") in _FILES and isinstance(config.get("vision_config"), dict)
+
+
+def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
+    """The tower of a model: its published ``config.json`` and its image processor's settings.
+
+    Raises:
+        UnsupportedModelError: localrt does not know it, or a value makes no sense.
+    """
+    kind = config.get("model_type")
+    if not has_tower(config):
+        known = ", ".join(_FILES)
+        raise UnsupportedModelError(f"the pictures of {kind!r} are not known (known: {known})")
+    module = import_module(f"localrt.models.vision.{_FILES[str(kind)]}")
+    try:
+        tower: Tower = module.read_tower(config, processor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"the vision config makes no sense: {error!r}") from error
+    return tower

@@ -1,0 +1,268 @@
+"""What every vision tower is: a picture made ready, blocks of a transformer, rows for the decoder.
+
+A family's file reads its config, prepares pictures as its publisher's processor does, and says what
+comes before and behind the blocks. Tensors are named as in the publisher's files, without a leading
+``model.``. It knows no prompts and no sessions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.vision.picture import Picture
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.vision import VisionActivation, VisionSteps
+
+Check = Callable[[], None]
+_Unit = TypeVar("_Unit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A picture as its tower reads it, and what stands for it in a prompt.
+
+    ``patches`` (N, P) are the tower's input, ``grid`` what else the family needs to know of them
+    (rows and columns of patches, tiles). ``pieces`` replace the template's placeholder: texts, and
+    numbers of rows. ``offsets`` (n, 3) are the rotary positions of the rows (time, height, width)
+    from the first one on; the text behind the picture goes on ``advance`` positions after it. None:
+    a row takes one position like any token.
+    """
+
+    patches: Floats
+    grid: Any
+    pieces: tuple[str | int, ...]
+    offsets: npt.NDArray[np.int64] | None = None
+    advance: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows the decoder gets."""
+        return sum(piece for piece in self.pieces if isinstance(piece, int))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What a tower makes of a picture: ``rows`` (n, D) in the place of embeddings; ``deep`` are
+    added to the residual stream behind the decoder's first layers, one each (n, D).
+    """
+
+    rows: Floats
+    deep: tuple[Floats, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows.nbytes + sum(rows.nbytes for rows in self.deep)
+
+
+class Units(ABC):
+    """A tower's weights by units, which are loaded when they are needed."""
+
+    @abstractmethod
+    def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
+        """What ``make`` loads, kept as long as there is room."""
+
+
+class Tower(ABC):
+    """A family of vision towers.
+
+    ``placeholder`` is the text that the chat template writes for a picture. ``both_ways``: a
+    picture's rows see one another in the decoder too, and belong into one pass. ``deep_layers`` is
+    how many of the decoder's layers ``Seen.deep`` is for.
+    """
+
+    placeholder: str
+    both_ways: bool = False
+    deep_layers: int = 0
+
+    @abstractmethod
+    def prepare(self, picture: Picture) -> Prepared:
+        """Resize, normalize, cut into patches.
+
+        Raises:
+            OptionError: its shape is one that the model cannot see.
+        """
+
+    @abstractmethod
+    def see(
+        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> Seen:
+        """The decoder's rows of a picture; ``check`` is called between units and may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """A block's tensors, below its prefix. Of several names the rows are stacked."""
+
+    norm1: str
+    norm2: str
+    qkv: tuple[str, ...]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    q_norm: str = ""
+    k_norm: str = ""
+    post_norm1: str = ""
+    post_norm2: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """A tower's blocks. Two names in ``up`` make a gated MLP: gate, then up."""
+
+    hidden: int
+    inner: int
+    heads: int
+    eps: float
+    activation: VisionActivation
+    names: BlockNames
+    rms: bool = False  # RMSNorm, without biases, instead of LayerNorm
+    bias: bool = True  # of the attention's matrices
+    mlp_bias: bool = True
+    head_dim: int = 0  # 0: hidden / heads
+    scale: float | None = None  # of queries; None: the head size ** -0.5
+    value_norm: bool = False  # values are normed, without a weight
+
+    @property
+    def size(self) -> int:
+        """The head size."""
+        return self.head_dim or self.hidden // self.heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """LayerNorm, or RMSNorm without a bias."""
+
+    weight: Vector
+    bias: Vector | None
+    eps: float
+    rms: bool
+
+    @classmethod
+    def load(
+        cls, weights: WeightLoader, name: str, size: int, eps: float, *, rms: bool = False
+    ) -> Norm:
+        """The norm that ``name`` names."""
+        bias = weights.optional_vector(not rms, size, f"{name}.bias")
+        return cls(weights.vector(size, f"{name}.weight"), bias, eps, rms)
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        if self.rms:
+            return steps.rms_norm(x, self.weight, self.eps)
+        return steps.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A matrix, its bias, an activation."""
+
+    weight: Any
+    bias: Vector | None = None
+    activation: VisionActivation | None = None
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        shape: tuple[int, int],
+        *names: str,
+        bias: bool = True,
+        activation: VisionActivation | None = None,
+    ) -> Linear:
+        """The rows of ``names`` stacked: (D, F) in all."""
+        matrix = weights.matrix(shape, *(f"{name}.weight" for name in names))
+        biases = weights.optional_vector(bias, shape[0], *(f"{name}.bias" for name in names))
+        return cls(matrix, biases, activation)
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        return steps.linear(x, self.weight, self.bias, self.activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Where the patches of a picture lie: the rows at which segments of attention end, and the
+    cosines and sines (R, E / 2) that turn queries and keys, if the tower turns them.
+    """
+
+    ends: Sequence[int]
+    cos: Floats | None = None
+    sin: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Norm, attention, norm, MLP, each added to the rows."""
+
+    config: BlockConfig
+    norm1: Norm
+    norm2: Norm
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    beside: dict[str, Vector] = field(default_factory=dict)  # further norms
+
+    @classmethod
+    def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
+        """The block whose tensors' names begin with ``prefix``."""
+        hidden, inner, names = config.hidden, config.inner, config.names
+        wide = config.heads * config.size
+
+        def norm(name: str) -> Norm:
+            return Norm.load(weights, prefix + name, hidden, config.eps, rms=config.rms)
+
+        def linear(shape: tuple[int, int], *own: str, bias: bool, **options: Any) -> Linear:
+            return Linear.load(weights, shape, *(prefix + n for n in own), bias=bias, **options)
+
+        gated = len(names.up) == 2
+        sizes = {
+            **dict.fromkeys((names.q_norm, names.k_norm), config.size),
+            **dict.fromkeys((names.post_norm1, names.post_norm2), hidden),
+        }
+        return cls(
+            config,
+            norm(names.norm1),
+            norm(names.norm2),
+            linear((3 * wide, hidden), *names.qkv, bias=config.bias),
+            linear((hidden, wide), names.out, bias=config.bias),
+            linear(
+                ((2 if gated else 1) * inner, hidden),
+                *names.up,
+                bias=config.mlp_bias,
+                activation=None if gated else config.activation,
+            ),
+            linear((hidden, inner), names.down, bias=config.mlp_bias),
+            {n: weights.vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
+        )
+
+    def __call__(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
+        """The rows (R, D) behind the block."""
+        config, names = self.config, self.config.names
+        x = x + self._normed(names.post_norm1, self._attention(x, places, steps), steps)
+        inner = self.up(self.norm2(x, steps), steps)
+        if len(names.up) == 2:
+            inner = steps.gated(inner, config.activation)
+        return x + self._normed(names.post_norm2, self.down(inner, steps), steps)
+
+    def _attention(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
+        config, names = self.config, self.config.names
+        qkv = self.qkv(self.norm1(x, steps), steps).reshape(len(x), 3, config.heads, config.size)
+        q, k = self._normed(names.q_norm, qkv[:, 0], steps), qkv[:, 1]
+        k, v = self._normed(names.k_norm, k, steps), qkv[:, 2]
+        if config.value_norm:
+            v = steps.rms_norm(v, None, config.eps)
+        if places.cos is not None and places.sin is not None:
+            q, k = (steps.rotate(each, places.cos, places.sin) for each in (q, k))
+        scale = config.size**-0.5 if config.scale is None else config.scale
+        return self.out(steps.attention(q, k, v, scale, places.ends), steps)
+
+    def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
+        return steps.rms_norm(x, self.beside[name], self.config.eps) if name else x

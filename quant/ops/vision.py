@@ -1,0 +1,109 @@
+"""The steps of a vision tower, over the rows of one picture.
+
+Rows are float32 arrays on the host, (R, D): a tower's passes are few and long, so copies to and
+from a device count little beside its products. ``VisionSteps`` computes the products on any ``Ops``
+and the rest with numpy, which says what each step is; the CPU's kernels replace what is slow there
+(``quant/cpu/vision.py``).
+
+Shapes below: R rows (patches of a picture, in the order of its tower), D columns, H heads, E head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from scipy.special import erf
+
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Vector, Weight, copy_to_host, vector_to_host
+from localrt.quant.ops.protocol import Ops
+
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+
+
+def activate(x: Floats, activation: VisionActivation) -> Floats:
+    """An activation of every value of ``x``: the exact GELU, its two approximations, SiLU."""
+    if activation == "gelu":
+        out = 0.5 * x * (1 + erf(x * np.float32(0.7071067811865476)))
+    elif activation == "gelu_tanh":
+        inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3)
+        out = 0.5 * x * (1 + np.tanh(inner))
+    else:
+        slope = np.float32(1.702 if activation == "quick_gelu" else 1.0)
+        with np.errstate(over="ignore"):
+            out = x / (1 + np.exp(-slope * x))
+    return np.asarray(out, np.float32)
+
+
+class VisionSteps:
+    """Every step returns a new array; what it was given stays as it is."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def linear(
+        self,
+        x: Floats,
+        weight: Weight,
+        bias: Vector | None = None,
+        activation: VisionActivation | None = None,
+    ) -> Floats:
+        """x (R, F) times ``weight`` (D, F), plus ``bias`` (D,), then the activation: (R, D)."""
+        ops = self.ops
+        with ops.scope():
+            product = ops.projected(ops.given_rows(np.ascontiguousarray(x, np.float32)), weight)
+            columns = product.shape[-1]
+            out = np.empty((len(x), columns), np.float32)
+            copy_to_host(product, out)
+        if bias is not None:
+            out += self.values(bias, columns)
+        return out if activation is None else activate(out, activation)
+
+    def values(self, vector: Vector, size: int) -> Floats:
+        """A vector's values (size,)."""
+        out = np.empty(size, np.float32)
+        vector_to_host(vector, out)
+        return out
+
+    def layer_norm(self, x: Floats, weight: Vector, bias: Vector | None, eps: float) -> Floats:
+        """LayerNorm of every row: (R, D)."""
+        x = x - x.mean(-1, keepdims=True)
+        scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
+        out: Floats = x / scale * self.values(weight, x.shape[-1])
+        return out if bias is None else out + self.values(bias, x.shape[-1])
+
+    def rms_norm(self, x: Floats, weight: Vector | None, eps: float) -> Floats:
+        """RMSNorm over the last axis, times ``weight``, if there is one: the shape of ``x``."""
+        out: Floats = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
+        return out if weight is None else out * self.values(weight, x.shape[-1])
+
+    def gated(self, x: Floats, activation: VisionActivation) -> Floats:
+        """``activation(gate) * up`` of x (R, 2F), whose rows are gate and up: (R, F)."""
+        inner = x.shape[-1] // 2
+        return activate(x[:, :inner], activation) * x[:, inner:]
+
+    def rotate(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
+        """x (R, H, E) turned, its second half against the first, by ``cos``, ``sin`` (R, E / 2)."""
+        half = x.shape[-1] // 2
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = cos[:, None], sin[:, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def attention(
+        self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
+    ) -> Floats:
+        """Attention within each of the segments that end before the rows ``ends``, in which every
+        row sees every other: q, k, v (R, H, E), the queries times ``scale``; returns (R, H * E).
+        """
+        out, first = np.empty_like(q), 0
+        for end in ends:
+            rows = slice(first, end)
+            for head in range(q.shape[1]):
+                scores = (q[rows, head] * np.float32(scale)) @ k[rows, head].T
+                scores = np.exp(scores - scores.max(-1, keepdims=True))
+                out[rows, head] = (scores / scores.sum(-1, keepdims=True)) @ v[rows, head]
+            first = end
+        return out.reshape(len(q), -1)
