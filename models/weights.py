@@ -115,6 +115,12 @@ class WeightLoader:
         if not fits or sum(s[0] for s in shapes) != shape[0]:
             self._mismatch(names, shapes, shape)
 
+    def array(self, shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
+        """A tensor's values on the host."""
+        self.check(shape, name)
+        self._used.add(name)
+        return self._values(name).reshape(shape)
+
     def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
         """``vector``, or None if the model has none."""
         return self.vector(size, *names) if present else None
