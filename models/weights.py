@@ -208,4 +208,7 @@ class AskedTensors(WeightLoader):
         self.ask((1,), name)
         return 1.0
 
+    def array(self, shape: tuple[int, ...], name: str) -> Any:
+        self.ask(shape, name)
+
     def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...

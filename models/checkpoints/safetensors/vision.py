@@ -66,7 +66,7 @@ class VisionFolder(SourcedCheckpoint):
                 if isinstance(tensor, str) or is_raw(tensor.info.format):
                     kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
                     raise unread_type_error(file.path, name, kind)
-                shape = tensor.info.shape
+                shape = tensor.info.shape or (1,)
                 if len(shape) > 2:
                     shape = (shape[0], math.prod(shape[1:]))
                 info = replace(tensor.info, name=plain, shape=shape)

@@ -1,0 +1,91 @@
+"""What families share to prepare pictures: checked settings, resizing, float pixels, patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localrt.models.vision.picture import Picture, Pixels
+from localrt.quant.formats.packed import Floats
+
+_LARGEST = 1 << 20
+
+
+def integer(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of a vision config or an image processor.
+
+    Raises:
+        ValueError: the value is none, or too large for any real model.
+    """
+    value = settings.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        raise ValueError(f"{key} must be an integer from 1 to {_LARGEST}, is {value!r:.60}")
+    return value
+
+
+def number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    """A finite positive number.
+
+    Raises:
+        ValueError: the value is none.
+    """
+    value = settings.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < 1e30:
+        raise ValueError(f"{key} must be a positive number, is {value!r:.60}")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """Bytes to the numbers that a tower reads: ``value * factor + offset`` for each channel."""
+
+    factor: Floats
+    offset: Floats
+
+    @classmethod
+    def read(
+        cls,
+        processor: Mapping[str, Any],
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        std: Sequence[float] = (0.5, 0.5, 0.5),
+    ) -> Scaling:
+        """As an image processor's settings say; without one, by the publisher's mean and deviation.
+
+        Raises:
+            ValueError: a value makes no sense.
+        """
+        scale = 1.0
+        if processor.get("do_rescale", True):
+            scale = number(processor, "rescale_factor", 1 / 255)
+        if not processor.get("do_normalize", True):
+            return cls(np.full(3, scale, np.float32), np.zeros(3, np.float32))
+        means, deviations = (
+            np.asarray(own if (own := processor.get(key)) is not None else default, np.float32)
+            for key, default in (("image_mean", mean), ("image_std", std))
+        )
+        if not means.shape == deviations.shape == (3,) or not (deviations > 0).all():
+            raise ValueError("image_mean and image_std must be three numbers each")
+        return cls(np.float32(scale) / deviations, -means / deviations)
+
+    def __call__(self, pixels: Pixels) -> Floats:
+        """Float32 pixels of the same shape, (height, width, 3)."""
+        return pixels * self.factor + self.offset
+
+
+def resize(picture: Picture, height: int, width: int, resample: int) -> Pixels:
+    """The picture's pixels (height, width, 3) by one of Pillow's ``Resampling`` filters."""
+    if (picture.height, picture.width) == (height, width):
+        return picture.pixels
+    return np.asarray(picture.image().resize((width, height), resample))
+
+
+def cut(pixels: Floats, size: int) -> Floats:
+    """Patches in rows from the top left, (N, 3 * size * size), each channel by channel."""
+    height, width, channels = pixels.shape
+    patches = pixels.reshape(height // size, size, width // size, size, channels)
+    return patches.transpose(0, 2, 4, 1, 3).reshape(-1, channels * size * size)
