@@ -33,7 +33,8 @@ _FILES = {
 # Of each architecture the published names: GGUF's general.architecture, config.json's architectures
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
-    "llava": "LlavaForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration Idefics3ForConditionalGeneration "
+    "SmolVLMForConditionalGeneration",
     "ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "

@@ -60,11 +60,14 @@ def read_seed_oss(raw: RawConfig) -> DecoderConfig:
     return replace(read_config(raw), architecture="seed_oss")
 
 
-_TEXT_MODELS = {name: name for name in ("llama", "mistral", "llava")}  # llava: no type given
+_TEXT_MODELS = {  # the others: no type given
+    name: name for name in ("llama", "mistral", "llava", "idefics3", "smolvlm")
+}
 
 
 def read_llava(raw: RawConfig) -> DecoderConfig:
-    """LLaVA around a Llama or a Mistral: Pixtral, Apriel 1.5 and 1.6. The text model runs.
+    """LLaVA around a Llama or a Mistral: Pixtral, Apriel 1.5 and 1.6; Idefics3 and SmolVLM, whose
+    text model is a Llama.
 
     Reads Llama's keys; the text model's ``model_type`` selects the defaults.
     """

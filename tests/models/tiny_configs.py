@@ -194,6 +194,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         model_type="pixtral",
         **_PIXTRAL,
     ),
+    "idefics3": lambda: with_text(
+        hf.Idefics3Config,
+        {"model_type": "llama", **_WIDE, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        **_PIXTRAL,
+    ),
+    "smolvlm": lambda: with_text(
+        hf.SmolVLMConfig,
+        {"model_type": "llama", **_WIDE, "head_dim": 32, "tie_word_embeddings": True},
+        **_PIXTRAL,
+    ),
     "olmo2": lambda: hf.Olmo2Config(**_WIDE),
     "olmo3": lambda: hf.Olmo3Config(**_WIDE, sliding_window=WINDOW, layer_types=_KINDS),
     "olmo3-yarn": lambda: hf.Olmo3Config(
