@@ -9,7 +9,14 @@ from typing import Any
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.tower import Tower
 
-_FILES: dict[str, str] = {}
+_FILES: dict[str, str] = {
+    "qwen2_vl": "qwen_vl",
+    "qwen2_5_vl": "qwen_vl",
+    "qwen3_vl": "qwen_vl",
+    "qwen3_vl_moe": "qwen_vl",
+    "qwen3_5": "qwen_vl",
+    "qwen3_5_moe": "qwen_vl",
+}
 """The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
 here does.
 """
@@ -33,6 +40,6 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
     module = import_module(f"localrt.models.vision.{_FILES[str(kind)]}")
     try:
         tower: Tower = module.read_tower(config, processor)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"the vision config makes no sense: {error!r}") from error
     return tower

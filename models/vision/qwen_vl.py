@@ -1,0 +1,378 @@
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+
+A picture keeps its shape: it is resized to whole squares of a few patches, which lie together in
+all arrays, and each of which becomes one row of the decoder. Its rows have rotary positions in two
+dimensions, in the tower and in the decoder (M-RoPE). Towers were trained on videos: a patch is of
+several frames, which are all the same in a picture.
+
+Shapes below: N patches, C colours, D columns; a picture of (h, w) patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import OptionError
+from localrt.models.vision.picture import MOST_PIXELS, Picture
+from localrt.models.vision.pixels import Scaling, cut, integer, number, resize
+from localrt.models.vision.tower import (
+    Block,
+    BlockConfig,
+    BlockNames,
+    Check,
+    Linear,
+    Norm,
+    Places,
+    Prepared,
+    Seen,
+    Tower,
+    Units,
+)
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.vision import VisionActivation, VisionSteps
+
+_EPS = 1e-6  # of all norms; configs do not say it
+_COLOURS = 3
+_MOST_ASPECT = 200
+_MOST_FRAMES = 16
+_BICUBIC = 3  # of Pillow's filters
+_ACTIVATIONS: Mapping[str, VisionActivation] = {
+    "silu": "silu",
+    "quick_gelu": "quick_gelu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_BLOCK = {"norm1": "norm1", "norm2": "norm2", "out": "attn.proj"}
+_QKV = ("attn.qkv",)
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenConfig:
+    """A tower. Blocks see windows of ``window`` patches square, those in ``full`` everything; 0:
+    all blocks do. ``side`` is that of the grid of learned positions (0: none), ``deep`` the blocks
+    behind which the decoder gets rows too. A picture has ``pixels`` from the first number to the
+    second one.
+    """
+
+    blocks: BlockConfig
+    depth: int
+    out: int  # columns of the decoder's rows
+    patch: int
+    frames: int
+    merge: int  # patches of a row of the decoder, in each direction
+    theta: float
+    pixels: tuple[int, int]
+    scaling: Scaling
+    window: int = 0
+    full: frozenset[int] = frozenset()
+    side: int = 0
+    deep: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        if blocks.hidden % (4 * blocks.heads):
+            raise ValueError(
+                f"the vision tower's hidden size ({blocks.hidden}) must be a multiple of 4 times "
+                f"its heads ({blocks.heads})"
+            )
+        if not list(self.deep) == sorted(n for n in set(self.deep) if 0 <= n < self.depth):
+            raise ValueError(
+                f"deepstack_visual_indexes must ascend below depth ({self.depth}), are "
+                f"{list(self.deep)}"
+            )
+        side = self.patch * self.merge
+        if not side**2 <= self.pixels[1] <= MOST_PIXELS or self.pixels[0] > self.pixels[1]:
+            raise ValueError(
+                f"a picture of {side} x {side} pixels and more must have {self.pixels[0]} to "
+                f"{self.pixels[1]} pixels, and {MOST_PIXELS} at most"
+            )
+        if self.frames > _MOST_FRAMES:
+            raise ValueError(f"temporal_patch_size must be at most {_MOST_FRAMES}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has Qwen2-VL's names."""
+        return not self.side
+
+    @property
+    def square(self) -> int:
+        """Patches of a row of the decoder."""
+        return self.merge**2
+
+
+def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenTower:
+    """The tower of a published ``config.json``. Defaults are the publisher's.
+
+    Raises:
+        ValueError: a value makes no sense, or does not fit the decoder.
+    """
+    vision, kind = config["vision_config"], config["model_type"]
+    if kind == "qwen2_vl":
+        hidden = integer(vision, "embed_dim", 1280)
+        inner = int(number(vision, "mlp_ratio", 4) * hidden)
+        names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
+        blocks = _blocks(vision, hidden, inner, "quick_gelu", names)
+        out = integer(vision, "hidden_size", 3584)
+        return _tower(config, processor, blocks, out, depth=32, patch=14)
+    if kind == "qwen2_5_vl":
+        hidden = integer(vision, "hidden_size", 3584)
+        inner = integer(vision, "intermediate_size", 3420)
+        up = ("mlp.gate_proj", "mlp.up_proj")
+        names = BlockNames(**_BLOCK, qkv=_QKV, up=up, down="mlp.down_proj")
+        blocks = replace(_blocks(vision, hidden, inner, "silu", names), rms=True)
+        out = integer(vision, "out_hidden_size", 3584)
+        full = frozenset(_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31)))
+        square = integer(vision, "patch_size", 14) * integer(vision, "spatial_merge_size", 2)
+        window = max(1, integer(vision, "window_size", 112) // square)
+        return _tower(config, processor, blocks, out, depth=32, patch=14, window=window, full=full)
+    hidden = integer(vision, "hidden_size", 1152)
+    inner = integer(vision, "intermediate_size", 4304)
+    names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
+    blocks = _blocks(vision, hidden, inner, "gelu_pytorch_tanh", names)
+    out = integer(vision, "out_hidden_size", 3584)
+    places = integer(vision, "num_position_embeddings", 2304)
+    side = math.isqrt(places)
+    if side**2 != places:
+        raise ValueError(f"num_position_embeddings must be a square, is {places}")
+    deep: tuple[int, ...] = ()
+    if kind.startswith("qwen3_vl"):
+        deep = _indexes(vision, "deepstack_visual_indexes", (8, 16, 24))
+    return _tower(config, processor, blocks, out, depth=27, patch=16, side=side, deep=deep)
+
+
+def _blocks(
+    vision: Mapping[str, Any], hidden: int, inner: int, activation: str, names: BlockNames
+) -> BlockConfig:
+    activation = vision.get("hidden_act", activation)
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"vision activation {activation!r} is not known (known: {known})")
+    return BlockConfig(
+        hidden=hidden,
+        inner=inner,
+        heads=integer(vision, "num_heads", 16),
+        eps=_EPS,
+        activation=_ACTIVATIONS[activation],
+        names=names,
+    )
+
+
+def _tower(
+    config: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    blocks: BlockConfig,
+    out: int,
+    *,
+    depth: int,
+    patch: int,
+    side: int = 0,
+    **options: Any,
+) -> QwenTower:
+    vision = config["vision_config"]
+    wanted = (config.get("text_config") or config).get("hidden_size", out)
+    if out != wanted:
+        raise ValueError(f"the tower's rows have {out} columns, the decoder's {wanted}")
+    colours = vision.get("in_channels", vision.get("in_chans", _COLOURS))
+    if colours != _COLOURS:
+        raise ValueError(f"a picture has {_COLOURS} colours, the vision tower has {colours!r:.60}")
+    size = processor.get("size") or {}
+    least = size.get("shortest_edge", size.get("min_pixels", 256**2 if side else 56**2))
+    most = size.get("longest_edge", size.get("max_pixels", 4096**2 if side else 1280 * 28**2))
+    scaling = Scaling.read(processor) if side else Scaling.read(processor, _CLIP_MEAN, _CLIP_STD)
+    return QwenTower(
+        QwenConfig(
+            blocks=blocks,
+            depth=integer(vision, "depth", depth),
+            out=out,
+            patch=integer(vision, "patch_size", patch),
+            frames=integer(vision, "temporal_patch_size", 2),
+            merge=integer(vision, "spatial_merge_size", 2),
+            theta=number(vision.get("rope_parameters") or {}, "rope_theta", 10_000),
+            pixels=(
+                int(number(processor, "min_pixels", least)),
+                int(number(processor, "max_pixels", most)),
+            ),
+            scaling=scaling,
+            side=side,
+            **options,
+        )
+    )
+
+
+class QwenTower(Tower):
+    """See ``Tower``. A picture's ``grid`` is (h, w)."""
+
+    placeholder = "<|image_pad|>"
+
+    def __init__(self, config: QwenConfig) -> None:
+        self.config = config
+        self.deep_layers = len(config.deep)
+
+    def prepare(self, picture: Picture) -> Prepared:
+        """``patches`` (N, C * patch * patch) are of one frame."""
+        config, patch, merge = self.config, self.config.patch, self.config.merge
+        height, width = self._size(picture.height, picture.width)
+        pixels = config.scaling(resize(picture, height, width, _BICUBIC))
+        h, w = height // patch, width // patch
+        patches = self._in_squares(cut(pixels, patch).reshape(h, w, -1))
+        rows, columns = h // merge, w // merge
+        offsets = np.zeros((rows * columns, 3), np.int64)
+        offsets[:, 1:] = np.indices((rows, columns)).reshape(2, -1).T
+        return Prepared(
+            patches=patches,
+            grid=(h, w),
+            pieces=(rows * columns,),
+            offsets=offsets,
+            advance=max(rows, columns),
+        )
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest size of whole squares, with as many pixels as the tower takes."""
+        if max(height, width) > _MOST_ASPECT * min(height, width):
+            raise OptionError(
+                f"the picture has {width} x {height} pixels: the model sees none that is more than "
+                f"{_MOST_ASPECT} times as long as wide"
+            )
+        side, (least, most) = self.config.patch * self.config.merge, self.config.pixels
+        sides = [round(each / side) * side for each in (height, width)]
+        pixels = sides[0] * sides[1]
+        if pixels > most:
+            shrink = math.sqrt(height * width / most)
+            sides = [max(1, int(each / shrink / side)) * side for each in (height, width)]
+        elif pixels < least:
+            grow = math.sqrt(least / (height * width))
+            sides = [math.ceil(each * grow / side) * side for each in (height, width)]
+        return sides[0], sides[1]
+
+    def see(
+        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> Seen:
+        config, (h, w) = self.config, prepared.grid
+        order, ends = self._windows(h // config.merge, w // config.merge)
+        rows = (config.square * order[:, None] + np.arange(config.square)).reshape(-1)
+        cos, sin = (values[rows] for values in self._turns(h, w))
+        x = units.get("patches", self._load_patches)(self._frames(prepared.patches[rows]), steps)
+        if config.side:
+            x += self._positions(units.get("positions", self._load_positions), h, w)[rows]
+        windows = Places(ends=ends, cos=cos, sin=sin)
+        everything = Places(ends=[len(x)], cos=cos, sin=sin)
+        deep = []
+        for n in range(config.depth):
+            if check is not None:
+                check()
+            block = units.get(f"blocks.{n}", partial(self._load_block, n))
+            x = block(x, windows if config.window and n not in config.full else everything, steps)
+            if n in config.deep:
+                name = f"deepstack_merger_list.{config.deep.index(n)}"
+                deep.append(self._merged(name, x, units, steps))
+        merged = np.empty((len(order), config.out), np.float32)
+        merged[order] = self._merged("merger", x, units, steps)
+        return Seen(merged, tuple(deep))
+
+    def _in_squares(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """(h, w, ...) as (N, ...), the patches of a square one after another."""
+        (h, w), merge = values.shape[:2], self.config.merge
+        squares = values.reshape(h // merge, merge, w // merge, merge, *values.shape[2:])
+        return squares.swapaxes(1, 2).reshape(h * w, *values.shape[2:])
+
+    def _frames(self, patches: Floats) -> Floats:
+        """Patches of equal frames, (N, C * frames * patch * patch)."""
+        one = patches.reshape(len(patches), _COLOURS, 1, -1)
+        return np.repeat(one, self.config.frames, axis=2).reshape(len(patches), -1)
+
+    def _windows(self, rows: int, columns: int) -> tuple[npt.NDArray[np.intp], Sequence[int]]:
+        """The squares, window by window, and the patches at which windows end."""
+        window = self.config.window or max(rows, columns)
+        row, column = np.indices((rows, columns)).reshape(2, -1)
+        number = row // window * columns + column // window
+        order = np.argsort(number, kind="stable")
+        counts = np.unique(number, return_counts=True)[1]
+        return order, (self.config.square * counts.cumsum()).tolist()
+
+    def _turns(self, h: int, w: int) -> tuple[Floats, Floats]:
+        """Cosines and sines (N, E / 2): half of them turn by a patch's row, half by its column."""
+        quarter = self.config.blocks.size // 4
+        exponents = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
+        frequencies = 1 / np.float32(self.config.theta) ** exponents
+        places = self._in_squares(np.indices((h, w)).transpose(1, 2, 0)).astype(np.float32)
+        angles = (places[:, :, None] * frequencies).reshape(h * w, -1)
+        return np.cos(angles), np.sin(angles)
+
+    def _positions(self, table: Floats, h: int, w: int) -> Floats:
+        """The learned positions, a square grid, stretched to the picture's: (N, D)."""
+        rows = _stretched(table, h)
+        return np.asarray(self._in_squares(_stretched(rows.swapaxes(0, 1), w).swapaxes(0, 1)))
+
+    def _merged(self, name: str, x: Floats, units: Units, steps: VisionSteps) -> Floats:
+        merger = units.get(name, partial(self._load_merger, name))
+        return merger(x, steps)
+
+    def _load_patches(self, weights: WeightLoader) -> Linear:
+        config = self.config
+        shape = config.blocks.hidden, _COLOURS * config.frames * config.patch**2
+        return Linear.load(weights, shape, "visual.patch_embed.proj", bias=not config.plain)
+
+    def _load_positions(self, weights: WeightLoader) -> Floats:
+        side, hidden = self.config.side, self.config.blocks.hidden
+        return weights.array((side**2, hidden), "visual.pos_embed.weight").reshape(side, side, -1)
+
+    def _load_block(self, n: int, weights: WeightLoader) -> Block:
+        return Block.load(self.config.blocks, f"visual.blocks.{n}.", weights)
+
+    def _load_merger(self, name: str, weights: WeightLoader) -> _Merger:
+        config, prefix, hidden = self.config, f"visual.{name}.", self.config.blocks.hidden
+        wide = config.square * hidden
+        norm, first, second = ("norm", "linear_fc1", "linear_fc2")
+        if config.plain:
+            norm, first, second = ("ln_q", "mlp.0", "mlp.2")
+        joined = name != "merger"
+        return _Merger(
+            Norm.load(
+                weights, prefix + norm, wide if joined else hidden, _EPS, rms=config.blocks.rms
+            ),
+            Linear.load(weights, (wide, wide), prefix + first, activation="gelu"),
+            Linear.load(weights, (config.out, wide), prefix + second),
+            joined,
+            wide,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merger:
+    """Makes a row of a square of patches, ``wide`` columns, normed each or ``joined``."""
+
+    norm: Norm
+    first: Linear
+    second: Linear
+    joined: bool
+    wide: int
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        x = self.norm(x.reshape(-1, self.wide) if self.joined else x, steps)
+        return self.second(self.first(x.reshape(-1, self.wide), steps), steps)
+
+
+def _stretched(table: Floats, size: int) -> Floats:
+    """``size`` rows of a table (n, ...), from the first to the last, linearly in between."""
+    last = len(table) - 1
+    at = np.arange(size, dtype=np.float32) * np.float32(last) / np.float32(max(size - 1, 1))
+    low = np.minimum(at.astype(np.int64), last)
+    part = (at - low).reshape(-1, *[1] * (table.ndim - 1))
+    return np.asarray(table[low] * (1 - part) + table[np.minimum(low + 1, last)] * part)
+
+
+def _indexes(values: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    found = values.get(key, default)
+    if not isinstance(found, list | tuple) or any(type(each) is not int for each in found):
+        raise ValueError(f"{key} must be a list of integers, is {found!r:.60}")
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Tests of vision towers against transformers' own."""
