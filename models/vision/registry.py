@@ -9,22 +9,30 @@ from typing import Any
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.tower import Tower
 
-_FILES: dict[str, str] = {
+_FILES = {
     "qwen2_vl": "qwen_vl",
     "qwen2_5_vl": "qwen_vl",
     "qwen3_vl": "qwen_vl",
     "qwen3_vl_moe": "qwen_vl",
     "qwen3_5": "qwen_vl",
     "qwen3_5_moe": "qwen_vl",
+    "llava": "pixtral",
+    "mistral3": "pixtral",
 }
 """The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
 here does.
 """
 
+_TOWERS = {"llava": "pixtral"}
+"""The only ``model_type`` of a tower that is known, where models may have several."""
+
 
 def has_tower(config: Mapping[str, Any]) -> bool:
     """Whether a model with this published config sees, and localrt knows how."""
-    return config.get("model_type") in _FILES and isinstance(config.get("vision_config"), dict)
+    kind, vision = config.get("model_type"), config.get("vision_config")
+    if kind not in _FILES or not isinstance(vision, dict):
+        return False
+    return vision.get("model_type") == _TOWERS.get(kind, vision.get("model_type"))
 
 
 def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
@@ -41,5 +49,6 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
     try:
         tower: Tower = module.read_tower(config, processor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"the vision config makes no sense: {error!r}") from error
+        found = error if isinstance(error, ValueError) else repr(error)
+        raise UnsupportedModelError(f"the vision config makes no sense: {found}") from error
     return tower

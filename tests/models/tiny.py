@@ -24,7 +24,6 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
 
     ``layers`` are the first that it keeps.
     """
-    torch.manual_seed(seed)
     config = (CONFIGS | MIXTURES)[name]()
     text = config.get_text_config()
     if layers is not None:
@@ -32,9 +31,17 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
         for kinds in ("layer_types", "mlp_layer_types"):
             if getattr(text, kinds, None) is not None:
                 setattr(text, kinds, getattr(text, kinds)[:layers])
+    model = random_model(config, seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """Transformers' model of a config, in float32."""
+    torch.manual_seed(seed)
     config._attn_implementation = "eager"
     auto = transformers.AutoModelForCausalLM
-    if text is not config:
+    if config.get_text_config() is not config:
         auto = transformers.AutoModelForImageTextToText
     model = auto.from_config(config)
     with torch.no_grad():
@@ -48,9 +55,7 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
-    model = model.float().eval()
-    model.save_pretrained(folder)
-    return model
+    return model.float().eval()
 
 
 def load_ours(folder: Path, *, context: int | None = None, device: str = "cpu") -> Decoder:

@@ -1,0 +1,69 @@
+"""Pictures, folders of tiny random models that see, and what our towers make of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.picture import Picture
+from localrt.models.vision.registry import read_tower
+from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.tower import Prepared, Seen, Tower
+from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.reference.ops import TorchOps
+
+
+def picture(width: int, height: int, seed: int = 0) -> Picture:
+    """Random shades with random dots on them."""
+    random = np.random.default_rng(seed)
+    x, y = np.arange(width)[:, None], np.arange(height)[:, None, None]
+    waves = np.sin(x * random.uniform(0.05, 0.4, 3)) * np.cos(y * random.uniform(0.05, 0.4, 3))
+    dots = random.uniform(-60, 60, (height, width, 3))
+    return Picture(np.clip(128 + 90 * waves + dots, 0, 255).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a folder's tower is and makes of pictures, computed in float32."""
+
+    tower: Tower
+    prepared: list[Prepared]
+    seen: list[Seen]
+
+
+def look(folder: Path, *pictures: Picture) -> Opened:
+    """Open the folder's tower and encode the pictures."""
+    ops = TorchOps(compute_format="f32", device="cpu")
+    with closing(VisionFolder(folder)) as source:
+        tower = read_tower(source.config, source.processor)
+        units, steps = LoadedUnits(source, ops), VisionSteps(ops)
+        prepared = [tower.prepare(each) for each in pictures]
+        return Opened(tower, prepared, [tower.see(each, units, steps) for each in prepared])
+
+
+def expanded(prepared: Prepared, row: str) -> str:
+    """The text of a picture's pieces, each row of which is written ``row``."""
+    return "".join(piece if isinstance(piece, str) else row * piece for piece in prepared.pieces)
+
+
+def renamed(folder: Path, name: Callable[[str], str]) -> Path:
+    """The folder, its tensors under other names."""
+    file = folder / "model.safetensors"
+    save_file({name(key): value for key, value in load_file(file).items()}, file)
+    return folder
+
+
+def settings(folder: Path, name: str, **values: Any) -> Path:
+    """The folder with more settings in a JSON file of its processors."""
+    path = folder / name
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **values}))
+    return folder
