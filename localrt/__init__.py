@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from localrt.history import Conversation as Conversation
     from localrt.history import ConversationInfo as ConversationInfo
     from localrt.history import History as History
+    from localrt.history import KeptPicture as KeptPicture
     from localrt.history import Turn as Turn
     from localrt.hub import LocalModel as LocalModel
     from localrt.hub import ResolvedModel as ResolvedModel
@@ -114,7 +115,7 @@ _NAMES = {
         " LateError LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError"
         " OfflineError OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
     ),
-    "localrt.history": "AnswerWriter Conversation ConversationInfo History Turn",
+    "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
     "localrt.loading.draft_offers": "DraftOffer",

@@ -1,10 +1,11 @@
 """Saved conversations: branches of turns in one SQLite file, written as they grow.
 
-Knows text only, neither models nor KV caches.
+Knows texts and pictures, neither models nor KV caches.
 """
 
 from localrt.history.conversation import Conversation, Turn
 from localrt.history.database import AnswerWriter
 from localrt.history.history import ConversationInfo, History
+from localrt.history.pictures import KeptPicture
 
-__all__ = ["AnswerWriter", "Conversation", "ConversationInfo", "History", "Turn"]
+__all__ = ["AnswerWriter", "Conversation", "ConversationInfo", "History", "KeptPicture", "Turn"]

@@ -1,8 +1,8 @@
 """One conversation: a tree of turns, of which one branch is shown.
 
 Editing or regenerating never loses anything: a turn added after an earlier one begins a branch
-there. Each turn stores which of its successors was shown last. A turn is text and, in ``info``,
-further data of its writer.
+there. Each turn stores which of its successors was shown last. A turn is text, pictures and, in
+``info``, further data of its writer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,14 @@ from localrt.history.database import (
     own_name,
     settle,
 )
+from localrt.history.pictures import (
+    KeptPicture,
+    joined_content,
+    keep_pictures,
+    split_content,
+    split_info,
+    stored_info,
+)
 
 _ROLES = ("user", "assistant", "tool")
 _TITLE_LENGTH = 60
@@ -33,9 +41,9 @@ _TITLE_LENGTH = 60
 class Turn:
     """A message. It is alternative ``branch`` of ``branches`` (from 1) in its place.
 
-    ``state`` is ``"done"``, ``"cancelled"``, ``"failed"``, ``"writing"`` (by an app that is still
-    running), or ``"cut"``: the app that wrote it ended in the middle. ``created`` is in seconds
-    since the epoch.
+    ``content`` is its text without its ``pictures``. ``state`` is ``"done"``, ``"cancelled"``,
+    ``"failed"``, ``"writing"`` (by an app that is still running), or ``"cut"``: the app that wrote
+    it ended in the middle. ``created`` is in seconds since the epoch.
     """
 
     id: int
@@ -46,14 +54,16 @@ class Turn:
     branch: int
     branches: int
     info: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[KeptPicture, ...] = ()
 
     @property
     def message(self) -> Message:
-        """The turn as a chat template takes it.
+        """The turn as a chat template takes it; with pictures, its content is parts.
 
         ``tool_calls``, ``tool_call_id`` and ``name`` come from ``info``.
         """
-        message: Message = {"role": self.role, "content": self.content}
+        content = joined_content(self.content, self.pictures)
+        message: Message = {"role": self.role, "content": content}
         for name in ("tool_calls", "tool_call_id", "name"):
             if name in self.info:
                 message[name] = self.info[name]
@@ -146,17 +156,23 @@ class Conversation:
     def add(
         self,
         role: str,
-        content: str,
+        content: str | Sequence[Mapping[str, Any]],
         *,
         after: int | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Turn:
         """Add a turn after turn ``after``, by default the last one shown, and show it.
 
-        ``after=0`` adds an alternative first turn.
+        ``after=0`` adds an alternative first turn. ``content`` is text, or content parts:
+        ``{"type": "text", "text": ...}``, and ``{"type": "image", "image": ...}`` with a path,
+        bytes or a PIL image, and a ``"name"`` if there is one.
+
+        Raises:
+            OptionError: a part is no text and no picture, or a picture is larger than 32 MB.
         """
+        text, pictures = split_content(content)
         with self._database.transaction() as connection:
-            number = self._insert(connection, role, content, after, "done", info or {})
+            number = self._insert(connection, role, text, after, "done", info or {}, pictures)
         return self.turn(number)
 
     def answer(
@@ -221,6 +237,7 @@ class Conversation:
                 "SELECT text FROM piece WHERE turn = ? ORDER BY id", (row["id"],)
             )
             content = "".join(piece["text"] for piece in pieces)
+        info, pictures = split_info(row["info"], len(content), self._picture)
         return Turn(
             row["id"],
             row["role"],
@@ -229,8 +246,15 @@ class Conversation:
             row["state"],
             1 + siblings.index(row["id"]),
             len(siblings),
-            json.loads(row["info"]),
+            info,
+            pictures,
         )
+
+    def _picture(self, digest: str) -> bytes:
+        rows = self._database.rows("SELECT data FROM picture WHERE digest = ?", (digest,))
+        if not rows:
+            raise StorageError("this picture is not in the history any more")
+        return bytes(rows[0]["data"])
 
     def _insert(
         self,
@@ -240,6 +264,7 @@ class Conversation:
         after: int | None,
         state: str,
         info: Mapping[str, Any],
+        pictures: Sequence[KeptPicture] = (),
     ) -> int:
         if role not in _ROLES:
             raise OptionError(f"a turn is of {', '.join(_ROLES)}, not {role!r}")
@@ -260,11 +285,12 @@ class Conversation:
             content=content,
             state=state,
             writer=own_name() if state == "writing" else None,
-            info=json.dumps(dict(info)),
+            info=stored_info(info, pictures),
             created=now,
         )
+        keep_pictures(connection, number, pictures)
         self._show(connection, number)
-        title = row["title"] or title_of(content)
+        title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])
         connection.execute(
             "UPDATE conversation SET updated = ?, title = ? WHERE id = ?", (now, title, self.id)
         )

@@ -31,7 +31,7 @@ from localrt.common.errors import CancelledError, OptionError, StorageError
 from localrt.common.files import keep_private, private_file, private_folder
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
-_VERSION = 1
+_VERSION = 2  # 2 added pictures
 # In one transaction: another app may be making the same file.
 _SCHEMA = f"""
     BEGIN IMMEDIATE;
@@ -66,6 +66,21 @@ _SCHEMA = f"""
         text TEXT NOT NULL
     );
     CREATE INDEX IF NOT EXISTS piece_turn ON piece (turn);
+    CREATE TABLE IF NOT EXISTS picture (
+        digest TEXT PRIMARY KEY,
+        data BLOB NOT NULL
+    );
+    CREATE TABLE IF NOT EXISTS turn_picture (
+        turn INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,
+        picture TEXT NOT NULL REFERENCES picture (digest),
+        PRIMARY KEY (turn, picture)
+    ) WITHOUT ROWID;
+    CREATE INDEX IF NOT EXISTS turn_picture_picture ON turn_picture (picture);
+    CREATE TRIGGER IF NOT EXISTS turn_picture_gone AFTER DELETE ON turn_picture
+        WHEN NOT EXISTS (SELECT 1 FROM turn_picture WHERE picture = old.picture)
+    BEGIN
+        DELETE FROM picture WHERE digest = old.picture;
+    END;
     CREATE VIRTUAL TABLE IF NOT EXISTS turn_text
         USING fts5 (content, content='turn', content_rowid='id');
     CREATE TRIGGER IF NOT EXISTS turn_added AFTER INSERT ON turn BEGIN

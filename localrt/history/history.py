@@ -21,6 +21,7 @@ from localrt.common.files import keep_private
 from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation, Turn
 from localrt.history.database import MEMORY_FIRST, Database, insert, own_name, settle
+from localrt.history.pictures import keep_pictures, split_info, stored_info
 
 _FILE = "history.db"
 _MEMORY = ":memory:"
@@ -186,9 +187,10 @@ def copy_to_memory(
                 content=turn.content,
                 state=turn.state,
                 writer=own_name() if turn.state == "writing" else None,
-                info=json.dumps(dict(turn.info)),
+                info=stored_info(turn.info, turn.pictures),
                 created=turn.created,
             )
+            keep_pictures(connection, parent, turn.pictures)
         if parent is not None:
             copy._show(connection, parent)
     return copy
@@ -224,6 +226,8 @@ def merge(file: Conversation, copy: Conversation) -> dict[int, int]:
                 parent = numbers.get(row["parent"], row["parent"])
                 number = insert(connection, "turn", conversation=file.id, parent=parent, **values)
                 numbers[row["id"]] = number
+                pictures = split_info(row["info"], len(row["content"]), copy._picture)[1]
+                keep_pictures(connection, number, pictures)
             elif row["state"] != "writing" and file.turn(row["id"]).state == "writing":
                 info = json.loads(row["info"])
                 settle(connection, row["id"], row["state"], row["content"], info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sqlite3
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.history.history import copy_to_memory, end_answer, merge
@@ -212,7 +215,7 @@ def test_newer_file(tmp_path: Path) -> None:
     with History(path) as history:
         assert "newer" in history.notes[0]
         history.new(model="m").add("user", "here")
-        assert history.path.name == "h.v1.db"
+        assert history.path.name == "h.v2.db"
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (99,)
 
@@ -339,3 +342,117 @@ def test_shared_files_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     History().close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert rights(folder) == {0o600}
+
+
+def picture(color: str = "red", size: tuple[int, int] = (8, 4), kind: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, color).save(stream, kind)
+    return stream.getvalue()
+
+
+def files(history: History) -> list[bytes]:
+    return [row["data"] for row in history._database.rows("SELECT data FROM picture")]
+
+
+def asking(*content: str | bytes) -> list[dict[str, Any]]:
+    """Content parts: texts, and files of pictures."""
+    texts = {str: ("text", "text"), bytes: ("image", "image")}
+    return [{"type": texts[type(each)][0], texts[type(each)][1]: each} for each in content]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    red, blue = picture("red"), picture("blue", (3, 9), "JPEG")
+    with History(tmp_path / "h.db") as history:
+        talk = history.new(model="m")
+        talk.add("user", asking("What changed from ", red, " to ", blue, "?"))
+        talk.add("assistant", "The color.")
+        path = tmp_path / "photo.png"
+        path.write_bytes(red)
+        talk.add("user", [{"type": "image", "image": path}])
+    with History(tmp_path / "h.db") as history:
+        talk = history.open(history.list()[0].id)
+        first, _, last = talk.turns
+        assert first.content == "What changed from  to ?"
+        assert first.message["content"] == asking("What changed from ", red, " to ", blue, "?")
+        sizes = [(each.name, each.width, each.height) for each in first.pictures]
+        assert sizes == [("picture.png", 8, 4), ("picture.jpeg", 3, 9)]
+        assert [each.media_type for each in first.pictures] == ["image/png", "image/jpeg"]
+        assert (last.content, last.pictures[0].name) == ("", "photo.png")
+        assert last.info == {}
+        assert sorted(files(history)) == sorted([red, blue])
+        assert history.list("changed")[0].title == "What changed from  to ?"
+
+
+def test_pictures_end_with_last_turn(history: History) -> None:
+    red, blue = picture("red"), picture("blue")
+    first, second = history.new(model="m"), history.new(model="m")
+    first.add("user", asking(red, blue))
+    second.add("user", asking(red, red))
+    assert len(files(history)) == 2
+    history.delete(first.id)
+    assert files(history) == [red]
+    assert second.turns[0].message["content"] == asking(red, red)
+    history.delete(second.id)
+    assert files(history) == []
+
+
+def test_pictures_of_upright_photos(history: History) -> None:
+    stream = io.BytesIO()
+    photo = Image.new("RGB", (20, 10))
+    photo.getexif()[0x0112] = 6  # taken on the side
+    photo.save(stream, "JPEG", exif=photo.getexif())
+    turn = history.new(model="m").add("user", asking(stream.getvalue()))
+    assert (turn.pictures[0].width, turn.pictures[0].height) == (10, 20)
+    turn = history.new(model="m").add("user", [{"type": "image", "image": photo}])
+    assert turn.pictures[0].media_type == "image/png"
+
+
+def test_bad_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = history.new(model="m")
+    with pytest.raises(OptionError, match="not a PNG"):
+        talk.add("user", asking(b"text"))
+    with pytest.raises(OptionError, match="cannot read"):
+        talk.add("user", [{"type": "image", "image": "nowhere.png"}])
+    with pytest.raises(OptionError, match="parts are texts and images"):
+        talk.add("user", [{"type": "audio"}])
+    monkeypatch.setattr("localrt.history.pictures.LARGEST_PICTURE", 50)
+    with pytest.raises(OptionError, match="at most"):
+        talk.add("user", asking(picture()))
+    assert talk.turns == ()
+
+
+def test_file_from_before_pictures(tmp_path: Path) -> None:
+    with History(tmp_path / "h.db") as history:
+        history.new(model="m").add("user", "old")
+        history._database._connection.executescript(
+            "DROP TABLE turn_picture; DROP TABLE picture; PRAGMA user_version = 1"
+        )
+    with History(tmp_path / "h.db") as history:
+        talk = history.open(history.list()[0].id)
+        talk.add("user", asking("new ", picture()))
+        assert said(talk) == ["old", "new "]
+        assert len(files(history)) == 1
+
+
+def test_pictures_go_on_in_memory(history: History) -> None:
+    red, blue = picture("red"), picture("blue")
+    talk = history.new(model="m")
+    talk.add("user", asking("one", red))
+    talk.add("assistant", "1")
+    facts = {name: getattr(talk, name) for name in ("title", "model", "system", "options")}
+    with History(":memory:") as memory:
+        copy = copy_to_memory(memory, talk.id, talk.turns, facts)
+        copy.add("user", asking(red, blue, "two"))
+        assert copy.turns[0].message["content"] == asking("one", red)
+        merge(talk, copy)
+    assert talk.turns[-1].message["content"] == asking(red, blue, "two")
+    assert len(files(history)) == 2
+
+
+def test_lost_picture(history: History) -> None:
+    talk = history.new(model="m")
+    turn = talk.add("user", asking("What is ", picture()))
+    history._database.rows("DELETE FROM turn_picture")
+    with pytest.raises(StorageError, match="not in the history"):
+        _ = turn.pictures[0].data
+    assert "picture.png: this picture is lost" in str(talk.messages)

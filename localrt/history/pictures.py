@@ -1,0 +1,208 @@
+"""The pictures of a conversation: files as they were given, kept once by their contents.
+
+A turn's text and pictures come and go as content parts, ``{"type": "image", "image": ...}``
+between ``{"type": "text", "text": ...}``. Decodes no more than a picture's header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sqlite3
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.formatting import format_bytes
+
+LARGEST_PICTURE = 32_000_000
+"""Bytes: the largest file of a picture that a conversation keeps."""
+
+MEDIA_TYPES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+}
+_PICTURES = "pictures"  # in a turn's stored ``info``
+_TURNED = (5, 6, 7, 8)  # EXIF orientations on the side
+_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPicture:
+    """A picture before character ``place`` of its turn's text; ``width`` and ``height`` in pixels.
+
+    ``digest`` names its contents.
+    """
+
+    name: str
+    width: int
+    height: int
+    place: int
+    media_type: str
+    digest: str
+    read: Callable[[], bytes] = field(repr=False, compare=False)
+
+    @property
+    def data(self) -> bytes:
+        """The file.
+
+        Raises:
+            StorageError: the history cannot be read.
+        """
+        return self.read()
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The picture as a content part; a text where it cannot be read any more."""
+        try:
+            return {"type": "image", "image": self.data}
+        except StorageError:
+            return {"type": "text", "text": f"[{self.name}: this picture is lost]"}
+
+
+def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
+    """A picture that no history holds yet.
+
+    Raises:
+        OptionError: it is no picture, or too large.
+    """
+    from PIL import Image
+
+    shown = name or "the picture"
+    if len(data) > LARGEST_PICTURE:
+        raise OptionError(
+            f"{shown} has {format_bytes(len(data))}: a picture has at most "
+            f"{format_bytes(LARGEST_PICTURE)}"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about bombs: nothing is decoded here
+        try:
+            with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:
+                (width, height), kind = image.size, str(image.format)
+                if image.getexif().get(_ORIENTATION) in _TURNED:
+                    width, height = height, width
+        except Exception as error:  # Pillow's decoders raise anything
+            raise OptionError(f"{shown} is not a PNG, JPEG, WebP or GIF picture") from error
+    return KeptPicture(
+        name=name or f"picture.{kind.lower()}",
+        width=width,
+        height=height,
+        place=place,
+        media_type=MEDIA_TYPES[kind],
+        digest=hashlib.sha256(data).hexdigest(),
+        read=lambda: data,
+    )
+
+
+def split_content(
+    content: str | Sequence[Mapping[str, Any]],
+) -> tuple[str, tuple[KeptPicture, ...]]:
+    """A message's text, and its pictures by their places in it.
+
+    Raises:
+        OptionError: a part is neither text nor a picture.
+    """
+    if isinstance(content, str):
+        return content, ()
+    text, pictures = "", []
+    for part in content:
+        if isinstance(part.get("text"), str):
+            text += part["text"]
+        elif "image" in part:
+            data, name = _file(part["image"])
+            pictures.append(new_picture(data, name=part.get("name") or name, place=len(text)))
+        else:
+            raise OptionError("a message's parts are texts and images")
+    return text, tuple(pictures)
+
+
+def joined_content(text: str, pictures: Iterable[KeptPicture]) -> str | list[dict[str, Any]]:
+    """The opposite of ``split_content``: parts where there are pictures."""
+    parts: list[dict[str, Any]] = []
+    last = 0
+    for picture in pictures:
+        if picture.place > last:
+            parts.append({"type": "text", "text": text[last : picture.place]})
+        parts.append(picture.part)
+        last = max(picture.place, last)
+    if parts and text[last:]:
+        parts.append({"type": "text", "text": text[last:]})
+    return parts or text
+
+
+def stored_info(info: Mapping[str, Any], pictures: Iterable[KeptPicture]) -> str:
+    """What a turn's row has in ``info``: JSON of its info, and of all but its pictures' files."""
+    records = [
+        [each.place, each.name, each.width, each.height, each.media_type, each.digest]
+        for each in pictures
+    ]
+    return json.dumps({**info, _PICTURES: records} if records else dict(info))
+
+
+def split_info(
+    stored: str, length: int, read: Callable[[str], bytes]
+) -> tuple[dict[str, Any], tuple[KeptPicture, ...]]:
+    """The opposite of ``stored_info``, for a turn of ``length`` characters.
+
+    ``read`` returns the file of a digest. Pictures that make no sense are left out.
+    """
+    info: dict[str, Any] = json.loads(stored)
+    pictures: list[KeptPicture] = []
+    for item in info.pop(_PICTURES, ()):
+        try:
+            place, name, width, height, media_type, digest = item
+            pictures.append(
+                KeptPicture(
+                    name=str(name),
+                    width=int(width),
+                    height=int(height),
+                    place=min(max(int(place), 0), length),
+                    media_type=str(media_type),
+                    digest=str(digest),
+                    read=partial(read, str(digest)),
+                )
+            )
+        except (TypeError, ValueError):
+            continue
+    return info, tuple(sorted(pictures, key=lambda picture: picture.place))
+
+
+def keep_pictures(
+    connection: sqlite3.Connection, turn: int, pictures: Iterable[KeptPicture]
+) -> None:
+    """Write a turn's pictures, each file once; those that cannot be read any more stay out."""
+    for picture in pictures:
+        known = "SELECT 1 FROM picture WHERE digest = ?"
+        if connection.execute(known, (picture.digest,)).fetchone() is None:
+            try:
+                row = (picture.digest, picture.data)
+            except StorageError:
+                continue
+            connection.execute("INSERT INTO picture (digest, data) VALUES (?, ?)", row)
+        link = "INSERT OR IGNORE INTO turn_picture (turn, picture) VALUES (?, ?)"
+        connection.execute(link, (turn, picture.digest))
+
+
+def _file(given: Any) -> tuple[bytes, str]:
+    """The file of a picture that is a path, bytes, or pixels; and its name."""
+    if isinstance(given, bytes | bytearray | memoryview):
+        return bytes(given), ""
+    if isinstance(given, str | Path):
+        path = Path(given).expanduser()
+        try:
+            with path.open("rb") as file:
+                return file.read(LARGEST_PICTURE + 1), path.name
+        except OSError as error:
+            raise OptionError(f"cannot read {path}: {error.strerror or error}") from error
+    from localrt.models.vision.picture import open_picture  # pixels bring numpy
+
+    stream = io.BytesIO()
+    open_picture(given).image().save(stream, "PNG")
+    return stream.getvalue(), ""
