@@ -18,6 +18,7 @@ _FILES = {
     "qwen3_5_moe": "qwen_vl",
     "llava": "pixtral",
     "mistral3": "pixtral",
+    "gemma4": "gemma4_vision",
 }
 """The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
 here does.

@@ -75,12 +75,14 @@ class Tower(ABC):
     """A family of vision towers.
 
     ``placeholder`` is the text that the chat template writes for a picture. ``both_ways``: a
-    picture's rows see one another in the decoder too, and belong into one pass. ``deep_layers`` is
-    how many of the decoder's layers ``Seen.deep`` is for.
+    picture's rows see one another in the decoder too, and belong into one pass; with
+    ``full_layers_causal`` only in layers that have a window. ``deep_layers`` is how many of the
+    decoder's layers ``Seen.deep`` is for.
     """
 
     placeholder: str
     both_ways: bool = False
+    full_layers_causal: bool = False
     deep_layers: int = 0
 
     @abstractmethod
@@ -130,6 +132,8 @@ class BlockConfig:
     head_dim: int = 0  # 0: hidden / heads
     scale: float | None = None  # of queries; None: the head size ** -0.5
     value_norm: bool = False  # values are normed, without a weight
+    axes: int = 1  # each turns an equal part of a head, of which halves are turned against another
+    clipped: bool = False  # see ``Clipped``
 
     @property
     def size(self) -> int:
@@ -186,6 +190,37 @@ class Linear:
         return steps.linear(x, self.weight, self.bias, self.activation)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipped:
+    """Matrices side by side, each with the least and largest value that it takes and gives."""
+
+    parts: tuple[tuple[Linear, float, float, float, float], ...]
+
+    @classmethod
+    def load(cls, weights: WeightLoader, shape: tuple[int, int], *names: str) -> Clipped:
+        """Of ``names`` that end in ``.linear``, beside which the bounds are; (D, F) in all."""
+        part = shape[0] // len(names), shape[1]
+
+        def load(name: str) -> tuple[Linear, float, float, float, float]:
+            input_, output = (name.removesuffix("linear") + end for end in ("input_", "output_"))
+            return (
+                Linear.load(weights, part, name, bias=False),
+                weights.scalar(f"{input_}min"),
+                weights.scalar(f"{input_}max"),
+                weights.scalar(f"{output}min"),
+                weights.scalar(f"{output}max"),
+            )
+
+        return cls(tuple(load(name) for name in names))
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        found = [
+            np.clip(linear(np.clip(x, least, most), steps), low, high)
+            for linear, least, most, low, high in self.parts
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found, -1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Places:
     """Where the patches of a picture lie: the rows at which segments of attention end, and the
@@ -204,10 +239,10 @@ class Block:
     config: BlockConfig
     norm1: Norm
     norm2: Norm
-    qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
+    qkv: Linear | Clipped
+    out: Linear | Clipped
+    up: Linear | Clipped
+    down: Linear | Clipped
     beside: dict[str, Vector] = field(default_factory=dict)  # further norms
 
     @classmethod
@@ -219,8 +254,13 @@ class Block:
         def norm(name: str) -> Norm:
             return Norm.load(weights, prefix + name, hidden, config.eps, rms=config.rms)
 
-        def linear(shape: tuple[int, int], *own: str, bias: bool, **options: Any) -> Linear:
-            return Linear.load(weights, shape, *(prefix + n for n in own), bias=bias, **options)
+        def linear(
+            shape: tuple[int, int], *own: str, bias: bool, **options: Any
+        ) -> Linear | Clipped:
+            of = [prefix + name for name in own]
+            if config.clipped:
+                return Clipped.load(weights, shape, *of)
+            return Linear.load(weights, shape, *of, bias=bias, **options)
 
         gated = len(names.up) == 2
         sizes = {
@@ -260,9 +300,18 @@ class Block:
         if config.value_norm:
             v = steps.rms_norm(v, None, config.eps)
         if places.cos is not None and places.sin is not None:
-            q, k = (steps.rotate(each, places.cos, places.sin) for each in (q, k))
+            q, k = (
+                steps.rotate(_halved(each, config.axes), places.cos, places.sin) for each in (q, k)
+            )
         scale = config.size**-0.5 if config.scale is None else config.scale
         return self.out(steps.attention(q, k, v, scale, places.ends), steps)
 
     def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
         return steps.rms_norm(x, self.beside[name], self.config.eps) if name else x
+
+
+def _halved(x: Floats, axes: int) -> Floats:
+    """x (R, H, E) with the first halves of all axes' parts before the second ones."""
+    if axes == 1:
+        return x
+    return x.reshape(*x.shape[:-1], axes, 2, -1).swapaxes(-3, -2).reshape(x.shape)
