@@ -14,7 +14,16 @@ import numpy as np
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
-from localrt.models.layers.parts import Embedding, GatedMlp, Head, Logits, PassState, Tap, joined
+from localrt.models.layers.parts import (
+    Embedding,
+    FromPictures,
+    GatedMlp,
+    Head,
+    Logits,
+    PassState,
+    Tap,
+    joined,
+)
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, vector_to_host
@@ -36,7 +45,8 @@ def load_attention(
     places = config.cache_places[layer] if at is None else at
     before = config.block.before(config, weights) if layer == 0 else ()
     memory = tuple(zip(config.memory_of(layer), places, strict=True))
-    return joined([*before, Tap(layer), config.block.attention(config, layer, weights, memory)])
+    attention = config.block.attention(config, layer, weights, memory)
+    return joined([FromPictures(layer), *before, Tap(layer), attention])
 
 
 def load_mlp(

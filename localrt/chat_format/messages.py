@@ -134,8 +134,10 @@ _OTHERS = {
 _THOUGHTS = ("thinking", "reasoning")  # parts with their text in a field of this name
 
 
-def check_text_only(messages: Sequence[Any]) -> None:
-    """Check that all parts of all contents are text.
+def check_text_only(messages: Sequence[Any], *, pictures: bool = False, blind: str = "") -> None:
+    """Check that all parts of all contents are text, or ``pictures``.
+
+    ``blind`` is why a model that sees cannot.
 
     Raises:
         OptionError: one is not.
@@ -144,6 +146,10 @@ def check_text_only(messages: Sequence[Any]) -> None:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else ():
             other = _other_than_text(part) if isinstance(part, Mapping) else None
+            if pictures and other is not None and part.get("type") == "image":
+                continue
+            if other is not None and blind:
+                raise OptionError(f"message {number} has {other}: {blind}")
             if other is not None:
                 raise OptionError(
                     f"message {number} has {other}, and the model reads text only: leave it out"

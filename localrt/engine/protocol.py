@@ -33,6 +33,7 @@ from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
+    from localrt.models.vision.sight import Sight
     from localrt.offload.planner import Plan
     from localrt.quant.ops.kv import BlockCache, FillBlocks
     from localrt.quant.ops.states import SavedState
@@ -84,8 +85,10 @@ Forecaster = Callable[[Rates], Forecast]
 """Makes a forecast from the current rates."""
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``OptionError`` if one of ``ids`` is not in the vocabulary."""
+def check_ids(ids: Sequence[int], vocab_size: int, sight: Sight | None = None) -> None:
+    """Raise ``OptionError`` if one of ``ids`` is not in the vocabulary, nor a picture's row."""
+    if sight is not None:
+        ids = [token for token in ids if token >= 0 or not sight.knows(token)]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
 
@@ -109,6 +112,10 @@ class EngineSession(ABC):
         """
         if mix:
             raise UnsupportedModelError("the engine computes no adapters")
+
+    def plain(self, tokens: Sequence[int]) -> Sequence[int]:
+        """``tokens`` as what drafts reads them: of the vocabulary, pictures' rows too."""
+        return tokens
 
     @property
     def tree_rows(self) -> int | None:
@@ -151,7 +158,9 @@ class EngineSession(ABC):
     def close(self) -> None:
         """Free the cache."""
 
-    def check_tokens(self, tokens: Sequence[int], vocab_size: int) -> None:
+    def check_tokens(
+        self, tokens: Sequence[int], vocab_size: int, sight: Sight | None = None
+    ) -> None:
         """Raise an error unless ``tokens`` can be appended.
 
         Raises:
@@ -160,7 +169,7 @@ class EngineSession(ABC):
         """
         if not tokens:
             raise OptionError("there are no tokens to compute")
-        check_ids(tokens, vocab_size)
+        check_ids(tokens, vocab_size, sight)
         length = len(self.tokens) + len(tokens)
         if length > self.capacity:
             raise ContextOverflowError(
@@ -236,7 +245,7 @@ class Engine(ABC):
     A pass has at most ``pass_rows`` rows, of several sessions if it ``shares_passes``. ``plan`` is
     the placement of the weights, ``weights`` reports on them while they exist. ``ram`` and
     ``gpu_memory`` are the user's budgets in bytes; None: no budget was given. ``turn`` is a
-    batch's: see ``background``.
+    batch's: see ``background``. ``sight`` is what it sees pictures with, if it does.
     """
 
     info: EngineInfo
@@ -247,6 +256,11 @@ class Engine(ABC):
     ram: int | None = None
     gpu_memory: int | None = None
     turn: Callable[[], AbstractContextManager[int]] | None = None
+    sight: Sight | None = None
+
+    def uncut(self, tokens: Sequence[int], most: int) -> int:
+        """How many of ``tokens`` to compute in one pass, ``most`` or what a picture asks for."""
+        return min(most, len(tokens)) if self.sight is None else self.sight.uncut(tokens, most)
 
     def background(self) -> AbstractContextManager[int]:
         """Hold it for a pass that nobody waits for; it yields how many others have work that is

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.stopping import LineLimit, ThinkingLimit
 from localrt.engine.types import ToolCall
 from localrt.quant.ops.adapters import Mix
+
+if TYPE_CHECKING:
+    from localrt.models.vision.sight import Sight
 
 
 class Constraint(Protocol):
@@ -100,8 +103,9 @@ class Request:
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 
-    def check(self, *, ctx: int, vocab_size: int | None = None) -> None:
-        """Raise an error unless it can run in ``ctx`` tokens; a session knows its ``vocab_size``.
+    def check(self, *, ctx: int, vocab_size: int | None = None, sight: Sight | None = None) -> None:
+        """Raise an error unless it can run in ``ctx`` tokens; a session knows its ``vocab_size``
+        and pictures.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for one token.
@@ -110,7 +114,7 @@ class Request:
         if not self.prompt:
             raise OptionError("the prompt is empty: there is nothing to continue")
         if vocab_size is not None:
-            check_ids(self.prompt, vocab_size)
+            check_ids(self.prompt, vocab_size, sight)
         if len(self.prompt) >= ctx:
             raise ContextOverflowError(
                 f"the prompt has {len(self.prompt)} tokens and the context holds {ctx}: "

@@ -191,6 +191,7 @@ class Speculation:
         """Start a generation of at most ``limit`` tokens; return None if it cannot speculate."""
         if not session.takes_trees:
             return None
+        prompt = session.plain(prompt)
         sources = self._begin(session, prompt, list(self._makers))
         run = self.tuner.start(limit, list(sources), size=self._fixed)
         return Stepper(self, session, prompt, sources, run)
@@ -203,6 +204,7 @@ class Speculation:
         names = [name for name in self._makers if name in self._shared or known[name].cheap]
         if not names:
             return None
+        prompt = session.plain(prompt)
         return Proposer(self, session, prompt, self._begin(session, prompt, names))
 
     def _begin(

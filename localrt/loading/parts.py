@@ -34,6 +34,7 @@ from localrt.engine.sampling import sampling_defaults
 from localrt.loading.describing import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
+from localrt.loading.seeing import load_sight
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.heads import has_prediction_block
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
@@ -45,6 +46,7 @@ from localrt.offload.store.pack import fingerprint
 class LoadedModel:
     """The running parts of a model. ``tokenizer`` is None for a model without one.
 
+    ``blind`` says why a model that sees does not see here.
     ``fingerprint`` identifies the model's contents; empty if its KV caches cannot be saved.
     ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
     """
@@ -63,6 +65,7 @@ class LoadedModel:
     fingerprint: str = ""
     quantization: str = ""
     has_block: bool = False
+    blind: str = ""
 
 
 def load_parts(
@@ -105,6 +108,8 @@ def load_parts(
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
+        if blind := load_sight(checkpoint.path, engine, tokenizer):
+            notes.append(blind)
         if problem:
             notes.append(problem)
         if template is None:
@@ -125,6 +130,7 @@ def load_parts(
             system=system,
             fingerprint=fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
+            blind=blind,
             has_block=(
                 name == "native" and not engine.info.streamed and has_prediction_block(checkpoint)
             ),

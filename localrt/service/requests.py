@@ -6,7 +6,7 @@ One prompt, a batch and a server all use it. It knows the model's parts, and no 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import index
@@ -17,11 +17,24 @@ from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
 from localrt.chat_format.known_syntaxes import TURN_ENDS
 from localrt.chat_format.messages import NO_TOOLS, Offer, Offers, check_text_only, functions_to_call
+from localrt.chat_format.pictures import (
+    new_mark,
+    pictures_of,
+    put_in,
+    shows_pictures,
+    without_pictures,
+)
 from localrt.chat_format.structured import Grammars
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import encode_chat
+from localrt.chat_format.templates.chat_template import Segment, encode_chat
 from localrt.chat_format.thinking import CLOSE
-from localrt.common.errors import CancelledError, ContextOverflowError, OptionError, TokenizerError
+from localrt.common.errors import (
+    CancelledError,
+    ContextOverflowError,
+    OptionError,
+    TemplateError,
+    TokenizerError,
+)
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.engine.options import Options, read_options
@@ -215,13 +228,60 @@ class RequestBuilder:
         told = self._thinking.variables(options)
         offer = self._offered(tools)
         given = self._thinking.shaped(offer.shown(messages))
-        check_text_only(given)
         tokenizer = self.tokenizer
-        names = map(tokenizer.token_text, tokenizer.special_ids)
-        segments = self._histories.segments(given, control_tokens=names, tools=offer.tools, **told)
-        ids = encode_chat(tokenizer, segments, watch)
+        names = list(map(tokenizer.token_text, tokenizer.special_ids))
+
+        def segments(messages: Sequence[Message]) -> list[Segment]:
+            return self._histories.segments(
+                messages, control_tokens=names, tools=offer.tools, **told
+            )
+
+        ids = self._with_pictures(given, segments, watch)
         ids += self._thinking.begun(ids, options, tools=bool(tools))
         return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
+
+    def _with_pictures(
+        self,
+        messages: Sequence[Message],
+        segments: Callable[[Sequence[Message]], list[Segment]],
+        watch: Watch,
+    ) -> list[int]:
+        """Encode the messages; of a picture's rows, the ids are those that ``Sight`` gives them."""
+        sight, tokenizer = self._engine.sight, self.tokenizer
+        if sight is None or not (pictures := pictures_of(messages)):
+            check_text_only(messages, blind=self._parts.blind)
+            return encode_chat(tokenizer, segments(messages), watch)
+        tower = sight.tower
+        placed = [sight.place(picture) for picture in pictures]
+        row = tower.row_token or tower.placeholder
+        texts = [
+            "".join(piece if isinstance(piece, str) else piece * row for piece in each.pieces)
+            for each in (one.prepared for one in placed)
+        ]
+        shown: list[Segment] | None = None
+        if self._shows_pictures:
+            plain = without_pictures(messages)
+            check_text_only(plain, pictures=True)
+            shown = put_in(segments(plain), tower.placeholder, texts, control=True)
+        if shown is None:  # the template has no place for them, or not for all
+            mark, written = new_mark(), tower.written or tower.placeholder
+            plain = without_pictures(messages, mark)
+            check_text_only(plain)
+            texts = [written.replace(tower.placeholder, text) for text in texts]
+            shown = put_in(segments(plain), mark, texts, control=False)
+        if shown is None:
+            raise TemplateError("the chat template leaves a picture out, or repeats it")
+        ids = encode_chat(tokenizer, shown, watch)
+        rows = iter([number for one in placed for number in one.ids])
+        seen = [next(rows, None) if token == sight.token else token for token in ids]
+        if None in seen or next(rows, None) is not None:
+            raise TemplateError("the chat template leaves a picture out, or repeats it")
+        return [token for token in seen if token is not None]
+
+    @cached_property
+    def _shows_pictures(self) -> bool:
+        sight = self._engine.sight
+        return sight is not None and shows_pictures(self._template, sight.tower.placeholder)
 
     # -- parts -----------------------------------------------------------------------------------
 

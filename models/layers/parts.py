@@ -139,6 +139,29 @@ class Embedding:
         state.x = state.ops.adapt_tokens(rows, state.step, self.scale)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FromPictures:
+    """Where a layer begins: a pass may have rows from pictures, in the place of embeddings or
+    behind the first layers.
+    """
+
+    layer: int
+
+    def __call__(self, state: PassState) -> None:
+        """Change the rows that pictures give ``state.x``, if any."""
+        batch = state.batch
+        given = None if batch is None else batch.given
+        if batch is None or given is None or self.layer > len(given.deep):
+            return
+        x = np.empty((len(batch.tokens), given.rows.shape[1]), np.float32)
+        state.copy_features(x)
+        if self.layer:
+            x[given.index] += given.deep[self.layer - 1]
+        else:
+            x[given.index] = given.rows
+        state.x = state.ops.given_rows(x)
+
+
 class Attention:
     """Norm, projections, rotary, cache, attention, output projection.
 

@@ -78,7 +78,7 @@ def open_picture(given: Any, name: str = "the picture") -> Picture:
     if isinstance(given, Image.Image):
         return Picture(_upright(given, name))
     if isinstance(given, str | Path):
-        given, name = _read(Path(given).expanduser()), str(given)
+        given, name = read_picture(given), str(given)
     if not isinstance(given, bytes | bytearray | memoryview):
         raise OptionError(f"{name} must be a path, bytes or a PIL image, is {type(given).__name__}")
     if len(given) > MOST_BYTES:
@@ -96,7 +96,13 @@ def open_picture(given: Any, name: str = "the picture") -> Picture:
         return Picture(_upright(opened, name))
 
 
-def _read(path: Path) -> bytes:
+def read_picture(given: str | Path) -> bytes:
+    """The bytes of a picture's file, not more than one too many.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    path = Path(given).expanduser()
     try:
         if not path.is_file():
             kind = "is not a regular file" if path.exists() else "does not exist"

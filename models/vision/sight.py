@@ -8,78 +8,203 @@ is encoded when a pass first needs its rows, and kept while there is room.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import OptionError
-from localrt.models.checkpoints.base import TensorSource
-from localrt.models.vision.picture import Picture
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
-from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Given, Ops
 from localrt.quant.ops.vision import VisionSteps
 
-_KEPT = 64  # prepared pictures
-_MOST_ROWS_NBYTES = 256 << 20  # of encoded pictures
+Tokens = npt.NDArray[np.int64]
+Take = Callable[[int], None]
+"""Leaves bytes of the memory budget to a tower, below zero gives them back; raises
+``MemoryBudgetError`` if there are not so many.
+"""
+
+_PLACED = 256  # pictures whose rows' ids are known
+_MOST_NBYTES = 256 << 20  # of encoded pictures, and of prepared ones that wait
 _Unit = TypeVar("_Unit")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Placed:
-    """A picture of a prompt: the ids of its rows, in order, and what they stand for."""
+    """A picture of a prompt: the ids of its rows, in order, and what they stand for.
+
+    ``prepared`` has no patches any more once it is ``seen``.
+    """
 
     ids: tuple[int, ...]
     prepared: Prepared
+    seen: Seen | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept of it."""
+        return self.prepared.patches.nbytes + (0 if self.seen is None else self.seen.nbytes)
 
 
 class Sight:
-    """See above. Not thread-safe: ``place`` excepted, it is used within the engine's turns."""
+    """See above. ``place`` may be called at any time, the rest within the engine's turns.
 
-    def __init__(self, tower: Tower, source: TensorSource, ops: Ops, token: int) -> None:
+    ``token`` is the id of the tower's ``row_token``, which passes see in the place of pictures.
+    """
+
+    def __init__(
+        self, tower: Tower, source: VisionFolder, ops: Ops, token: int, take: Take | None = None
+    ) -> None:
         self.tower = tower
         self.token = token
-        self.units = LoadedUnits(source, ops)
+        self._source = source
+        self.units = LoadedUnits(source, ops, take)
         self._steps = VisionSteps(ops)
+        self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
-        self._seen: OrderedDict[bytes, Seen] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id
+        self._files: OrderedDict[bytes, bytes] = OrderedDict()  # pictures of files, by digests
 
-    def place(self, picture: Picture) -> Placed:
-        """The picture as a prompt has it; the same picture has the same ids."""
-        placed = self._placed.get(picture.digest)
+    def place(self, given: Any) -> Placed:
+        """The picture that ``open_picture`` takes, as a prompt has it: the same has the same ids.
+
+        Raises:
+            OptionError: it is no picture, or not one that the tower can see.
+        """
+        if isinstance(given, str | Path):
+            given = read_picture(given)
+        file = None
+        if isinstance(given, bytes | bytearray | memoryview):
+            file = hashlib.sha256(given).digest()
+        with self._lock:
+            known = self._files.get(file) if file is not None else None
+            placed = None if known is None else self._kept(known)
+            if placed is not None:
+                return placed
+        picture = open_picture(given)
+        digest = picture.digest
+        with self._lock:
+            placed = self._kept(digest)
         if placed is None:
             prepared = self.tower.prepare(picture)
-            placed = Placed(_row_ids(picture.digest, prepared.rows), prepared)
-            for row, number in enumerate(placed.ids):
-                self._where[number] = picture.digest, row
-            self._placed[picture.digest] = placed
-        self._placed.move_to_end(picture.digest)
+            placed = Placed(_row_ids(digest, prepared.rows), prepared)
+        with self._lock:
+            if file is not None:
+                self._files[file] = digest
+            return self._keep(digest, placed)
+
+    def _kept(self, digest: bytes) -> Placed | None:
+        """A picture that can still be seen."""
+        placed = self._placed.get(digest)
+        if placed is None or (placed.seen is None and not placed.prepared.patches.size):
+            return None
+        self._placed.move_to_end(digest)
         return placed
+
+    def _keep(self, digest: bytes, placed: Placed) -> Placed:
+        for row, number in enumerate(placed.ids):
+            self._where[number] = digest, row
+        self._placed[digest] = placed
+        self._placed.move_to_end(digest)
+        while len(self._placed) > _PLACED:
+            _, gone = self._placed.popitem(last=False)
+            for number in gone.ids:
+                self._where.pop(number, None)
+        while len(self._files) > _PLACED:
+            self._files.popitem(last=False)
+        self._shrink(placed)
+        return placed
+
+    def _shrink(self, but: Placed) -> None:
+        """Forget what old pictures look like: they are prepared again when they come again."""
+        total = sum(each.nbytes for each in self._placed.values())
+        for placed in self._placed.values():
+            if total <= _MOST_NBYTES:
+                break
+            if placed is not but:
+                total -= placed.nbytes
+                placed.seen, placed.prepared = None, _without_patches(placed.prepared)
+
+    def close(self) -> None:
+        """Free everything, and close the files."""
+        self.units.drop()
+        self._placed.clear()
+        self._source.close()
 
     def knows(self, token: int) -> bool:
         """Whether the id stands for a row of a picture."""
         return token in self._where
 
-    def given(self, tokens: npt.NDArray[np.int64], check: Check | None = None) -> Given | None:
+    def given(self, tokens: Tokens, check: Check | None = None) -> Given | None:
         """What a pass over these tokens gets from pictures; None if there are none."""
         index = np.flatnonzero(tokens < 0)
         if not len(index):
             return None
-        rows: list[Floats] = []
-        deep: list[list[Floats]] = [[] for _ in range(self.tower.deep_layers)]
-        for token in tokens[index].tolist():
-            digest, row = self._find(token)
-            seen = self._look(digest, check)
-            rows.append(seen.rows[row])
-            for layer, values in zip(deep, seen.deep, strict=True):
-                layer.append(values[row])
-        return Given(index, np.stack(rows), tuple(np.stack(layer) for layer in deep))
+        found = [self._find(token) for token in tokens[index].tolist()]
+        seen = {digest: self._look(digest, check) for digest, _ in found}
+        rows = np.stack([seen[digest].rows[row] for digest, row in found])
+        deep = tuple(
+            np.stack([seen[digest].deep[layer][row] for digest, row in found])
+            for layer in range(self.tower.deep_layers)
+        )
+        return Given(index, rows, deep)
+
+    def places(
+        self, tokens: Tokens, first: int, shift: int
+    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64], int]:
+        """The rotary positions of a sequence's tokens from number ``first`` on.
+
+        ``shift`` is how much further the numbers are than the positions. Returns the positions on
+        three axes (3, R), if pictures make them differ, along one (R,), and the new shift.
+        """
+        positions = np.arange(first - shift, first - shift + len(tokens))
+        axes = None
+        for index in np.flatnonzero(tokens < 0).tolist():
+            digest, row = self._find(int(tokens[index]))
+            prepared = self._placed[digest].prepared
+            if prepared.offsets is None:
+                continue
+            if axes is None:
+                axes = np.repeat(positions[None], 3, 0)
+            begin = first + index - row - shift
+            axes[:, index] = begin + prepared.offsets[row]
+            if row == len(prepared.offsets) - 1:
+                shift += len(prepared.offsets) - prepared.advance
+                behind = np.arange(first + index + 1, first + len(tokens)) - shift
+                axes[:, index + 1 :] = behind
+        return axes, positions if axes is None else axes[0].copy(), shift
+
+    def ahead(self, tokens: Tokens) -> npt.NDArray[np.int32] | None:
+        """How many of the tokens behind it a row sees too, (R,); None if they see none."""
+        index = np.flatnonzero(tokens < 0)
+        if not self.tower.both_ways or not len(index):
+            return None
+        ahead = np.zeros(len(tokens), np.int32)
+        for at in index.tolist():
+            digest, row = self._find(int(tokens[at]))
+            ahead[at] = min(len(self._placed[digest].ids) - row, len(tokens) - at) - 1
+        return ahead
+
+    def uncut(self, tokens: Sequence[int], most: int) -> int:
+        """How many of ``tokens`` to compute in one pass, at most ``most`` if no picture whose rows
+        see one another would be cut: before it, or else behind it.
+        """
+        if not self.tower.both_ways or len(tokens) <= most or tokens[most - 1] >= 0:
+            return min(most, len(tokens))
+        digest, row = self._find(tokens[most - 1])
+        rows = len(self._placed[digest].ids)
+        if row == rows - 1:
+            return most
+        begin = most - 1 - row
+        return begin if begin > 0 else min(len(tokens), begin + rows)
 
     def _find(self, token: int) -> tuple[bytes, int]:
         found = self._where.get(token)
@@ -88,35 +213,66 @@ class Sight:
         return found
 
     def _look(self, digest: bytes, check: Check | None) -> Seen:
-        seen = self._seen.get(digest)
-        if seen is None:
-            prepared = self._placed[digest].prepared
-            seen = self.tower.see(prepared, self.units, self._steps, check)
-            self._seen[digest] = seen
-            while sum(each.nbytes for each in self._seen.values()) > _MOST_ROWS_NBYTES:
-                if len(self._seen) == 1:
-                    break
-                self._seen.popitem(last=False)
-        self._seen.move_to_end(digest)
-        return seen
+        placed = self._placed[digest]
+        if placed.seen is None:
+            if not placed.prepared.patches.size:
+                raise OptionError("too many pictures at once: ask again about this one")
+            with self.units:
+                seen = self.tower.see(placed.prepared, self.units, self._steps, check)
+            with self._lock:
+                placed.seen, placed.prepared = seen, _without_patches(placed.prepared)
+                self._shrink(placed)
+            return seen
+        return placed.seen
 
 
 class LoadedUnits(Units):
-    """Units that stay in memory until ``drop``."""
+    """Units that stay in memory, until the picture is seen where memory is short.
 
-    def __init__(self, source: TensorSource, ops: Ops) -> None:
-        self._source, self._ops = source, ops
+    What does not fit beside the model is read for its step alone.
+    """
+
+    def __init__(self, source: VisionFolder, ops: Ops, take: Take | None) -> None:
+        self._source, self._ops, self._take = source, ops, take
         self._kept: dict[str, Any] = {}
+        self._taken = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if self._take is not None:
+            self.drop()
 
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
         unit: _Unit | None = self._kept.get(name)
         if unit is None:
-            unit = self._kept[name] = make(WeightLoader(self._source, self._ops))
+            read: list[int] = []
+            unit = make(WeightLoader(self._source, self._ops, read.append))
+            if self._room(sum(read)):
+                self._kept[name] = unit
         return unit
+
+    def _room(self, nbytes: int) -> bool:
+        if self._take is None:
+            return True
+        try:
+            self._take(nbytes)
+        except MemoryBudgetError:
+            return False
+        self._taken += nbytes
+        return True
 
     def drop(self) -> None:
         """Free all weights; they are read again when they are needed."""
         self._kept.clear()
+        if self._take is not None and self._taken:
+            self._take(-self._taken)
+        self._taken = 0
+
+
+def _without_patches(prepared: Prepared) -> Prepared:
+    return replace(prepared, patches=np.empty((0, 0), np.float32))
 
 
 def _row_ids(digest: bytes, rows: int) -> tuple[int, ...]:

@@ -74,13 +74,17 @@ class Units(ABC):
 class Tower(ABC):
     """A family of vision towers.
 
-    ``placeholder`` is the text that the chat template writes for a picture. ``both_ways``: a
-    picture's rows see one another in the decoder too, and belong into one pass; with
-    ``full_layers_causal`` only in layers that have a window. ``deep_layers`` is how many of the
-    decoder's layers ``Seen.deep`` is for.
+    ``placeholder`` is the text that the chat template writes for a picture, ``row_token`` (the
+    same, if it is empty) the token that stands for one of its rows. ``written`` (the same, if it is
+    empty) is the placeholder with what templates write around it. ``both_ways``: a picture's rows
+    see one another in the decoder too, and belong into one pass; with ``full_layers_causal`` only
+    in layers that have a window. ``deep_layers`` is how many of the decoder's layers ``Seen.deep``
+    is for.
     """
 
     placeholder: str
+    row_token: str = ""
+    written: str = ""
     both_ways: bool = False
     full_layers_causal: bool = False
     deep_layers: int = 0

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.errors import UnsupportedModelError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
     RECURRENT_KINDS,
@@ -298,6 +299,8 @@ def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> Recurrent
 
 def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | None) -> SpanArgs:
     """Without what differs from layer to layer."""
+    if span.ahead is not None:
+        raise UnsupportedModelError("the CPU's kernels do not let a picture's rows see one another")
     return SpanArgs(
         mask=_address(mask),
         format=_CACHE_FORMATS.index(cache.kv_format),

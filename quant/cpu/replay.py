@@ -191,7 +191,11 @@ class ReplayedForward:
 
     def _fits(self, batch: Batch, rows: Sequence[int] | None) -> bool:
         """Whether it is a decode step that may be recorded or replayed."""
-        if not self._records or len(batch.tokens) != 1 or (rows is not None and not len(rows)):
+        if (
+            not (self._records and batch.plain)
+            or len(batch.tokens) != 1
+            or (rows is not None and not len(rows))
+        ):
             return False
         cache, mask = batch.spans[0].cache, batch.spans[0].mask
         # Other caches move their blocks as a pass goes on.

@@ -200,7 +200,7 @@ class Recordings:
         """The shape of a pass, a ``whole`` one filled up with rows; None if it is not worth
         recording.
         """
-        if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
+        if not batch.plain or len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
         if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
             return None

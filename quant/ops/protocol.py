@@ -101,11 +101,17 @@ class Span:
     a new row sees; the latter are a tree's rows of earlier passes. None is causal. Every new row
     sees all tokens held before those, within the layer's window. Of a mask's rows, a row sees its
     ancestors in the tree, in order, and itself.
+
+    ``ahead`` (rows,), without a mask, is how many of the new rows behind it a row sees too: a
+    picture's, which see one another. They do not move its window. ``windows_only``: only in
+    layers that have one.
     """
 
     cache: KVCache
     rows: int
     mask: npt.NDArray[np.bool_] | None = None
+    ahead: npt.NDArray[np.int32] | None = None
+    windows_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +137,11 @@ class Batch:
     spans: tuple[Span, ...]
     given: Given | None = None
     axes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has tokens alone: a pass with pictures is not recorded."""
+        return self.given is None and self.axes is None
 
     def __post_init__(self) -> None:
         rows = sum(span.rows for span in self.spans)

@@ -35,6 +35,9 @@ def visible_keys(held: int, span: Span, window: int | None, device: torch.device
     last = keys[0, held:]
     if span.mask is None:
         seen[:, held:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+        if span.ahead is not None and not (span.windows_only and window is None):
+            reach = torch.arange(rows) + torch.from_numpy(span.ahead)
+            seen[:, held:] |= (torch.arange(rows)[None] <= reach[:, None]).to(device)
     else:
         mask = torch.from_numpy(span.mask).to(device)
         base = held + rows - mask.shape[1]

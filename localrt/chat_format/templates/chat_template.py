@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from localrt.models.checkpoints.base import Checkpoint
     from localrt.models.tokenizers.base import Tokenizer
 
+PICTURE = {"type": "image", "image": True}
+"""A part of a content for which the template of a model that sees writes a placeholder."""
+
 Segment = tuple[str, bool]
 """Text, and whether names of control tokens in it become control tokens."""
 
@@ -429,6 +432,8 @@ def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
     shaped = dict(message)
     content = shaped.get("content")
+    if isinstance(content, list | tuple) and any(map(_is_picture, content)):
+        return shaped
     if isinstance(content, str):
         if parts:
             shaped["content"] = [{"type": "text", "text": content}]
@@ -437,6 +442,10 @@ def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
     elif message["role"] in _SPEAKING:
         raise TemplateError(f'a {message["role"]} message must have a "content", its text')
     return shaped
+
+
+def _is_picture(part: object) -> bool:
+    return isinstance(part, Mapping) and part == PICTURE
 
 
 def _flatten(content: object) -> str:

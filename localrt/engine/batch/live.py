@@ -245,7 +245,9 @@ class Live:
             LocalrtError: the batch is closed.
         """
         limits, goal = self._limits, goal_of(request_class)
-        request.check(ctx=limits.ctx, vocab_size=self._engine.info.vocab_size)
+        request.check(
+            ctx=limits.ctx, vocab_size=self._engine.info.vocab_size, sight=self._engine.sight
+        )
         answer = LiveAnswer(request, limits.buffer, wake=self._wake, notify=notify)
         with self._changed:
             if self._closing:

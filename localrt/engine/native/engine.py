@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import (
     LocalrtError,
@@ -50,6 +52,7 @@ from localrt.quant.ops.protocol import Batch, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
+    from localrt.models.vision.sight import Sight, Take
     from localrt.offload.planner import Plan
 
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
@@ -116,9 +119,24 @@ class NativeEngine(Engine):
             reserve=self._reserve,
         )
 
+    def see(self, make: Callable[[Ops, Take | None], Sight]) -> None:
+        """See pictures by what ``make`` returns for the ``Ops`` and the memory budget."""
+        budgeted = self.weights.memory.streams or self.ram is not None
+        self.sight = make(self._loaded().ops, self._take_within if budgeted else None)
+
+    def _take_within(self, nbytes: int) -> None:
+        """``take_ram`` within a turn."""
+        if self.weights.memory.streams:
+            self.weights.memory.take(nbytes)
+            self._taken += nbytes
+        self._ram.take(nbytes)
+
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
+            if self.sight is not None:
+                self.sight.close()
+            self.sight = None
             self.weights.close()
             self.weights = WeightStore()  # an empty store
             self._decoder = self._forward = self._forecaster = None
@@ -273,6 +291,9 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             assert self._forward is not None, "there is one as long as there is a decoder"
+            if self.sight is not None and (given := self.sight.given(batch.tokens, check)):
+                tokens = np.where(batch.tokens < 0, self.sight.token, batch.tokens)
+                batch = replace(batch, tokens=tokens, given=given)
             logits: Logits = self._forward(batch, rows=rows, check=check, features=features)
             self._ram.passed(len(batch.tokens), len(logits))
             return logits
@@ -348,10 +369,7 @@ class NativeEngine(Engine):
     def take_ram(self, nbytes: int) -> None:
         with self._turn:
             self._loaded()
-            if self.weights.memory.streams:
-                self.weights.memory.take(nbytes)
-                self._taken += nbytes
-            self._ram.take(nbytes)
+            self._take_within(nbytes)
 
     def extend_batch(
         self,
@@ -386,24 +404,38 @@ class NativeEngine(Engine):
         sessions = _own([*(part[0] for part in parts), *(part[0] for part in beside)])
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
         tokens += [np.asarray(ids, np.int64) for _, ids in beside]
-        positions, spans = [], []
+        positions, axes, shifts, spans = [], [], [], []
         for session, ids, tree in zip_longest(sessions, tokens, (tree for _, _, tree in parts)):
-            held = len(session.tokens)
+            held, shift, own, ahead = len(session.tokens), session.shift, None, None
             session.cache.trim(held)
             alone = tree is None or not len(tree)
-            positions.append(
-                np.arange(held, held + len(ids))
-                if alone
-                else np.concatenate([[held], tree.positions(held)])
-            )
-            spans.append(Span(session.cache, len(ids), None if alone else tree.pass_mask()))
+            if not alone:
+                at = held - shift
+                places = np.concatenate([[at], tree.positions(at)])
+            elif self.sight is None:
+                places = np.arange(held, held + len(ids))
+            else:
+                own, places, shift = self.sight.places(ids, held, shift)
+                ahead = self.sight.ahead(ids)
+            positions.append(places)
+            axes.append(own)
+            shifts.append(shift)
+            mask = None if alone else tree.pass_mask()
+            windows = self.sight is not None and self.sight.tower.full_layers_causal
+            spans.append(Span(session.cache, len(ids), mask, ahead, windows))
         ends = list(accumulate(map(len, tokens)))
         features = self._features(sessions, ends[-1])
-        batch = Batch(np.concatenate(tokens), np.concatenate(positions), tuple(spans))
+        batch = Batch(
+            np.concatenate(tokens),
+            np.concatenate(positions),
+            tuple(spans),
+            axes=_joined_axes(axes, positions),
+        )
         trees = ends[len(parts) - 1] if parts else 0
         rows = [*range(trees), *(ends[len(parts) + part] - 1 for part in wanted)]
         logits = self.run(batch, rows=rows, check=check, features=features)
         for at, (session, ids, end) in enumerate(zip(sessions, tokens, ends, strict=True)):
+            session.shift = shifts[at]
             done = session.opened if at < len(parts) else session.appended
             done(ids.tolist(), features, end - len(ids))
         return logits
@@ -442,6 +474,16 @@ class NativeEngine(Engine):
         if self._decoder is None:
             raise LocalrtError("the model is closed: load it again")
         return self._decoder
+
+
+def _joined_axes(
+    axes: Sequence[npt.NDArray[np.int64] | None], positions: Sequence[npt.NDArray[np.int64]]
+) -> npt.NDArray[np.int64] | None:
+    """The positions of all sequences on three axes; None if those of none differ."""
+    if all(own is None for own in axes):
+        return None
+    parts = zip(axes, positions, strict=True)
+    return np.concatenate([np.repeat(p[None], 3, 0) if a is None else a for a, p in parts], 1)
 
 
 def _own(sessions: Iterable[EngineSession]) -> list[NativeSession]:

@@ -97,6 +97,7 @@ class FeatureRows:
 class NativeSession(EngineSession):
     """See ``EngineSession``.
 
+    ``shift`` is how much further tokens are than their rotary positions, behind the pictures.
     ``attention_key`` names what keys depend on besides the weights. ``reserve`` makes room in a
     cache for a number of tokens that do not come from a pass.
     """
@@ -120,6 +121,7 @@ class NativeSession(EngineSession):
         self._tokens: list[int] = []
         self._open: list[int] = []  # the tokens of a tree's rows, until some are kept
         self._features: FeatureRows | None = None
+        self.shift = 0
         self.capacity = cache.capacity
 
     def record_features(self, layers: tuple[int, ...] = (AFTER_LAST,)) -> FeatureRows:
@@ -140,6 +142,12 @@ class NativeSession(EngineSession):
         if mix != self.cache.mix:
             self.trim(0)
             self.cache.mix = mix
+
+    def plain(self, tokens: Sequence[int]) -> Sequence[int]:
+        sight = self._engine.sight
+        if sight is None or not tokens or min(tokens) >= 0:
+            return tokens
+        return [sight.token if token < 0 else token for token in tokens]
 
     @property
     def tree_rows(self) -> int | None:
@@ -163,11 +171,12 @@ class NativeSession(EngineSession):
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
         """Append ``tokens`` in passes of the engine's size; return logits after the last."""
-        self.check_tokens(tokens, self._engine.info.vocab_size)
+        self.check_tokens(tokens, self._engine.info.vocab_size, self._engine.sight)
         most = self._engine.pass_rows
-        for start in range(0, len(tokens), most):
-            chunk = tokens[start : start + most]
-            done = start + len(chunk)
+        done = 0
+        while done < len(tokens):
+            chunk = tokens[done : done + self._engine.uncut(tokens[done:], most)]
+            done += len(chunk)
             wanted = [0] if done == len(tokens) else []
             logits = self._engine.extend_batch([(self, chunk)], wanted=wanted, check=check)
             if on_progress is not None:
@@ -228,8 +237,16 @@ class NativeSession(EngineSession):
             length = self._cache.trim(length)
         if self._features is not None:
             self._features.trim(length)
-        del self._tokens[length:]
+        if length < len(self._tokens):
+            del self._tokens[length:]
+            self._recount()
         return length
+
+    def _recount(self) -> None:
+        """Find the shift of the tokens held anew."""
+        sight = self._engine.sight
+        if sight is not None:
+            *_, self.shift = sight.places(np.asarray(self._tokens, np.int64), 0, 0)
 
     @property
     def blocks(self) -> BlockCache | None:
@@ -257,6 +274,7 @@ class NativeSession(EngineSession):
         self._reserve(blocks, len(tokens))
         held = blocks.restore(read(blocks.fill_blocks), states)
         self._tokens = list(tokens[:held])
+        self._recount()
         if self._features is not None:
             self._features.restart(held)
         return held
@@ -276,7 +294,7 @@ class NativeSession(EngineSession):
     def close(self) -> None:
         """Free the cache."""
         self._cache = self._features = None
-        self._tokens = []
+        self._tokens, self.shift = [], 0
 
 
 def _copied(source: BlockCache) -> ReadBlocks:
