@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorSource, WeightBlock
-from localrt.quant.formats import unpack
+from localrt.quant.formats import F32, pack, unpack
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.protocol import Ops
 
@@ -121,6 +121,15 @@ class WeightLoader:
         self._used.add(name)
         return self._values(name).reshape(shape)
 
+    def transposed(self, shape: tuple[int, int], name: str) -> Weight:
+        """A matrix whose tensor is stored as (in, out), in float32."""
+        values = np.ascontiguousarray(self.array(shape[::-1], name).T)
+        return self._ops.weight(shape, [pack(values, F32, name=name)])
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._checkpoint.tensors
+
     def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
         """``vector``, or None if the model has none."""
         return self.vector(size, *names) if present else None
@@ -210,5 +219,8 @@ class AskedTensors(WeightLoader):
 
     def array(self, shape: tuple[int, ...], name: str) -> Any:
         self.ask(shape, name)
+
+    def transposed(self, shape: tuple[int, int], name: str) -> Any:
+        self.ask(shape[::-1], name)
 
     def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...

@@ -19,6 +19,10 @@ _FILES = {
     "llava": "pixtral",
     "mistral3": "pixtral",
     "gemma4": "gemma4_vision",
+    "gemma3": "gemma3",
+    "idefics3": "idefics3",
+    "smolvlm": "idefics3",
+    "lfm2_vl": "lfm2_vl",
 }
 """The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
 here does.
@@ -49,7 +53,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
     module = import_module(f"localrt.models.vision.{_FILES[str(kind)]}")
     try:
         tower: Tower = module.read_tower(config, processor)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         found = error if isinstance(error, ValueError) else repr(error)
         raise UnsupportedModelError(f"the vision config makes no sense: {found}") from error
     return tower

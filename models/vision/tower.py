@@ -79,7 +79,7 @@ class Tower(ABC):
     empty) is the placeholder with what templates write around it. ``both_ways``: a picture's rows
     see one another in the decoder too, and belong into one pass; with ``full_layers_causal`` only
     in layers that have a window. ``deep_layers`` is how many of the decoder's layers ``Seen.deep``
-    is for.
+    is for. ``note`` is what to say when the model is loaded.
     """
 
     placeholder: str
@@ -88,6 +88,7 @@ class Tower(ABC):
     both_ways: bool = False
     full_layers_causal: bool = False
     deep_layers: int = 0
+    note: str = ""
 
     @abstractmethod
     def prepare(self, picture: Picture) -> Prepared:

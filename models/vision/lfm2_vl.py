@@ -1,0 +1,204 @@
+"""LFM2-VL's tower: SigLIP 2 (NaFlex) over a picture in its own shape, or over tiles of a large one
+and a smaller picture of the whole. Squares of encoded patches become one row of the decoder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localrt.common.errors import OptionError
+from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
+from localrt.models.vision.pixels import Scaling, cut, integer, number, resize
+from localrt.models.vision.siglip import (
+    BILINEAR,
+    VISION_TOWER,
+    Encoder,
+    activation,
+    merged,
+    pixels,
+    read_encoder,
+    resampling,
+    text_size,
+)
+from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.vision import VisionActivation, VisionSteps
+
+_EPS = 1e-5  # of the projector's norm; configs do not say it
+
+
+def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
+    """See ``registry.read_tower``."""
+    vision, factor = config["vision_config"], integer(config, "downsample_factor", 2)
+    places = integer(vision, "num_patches", 256)
+    side = math.isqrt(places)
+    if side**2 != places:
+        raise ValueError(f"num_patches must be a square, is {places}")
+    encoder = read_encoder(vision, side=side, prefixes=VISION_TOWER, stretched=True)
+    for key, own in (("encoder_patch_size", encoder.patch), ("downsample_factor", factor)):
+        if integer(processor, key, own) != own:
+            raise ValueError(f"the image processor's {key} must be {own}, is {processor[key]}")
+    square, tile = encoder.patch * factor, pixels(processor, "tile_size", 512)
+    if tile % square:
+        raise ValueError(f"tile_size must be a multiple of {square}, is {tile}")
+    tiles = integer(processor, "min_tiles", 2), integer(processor, "max_tiles", 10)
+    rows = integer(processor, "min_image_tokens", 64), integer(processor, "max_image_tokens", 256)
+    for key, (least, most) in (("tiles", tiles), ("image_tokens", rows)):
+        if least > most:
+            raise ValueError(f"min_{key} must be at most max_{key} ({most}), is {least}")
+    if max(tiles[1] * tile**2, rows[1] * square**2) > MOST_PIXELS:
+        raise ValueError(f"max_tiles and max_image_tokens exceed {MOST_PIXELS} pixels")
+    return Lfm2VlTower(
+        encoder=encoder,
+        factor=factor,
+        tile=tile,
+        tiles=tiles if processor.get("do_image_splitting") is not False else (1, 1),
+        whole=processor.get("use_thumbnail") is not False,
+        rows=rows,
+        tolerance=number(processor, "max_pixels_tolerance", 2.0),
+        marked=processor.get("use_image_special_tokens") is not False,
+        projector=Projector(
+            factor**2 * encoder.block.hidden,
+            integer(config, "projector_hidden_size", 2560),
+            text_size(config),
+            activation(config.get("projector_hidden_act", "gelu")),
+            config.get("projector_bias") is not False,
+            config.get("projector_use_layernorm") is not False,
+        ),
+        resample=resampling(processor, BILINEAR),
+        scaling=Scaling.read(processor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """The sizes of the projector: a matrix, an activation, a matrix, and before them a norm."""
+
+    size: int
+    inner: int
+    out: int
+    activation: VisionActivation
+    bias: bool
+    normed: bool
+
+    def load(self, weights: WeightLoader) -> list[Norm | Linear]:
+        """Its steps."""
+        prefix, inner, bias = "multi_modal_projector.", self.inner, self.bias
+        first, second = (inner, self.size), (self.out, inner)
+        steps: list[Norm | Linear] = [
+            Linear.load(weights, first, f"{prefix}linear_1", bias=bias, activation=self.activation),
+            Linear.load(weights, second, f"{prefix}linear_2", bias=bias),
+        ]
+        if self.normed:
+            steps.insert(0, Norm.load(weights, f"{prefix}layer_norm", self.size, _EPS))
+        return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2VlTower(Tower):
+    """See above. A picture has ``rows`` of the decoder from the first number to the second one; one
+    with ``tolerance`` times as many pixels has ``tiles`` of ``tile`` pixels square, from the first
+    number to the second one, and if ``whole`` the picture is seen too. If ``marked``, special
+    tokens begin and end the picture, and stand before each tile.
+    """
+
+    encoder: Encoder
+    factor: int  # patches of a row of the decoder, in each direction
+    tile: int
+    tiles: tuple[int, int]
+    whole: bool
+    rows: tuple[int, int]
+    tolerance: float
+    marked: bool
+    projector: Projector
+    resample: int
+    scaling: Scaling
+
+    placeholder = "<image>"
+
+    def prepare(self, picture: Picture) -> Prepared:
+        tile, patch, height, width = self.tile, self.encoder.patch, picture.height, picture.width
+        parts: list[tuple[str, Pixels]] = []
+        lines, columns = self._layout(height, width)
+        if lines * columns > 1:
+            large = resize(picture, lines * tile, columns * tile, self.resample)
+            squares = large.reshape(lines, tile, columns, tile, 3).swapaxes(1, 2)
+            for line, column in np.ndindex(lines, columns):
+                name = f"<|img_row_{line + 1}_col_{column + 1}|>"
+                parts.append((name, squares[line, column]))
+        if self.whole or not parts:
+            pixels = resize(picture, *self._fitting(height, width), self.resample)
+            parts.append(("<|img_thumbnail|>" if parts else "", pixels))
+        grids = [(len(pixels) // patch, pixels.shape[1] // patch) for _, pixels in parts]
+        pieces: list[str | int] = []
+        text = "<|image_start|>"
+        for (name, _), (rows, columns) in zip(parts, grids, strict=True):
+            pieces += [text + name, rows * columns // self.factor**2]
+            text = ""
+        pieces.append("<|image_end|>")
+        return Prepared(
+            patches=np.concatenate([self._patches(pixels) for _, pixels in parts]),
+            grid=tuple(grids),
+            pieces=tuple(p for p in pieces if self.marked or isinstance(p, int)),
+        )
+
+    def _patches(self, pixels: Pixels) -> Floats:
+        """Patches whose columns are pixel by pixel: (N, patch * patch * 3)."""
+        patches = cut(self.scaling(pixels), self.encoder.patch)
+        return patches.reshape(len(patches), 3, -1).swapaxes(1, 2).reshape(len(patches), -1)
+
+    @property
+    def _square(self) -> int:
+        """The side of what becomes one row of the decoder, in pixels."""
+        return self.encoder.patch * self.factor
+
+    def _layout(self, height: int, width: int) -> tuple[int, int]:
+        """Lines and columns of tiles: those whose shape is nearest to the picture's. Of the same
+        shape, the most that the picture's pixels fill by more than half.
+        """
+        least, square = self.encoder.patch, self._square
+        area = math.prod(max(least, round(x / square) * square) for x in (height, width))
+        if area <= self.rows[1] * square**2 * self.tolerance:
+            return 1, 1
+        few, many = self.tiles
+        every = itertools.product(range(1, many + 1), repeat=2)
+        known = sorted((c * r, r, c) for r, c in every if few <= c * r <= many)
+        differences = [abs(width / height - c / r) for _, r, c in known]
+        nearest = [k for k, d in zip(known, differences, strict=True) if d == min(differences)]
+        filled = [k for k in nearest[1:] if height * width > 0.5 * self.tile**2 * k[0]]
+        return (filled or nearest[:1])[-1][1:]
+
+    def _fitting(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest size in whole rows of the decoder, as many as a picture may have.
+
+        Raises:
+            OptionError: it is too narrow.
+        """
+        square = self._square
+        least, most = (count * square**2 for count in self.rows)
+        h, w = (max(1, round(x / square)) * square for x in (height, width))
+        if h * w > most:
+            shrink = math.sqrt(height * width / most)
+            h, w = (max(1, math.floor(x / shrink / square)) * square for x in (height, width))
+        elif h * w < least:
+            grow = math.sqrt(least / (height * width))
+            h, w = (math.ceil(x * grow / square) * square for x in (height, width))
+        if h * w > most:
+            raise OptionError(f"a picture of {width} x {height} pixels is too narrow for the model")
+        return h, w
+
+    def see(
+        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> Seen:
+        x = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+        x = merged(x, prepared.grid, self.factor)
+        for step in units.get("projector", self.projector.load):
+            x = step(x, steps)
+        return Seen(x)

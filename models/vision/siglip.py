@@ -1,0 +1,231 @@
+"""SigLIP's encoder, which is in the towers of several families: patches, learnt positions, blocks,
+a norm. The families' files prepare pictures, and say what makes rows of the encoded patches.
+
+A grid is (rows, columns) of patches: a picture, or a tile of one, whose patches see one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from localrt.models.raw_config import with_default_values
+from localrt.models.vision.pixels import integer, number
+from localrt.models.vision.tower import (
+    Block,
+    BlockConfig,
+    BlockNames,
+    Check,
+    Linear,
+    Norm,
+    Places,
+    Units,
+)
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.vision import VisionActivation, VisionSteps
+
+Grid = tuple[int, int]
+
+VISION_TOWER = ("vision_tower.vision_model.", "vision_tower.")
+"""What the tensors' names of most towers begin with: in files on the hub, and of transformers 5."""
+
+BILINEAR, LANCZOS = 2, 1
+"""Pillow's numbers of its filters."""
+
+_FILTERS = 5
+_LARGEST_SIDE = 4096  # of a picture, in pixels, and a square of positions
+
+_NAMES = BlockNames(
+    norm1="layer_norm1",
+    norm2="layer_norm2",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+)
+_ACTIVATIONS: Mapping[str, VisionActivation] = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """An encoder whose tensors' names begin with the first of ``prefixes`` that there is.
+
+    ``patch`` is the side of a patch in pixels. Positions are a square of ``side`` * ``side``, for
+    other grids ``stretched``, or without it the nearest ones.
+    """
+
+    block: BlockConfig
+    layers: int
+    patch: int
+    side: int
+    stretched: bool
+    prefixes: tuple[str, ...]
+
+    def __call__(
+        self,
+        patches: Floats,
+        grids: Sequence[Grid],
+        units: Units,
+        steps: VisionSteps,
+        check: Check | None,
+    ) -> Floats:
+        """The encoded patches (N, D) of all grids, one after another."""
+        embed, table = units.get("embeddings", self._embeddings)
+        x = embed(patches, steps)
+        x += np.concatenate([self._positions(table, grid) for grid in grids])
+        for layer in range(self.layers):
+            block = units.get(f"layers.{layer}", partial(self._block, layer))
+            first = 0
+            for rows, columns in grids:  # one by one: what a block makes on its way is large
+                if check is not None:
+                    check()
+                part = x[first : first + rows * columns]
+                part[:] = block(part, Places(ends=(len(part),)), steps)
+                first += len(part)
+        return units.get("post_layernorm", self._norm)(x, steps)
+
+    def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
+        prefix, hidden = f"{self._prefix(weights)}embeddings.", self.block.hidden
+        embed = Linear.load(weights, (hidden, 3 * self.patch**2), f"{prefix}patch_embedding")
+        table = weights.array((self.side**2, hidden), f"{prefix}position_embedding.weight")
+        return embed, table.reshape(self.side, self.side, hidden)
+
+    def _block(self, layer: int, weights: WeightLoader) -> Block:
+        prefix = f"{self._prefix(weights)}encoder.layers.{layer}."
+        return Block.load(self.block, prefix, weights)
+
+    def _norm(self, weights: WeightLoader) -> Norm:
+        name = f"{self._prefix(weights)}post_layernorm"
+        return Norm.load(weights, name, self.block.hidden, self.block.eps)
+
+    def _prefix(self, weights: WeightLoader) -> str:
+        there = (p for p in self.prefixes if weights.has(f"{p}post_layernorm.weight"))
+        return next(there, self.prefixes[0])
+
+    def _positions(self, table: Floats, grid: Grid) -> Floats:
+        """(rows * columns, D) of ``table`` (side, side, D)."""
+        rows, columns = grid
+        if self.stretched:
+            table = np.tensordot(_stretch(self.side, rows), table, 1)
+            table = np.matmul(_stretch(self.side, columns), table)
+        else:
+            table = table[np.arange(rows) * self.side // rows]
+            table = table[:, np.arange(columns) * self.side // columns]
+        return table.reshape(rows * columns, -1)
+
+
+def _stretch(size: int, count: int) -> Floats:
+    """Weights (count, size) that make ``count`` values of ``size`` along a line: each is of those
+    under a triangle, whose half is a step wide, and at least one value.
+    """
+    step = size / count
+    width = max(step, 1.0)
+    centres = (np.arange(count)[:, None] + 0.5) * step - 0.5
+    weights = np.maximum(1 - np.abs(np.arange(size) - centres) / width, 0)
+    return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
+
+
+def merged(x: Floats, grids: Sequence[Grid], factor: int) -> Floats:
+    """Squares of ``factor`` * ``factor`` patches side by side in one row, top left first:
+    (N, D) to (N / factor**2, factor**2 * D).
+    """
+    made, first = [], 0
+    for rows, columns in grids:
+        part = x[first : first + rows * columns]
+        first += rows * columns
+        part = part.reshape(rows // factor, factor, columns // factor, factor, -1)
+        made.append(part.transpose(0, 2, 1, 3, 4).reshape(rows * columns // factor**2, -1))
+    return np.concatenate(made)
+
+
+def read_encoder(
+    vision: Mapping[str, Any],
+    *,
+    side: int,
+    prefixes: tuple[str, ...],
+    hidden: int = 768,
+    heads: int = 12,
+    patch: int = 16,
+    stretched: bool = False,
+) -> Encoder:
+    """The encoder of a ``vision_config``; the numbers are the publisher's defaults.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+    hidden, heads = (
+        integer(vision, "hidden_size", hidden),
+        integer(vision, "num_attention_heads", heads),
+    )
+    if hidden % heads:
+        raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} heads")
+    if integer(vision, "num_channels", 3) != 3:
+        raise ValueError("num_channels must be 3")
+    block = BlockConfig(
+        hidden=hidden,
+        inner=integer(vision, "intermediate_size", 3072),
+        heads=heads,
+        eps=number(vision, "layer_norm_eps", 1e-6),
+        activation=activation(vision.get("hidden_act", "gelu_pytorch_tanh")),
+        names=_NAMES,
+    )
+    layers = integer(vision, "num_hidden_layers", 12)
+    patch = pixels(vision, "patch_size", patch)
+    return Encoder(
+        block=block, layers=layers, patch=patch, side=side, stretched=stretched, prefixes=prefixes
+    )
+
+
+def activation(name: Any) -> VisionActivation:
+    """What a config calls ``name``.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"activation {name!r:.60} is not supported (known: {known})")
+    return _ACTIVATIONS[name]
+
+
+def pixels(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A number of pixels.
+
+    Raises:
+        ValueError: it is none, or too large for any real model.
+    """
+    value = integer(settings, key, default)
+    if value > _LARGEST_SIDE:
+        raise ValueError(f"{key} must be at most {_LARGEST_SIDE}, is {value}")
+    return value
+
+
+def resampling(processor: Mapping[str, Any], default: int) -> int:
+    """Which of Pillow's filters resizes pictures.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = integer(processor, "resample", default)
+    if value > _FILTERS:
+        raise ValueError(f"resample must be a number from 1 to {_FILTERS}, is {value}")
+    return value
+
+
+def text_size(config: Mapping[str, Any]) -> int:
+    """The columns of the decoder's rows.
+
+    Raises:
+        ValueError: the config does not say.
+    """
+    return integer(with_default_values(config["text_config"], ""), "hidden_size")
