@@ -39,13 +39,13 @@ class Opened:
     seen: list[Seen]
 
 
-def look(folder: Path, *pictures: Picture) -> Opened:
+def look(folder: Path, *pictures: Picture | Prepared) -> Opened:
     """Open the folder's tower and encode the pictures."""
     ops = TorchOps(compute_format="f32", device="cpu")
     with closing(VisionFolder(folder)) as source:
         tower = read_tower(source.config, source.processor)
         units, steps = LoadedUnits(source, ops), VisionSteps(ops)
-        prepared = [tower.prepare(each) for each in pictures]
+        prepared = [p if isinstance(p, Prepared) else tower.prepare(p) for p in pictures]
         return Opened(tower, prepared, [tower.see(each, units, steps) for each in prepared])
 
 

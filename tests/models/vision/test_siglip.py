@@ -1,0 +1,347 @@
+"""SigLIP in Gemma 3, Idefics3, SmolVLM, LFM2-VL against transformers: pixels, pieces, rows."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.models.vision.picture import Picture
+from localrt.models.vision.pixels import cut
+from localrt.models.vision.registry import read_tower
+from tests.models.tiny import random_model, relative_error
+from tests.models.tiny_configs import with_text
+from tests.models.vision.oracles import expanded, look, picture, renamed, settings
+
+PATCH = 4
+STEP = 2.01 / 255  # of a byte, once pixels are normalized
+_VISION: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "patch_size": PATCH,
+}
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+SHAPES = [(32, 32), (61, 17), (9, 33), (250, 131), (40, 300), (5, 17), (129, 130)]
+
+
+def _without(processor: type) -> Any:
+    """A processor that is not made: there is no tokenizer."""
+    return object.__new__(processor)
+
+
+@dataclass
+class Theirs:
+    """What transformers prepares of a picture: pixels, cut and flat, and text."""
+
+    inputs: dict[str, Any]
+    patches: np.ndarray
+    text: str
+
+
+class Family(ABC):
+    """A tiny model of a family, in a folder, and transformers' processor of it."""
+
+    def __init__(self, folder: Path, config: Any, processor: Any) -> None:
+        self.folder, self.config, self.processor = folder, config, processor
+        self.model = random_model(config)
+        self.model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    @abstractmethod
+    def prepared(self, picture: Picture) -> Theirs:
+        """What is prepared of one picture."""
+
+    def rows(self, theirs: Theirs) -> np.ndarray:
+        """The decoder's rows."""
+        with torch.no_grad():
+            found = self.model.get_image_features(**theirs.inputs).pooler_output
+        return np.concatenate([each.numpy() for each in found])
+
+
+class Gemma3(Family):
+    def __init__(self, folder: Path, **processor: Any) -> None:
+        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 32}
+        text = {**_TEXT, "head_dim": 16, "sliding_window": 8}
+        config = with_text(hf.Gemma3Config, text, **vision)
+        config.mm_tokens_per_image = 16
+        own = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, **processor)
+        super().__init__(folder, config, own)
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found = self.processor([picture.image()], return_tensors="pt")
+        own = _without(Gemma3Processor)
+        row, start, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+        own.full_image_sequence = f"\n\n{start}{row * 16}{end}\n\n"
+        text = own.replace_image_token(found, 0).replace(row, "<image>")
+        pixels = found["pixel_values"]
+        return Theirs({"pixel_values": pixels}, _cut(pixels), text)
+
+
+class Idefics3(Family):
+    def __init__(self, folder: Path, **processor: Any) -> None:
+        config = with_text(
+            hf.Idefics3Config, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
+        )
+        own = Idefics3ImageProcessorPil(
+            size={"longest_edge": 96}, max_image_size={"longest_edge": 24}, **processor
+        )
+        super().__init__(folder, config, own)
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
+        own = _without(Idefics3Processor)
+        own.fake_image_token, own.global_image_tag = "<fake_token_around_image>", "<global-img>"
+        own.image_token, own.image_seq_len = "<image>", self.seq_len
+        pixels, mask = found["pixel_values"], found["pixel_attention_mask"]
+        inputs = {"pixel_values": pixels, "pixel_attention_mask": mask}
+        return Theirs(inputs, _cut(pixels[0]), own.replace_image_token(found, 0))
+
+    @property
+    def seq_len(self) -> int:
+        return (24 // 4) ** 2 // self.config.scale_factor**2
+
+
+class SmolVlm(Idefics3):
+    """A tile has more patches than positions, and some pixels too many."""
+
+    def __init__(self, folder: Path, **processor: Any) -> None:
+        config = with_text(
+            hf.SmolVLMConfig, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
+        )
+        config.scale_factor = 3
+        own = SmolVLMImageProcessorPil(
+            size={"longest_edge": 152}, max_image_size={"longest_edge": 38}, **processor
+        )
+        Family.__init__(self, folder, config, own)
+
+    @property
+    def seq_len(self) -> int:
+        return 9
+
+
+class Lfm2Vl(Family):
+    def __init__(self, folder: Path, **processor: Any) -> None:
+        vision = {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 25}
+        text = {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+        config = with_text(hf.Lfm2VlConfig, text, **vision)
+        config.projector_hidden_size = 40
+        config.projector_use_layernorm = processor.pop("projector_use_layernorm", True)
+        sizes = {"min_image_tokens": 4, "max_image_tokens": 16, "max_tiles": 6, "tile_size": 24}
+        own = lfm2_vl_processor()(encoder_patch_size=4, **{**sizes, **processor})
+        super().__init__(folder, config, own)
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
+        own = _without(Lfm2VlProcessor)
+        own.image_processor, own.image_token = self.processor, "<image>"
+        own.image_start_token, own.image_end_token = "<|image_start|>", "<|image_end|>"
+        own.image_thumbnail_token = "<|img_thumbnail|>"
+        text = own.replace_image_token(found, 0, use_image_special_tokens=True)
+        names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+        inputs = {name: found[name] for name in names}
+        patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
+        return Theirs(inputs, patches.numpy(), text)
+
+
+@cache
+def lfm2_vl_processor() -> Any:
+    """LFM2-VL's image processor, which lets torchvision resize and normalize: here torch does."""
+    names = ["torchvision"]
+    for part in ("transforms", "v2", "functional"):
+        names.append(f"{names[-1]}.{part}")
+    sys.modules.update({name: ModuleType(name) for name in names})
+    vars(sys.modules[names[-2]])["functional"] = None
+    try:
+        module = import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+    class Backend(module.TorchvisionBackend):  # type: ignore[name-defined,misc]
+        def resize(self, image: Any, size: Any, **_of_filters: Any) -> Any:
+            made = torch.nn.functional.interpolate(
+                image.float(), (size.height, size.width), mode="bilinear", antialias=True
+            )
+            return made.round().clamp(0, 255).to(torch.uint8)
+
+        def rescale_and_normalize(self, images: Any, *values: Any) -> Any:
+            factor, mean, std = values[1], *map(torch.tensor, values[3:])
+            return (images * factor - mean[:, None, None]) / std[:, None, None]
+
+    class Processor(module.Lfm2VlImageProcessor, Backend):  # type: ignore[name-defined,misc]
+        pass
+
+    return Processor
+
+
+def _cut(pixels: torch.Tensor) -> np.ndarray:
+    """Patches of tiles (T, 3, height, width)."""
+    tiles = pixels.numpy().transpose(0, 2, 3, 1)
+    used = tiles.shape[1] // PATCH * PATCH
+    return np.concatenate([cut(tile[:used, :used], PATCH) for tile in tiles])
+
+
+FAMILIES = {
+    "gemma3": Gemma3,
+    "idefics3": Idefics3,
+    "idefics3-whole": partial(Idefics3, do_image_splitting=False),
+    "smolvlm": SmolVlm,
+    "lfm2-vl": Lfm2Vl,
+    "lfm2-vl-tiles": partial(Lfm2Vl, use_thumbnail=False, projector_use_layernorm=False),
+    "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name](tmp_path)
+    pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
+    opened = look(tmp_path, *pictures)
+    for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
+        theirs = family.prepared(own)
+        assert expanded(prepared, "<image>") == theirs.text
+        assert prepared.patches.shape == theirs.patches.shape
+        assert np.abs(prepared.patches - theirs.patches).max() < STEP
+        if "lfm2" in name:  # Pillow and torch round some bytes differently
+            (seen,) = look(tmp_path, replace(prepared, patches=theirs.patches)).seen
+        rows = family.rows(theirs)
+        assert seen.rows.shape == rows.shape == (prepared.rows, 64)
+        assert relative_error(seen.rows, rows) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl"])
+def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name](tmp_path)
+
+    def published(tensor: str) -> str:
+        tensor = tensor.replace("vision_tower.", "vision_tower.vision_model.")
+        return tensor.removeprefix("model.") if name == "gemma3" else tensor
+
+    own = picture(70, 31)
+    (before,) = look(tmp_path, own).seen
+    (ours,) = look(renamed(tmp_path, published), own).seen
+    np.testing.assert_array_equal(ours.rows, before.rows)
+    assert len(ours.rows) == len(family.rows(family.prepared(own)))
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "lfm2-vl", "lfm2-vl-tiles"])
+def test_pieces_of_many_shapes(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name](tmp_path)
+    random = np.random.default_rng(0)
+    shapes = [(int(w), int(h)) for w, h in np.exp(random.uniform(1.6, 5, (60, 2)))]
+    shapes += [
+        (48, 48),
+        (72, 48),
+        (36, 60),
+        (60, 120),
+    ]  # as near to one grid of tiles as to another
+    shown = [Picture(np.zeros((h, w, 3), np.uint8)) for w, h in shapes if 1 / 20 < w / h < 20]
+    (tower,) = {look(tmp_path).tower}
+    for each in shown:
+        theirs = family.prepared(each)
+        ours = tower.prepare(each)
+        assert expanded(ours, "<image>") == theirs.text
+        assert ours.patches.shape == theirs.patches.shape
+
+
+def test_special_tokens_are_left_out(tmp_path: Path) -> None:
+    Lfm2Vl(tmp_path)
+    settings(tmp_path, "processor_config.json", use_image_special_tokens=False)
+    (prepared,) = look(tmp_path, picture(150, 90)).prepared
+    assert len(prepared.pieces) > 2
+    assert {type(piece) for piece in prepared.pieces} == {int}
+
+
+def test_publishers_defaults(tmp_path: Path) -> None:
+    """Without a processor's settings, sizes are those of the tower."""
+    text = {"hidden_size": 8}
+    small: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+    def pieces(kind: str, **vision: Any) -> tuple[str | int, ...]:
+        config = {"model_type": kind, "text_config": text, "vision_config": {**small, **vision}}
+        return read_tower(config, {}).prepare(picture(90, 60)).pieces
+
+    assert pieces("gemma3", image_size=896, patch_size=14)[1] == 256
+    found = pieces("smolvlm", image_size=384, patch_size=16)  # 4 x 3 tiles and the whole
+    assert [p for p in found if isinstance(p, int)] == [144] * 13
+    assert pieces("lfm2_vl") == ("<|image_start|>", 70, "<|image_end|>")
+
+
+def test_no_tiles_of_crops() -> None:
+    config = {"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}}
+    config["mm_tokens_per_image"] = 49
+    assert read_tower(config, {"do_pan_and_scan": None}).note == ""
+    assert "pan and scan" in read_tower(config, {"do_pan_and_scan": True}).note
+
+
+def test_too_narrow(tmp_path: Path) -> None:
+    Lfm2Vl(tmp_path)
+    tower = look(tmp_path).tower
+    with pytest.raises(OptionError, match="2000 x 2 pixels is too narrow for the model"):
+        tower.prepare(picture(2000, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "processor", "message"),
+    [
+        ("gemma3", {}, {}, "14 patches a side are no multiple of 16 rows a side"),
+        ("gemma3", {"image_size": 1 << 13}, {}, "image_size must be at most 4096"),
+        ("gemma3", {"image_size": [224, 224]}, {}, "image_size must be an integer"),
+        ("gemma3", {"patch_size": 14, "num_channels": 1}, {}, "num_channels must be 3"),
+        ("gemma3", {"patch_size": 14, "hidden_act": "tanh"}, {}, "activation 'tanh' is not supp"),
+        ("gemma3", {"patch_size": 14, "num_attention_heads": 7}, {}, "not a multiple of 7 heads"),
+        ("gemma3", {"patch_size": 14}, {"resample": 9}, "resample must be a number from 1 to 5"),
+        ("idefics3", {}, {}, "7 patches a side are no multiple of scale_factor 2"),
+        ("idefics3", {"patch_size": 28}, {"size": {"height": 9}}, "longest_edge must be an integ"),
+        ("smolvlm", {"patch_size": 28}, {"size": 9}, "makes no sense"),
+        ("smolvlm", {}, {"max_image_size": {"longest_edge": 16}}, "0 patches a side"),
+        ("lfm2_vl", {"num_patches": 200}, {}, "num_patches must be a square, is 200"),
+        ("lfm2_vl", {}, {"encoder_patch_size": 14}, "encoder_patch_size must be 16, is 14"),
+        ("lfm2_vl", {}, {"downsample_factor": 4}, "downsample_factor must be 2, is 4"),
+        ("lfm2_vl", {}, {"tile_size": 100}, "tile_size must be a multiple of 32, is 100"),
+        ("lfm2_vl", {}, {"min_tiles": 20}, r"min_tiles must be at most max_tiles \(10\), is 20"),
+        ("lfm2_vl", {}, {"max_tiles": 9999}, "max_tiles and max_image_tokens exceed 64000000 pix"),
+        ("lfm2_vl", {"layer_norm_eps": "1"}, {}, "layer_norm_eps must be a positive number"),
+    ],
+)
+def test_bad_configs(
+    kind: str, config: dict[str, Any], processor: dict[str, Any], message: str
+) -> None:
+    whole = {"model_type": kind, "vision_config": config, "text_config": {"hidden_size": 8}}
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        read_tower(whole, processor)
+    assert "\n" not in str(raised.value)
+
+
+def test_text_config_is_missing() -> None:
+    whole = {"model_type": "lfm2_vl", "vision_config": {}}
+    with pytest.raises(UnsupportedModelError, match="text_config"):
+        read_tower(whole, {})
