@@ -135,7 +135,7 @@ def picture(width: int, height: int, seed: int = 0) -> Picture:
 def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
     """What the tower makes of pictures, in float32."""
     ops = TorchOps(compute_format="f32", device="cpu")
-    units, steps = LoadedUnits(source, ops), VisionSteps(ops)
+    units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
     return [tower.see(tower.prepare(each), units, steps) for each in pictures]
 
 
