@@ -82,6 +82,9 @@ _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
 )
+_FETCH_HELP = (
+    "fetch pictures that requests name by URL, from public addresses only (default: refuse them)"
+)
 _LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
 _UNSET = ServeOptions()
 # Flags for a single model.
@@ -100,6 +103,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
     ("--strict-models", bool, None, _STRICT_HELP),
     ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
+    ("--fetch-pictures", bool, None, _FETCH_HELP),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
     ("--quiet", bool, None, "do not log requests"),
@@ -246,6 +250,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
+        fetch_pictures=args.fetch_pictures,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -26,6 +26,7 @@ from localrt.common.version import __version__
 from localrt.engine.saved_caches import model_key
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.vision.source import vision_source
 from localrt.server.anthropic import routes as anthropic
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
@@ -103,6 +104,8 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
             capabilities.append("tools")
         if template is not None and find_syntax(template).tags is not None:
             capabilities.append("thinking")
+        if _sees(path):
+            capabilities.append("vision")
         return ModelFacts(
             family=checkpoint.architecture,
             format=checkpoint.kind,
@@ -113,6 +116,15 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
             template="" if template is None else template.source,
             capabilities=tuple(capabilities),
         )
+
+
+def _sees(path: Path) -> bool:
+    with suppress(LocalrtError):  # it is damaged: the decoder may be whole
+        tower = vision_source(path)
+        if tower is not None:
+            tower.close()
+            return True
+    return False
 
 
 def _whole(value: Any) -> int | None:
@@ -165,7 +177,7 @@ async def props(request: Request) -> Response:
             "total_slots": service.options.max_running,
             "model_alias": offered.name,
             "chat_template": facts.template,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": "vision" in facts.capabilities, "audio": False},
             "build_info": f"localrt-{__version__}",
         }
     )
@@ -189,6 +201,7 @@ def _openai(offered: Offered, started: int) -> dict[str, Any]:
         "owned_by": "localrt",
         **served,
         "meta": {name: value for name, value in meta.items() if value is not None},
+        "capabilities": facts.capabilities,
         **({} if offered.base is None else {"parent": offered.base}),
         "status": {
             "value": offered.state,
@@ -204,7 +217,7 @@ def _lm_studio(offered: Offered) -> dict[str, Any]:
     return {
         "id": offered.name,
         "object": "model",
-        "type": "llm",
+        "type": "vlm" if "vision" in facts.capabilities else "llm",
         "publisher": offered.name.rpartition("/")[0],
         "arch": facts.family,
         "compatibility_type": facts.format,

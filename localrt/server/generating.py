@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -41,6 +41,7 @@ from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.server.dialect import EVENT_STREAM, Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
+from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
 from localrt.server.service import ModelRequest, sent_key
 from localrt.service.arguments import joined
@@ -103,12 +104,10 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def computed(
-    asked: ModelRequest, work: Callable[[Model, threading.Event], T], *, passes: bool = True
-) -> T:
+async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event], T]) -> T:
     """Run ``work`` on the model in a thread; its event is set if the client disconnects.
 
-    Work with ``passes`` takes turns, as it shares the engine with answers.
+    Work takes turns, as it shares the engine with answers.
 
     Raises:
         ApiError, LocalrtError: it could not be done.
@@ -117,7 +116,7 @@ async def computed(
     cancel = threading.Event()
 
     async def run() -> T:
-        async with asked.using() as served, served.embedding if passes else nullcontext():
+        async with asked.using() as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
     with asked.service.admitted():
@@ -127,14 +126,34 @@ async def computed(
             cancel.set()
 
 
+async def rendered(
+    asked: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, Any]], T]
+) -> T:
+    """Run ``work`` on the model and the one prompt of ``call`` in a thread; it computes no passes.
+
+    Raises:
+        ApiError, LocalrtError: it could not be done.
+        ClientDisconnect: the client has disconnected.
+    """
+
+    async def run() -> T:
+        async with (
+            asked.using() as served,
+            with_pictures(call.prompts, asked.service, sees=served.sees) as (given,),
+        ):
+            return await asyncio.to_thread(work, served.model, given)
+
+    with asked.service.admitted():
+        return await until_gone(asked.http, run())
+
+
 async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
     """Return the tokens of the one prompt of ``call``, a conversation, with tools and options."""
-    (given,) = call.prompts
 
-    def count(model: Model, _: threading.Event) -> int:
+    def count(model: Model, given: Mapping[str, Any]) -> int:
         return model.count(given["prompt"], tools=given["tools"], **call.options)
 
-    return await computed(asked, count, passes=False)
+    return await rendered(asked, call, count)
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -226,10 +245,13 @@ class _Work(AsyncExitStack):
         served.check_biases(call.options.get("logit_bias", ()))
         if call.echo or call.only_reads:
             await self._read(served, adapting.get("adapter"))
-        for one in () if call.only_reads else call.submissions():
-            self._answers.append(await served.live.asubmit(**terms, **one, **adapting))
-            if service.stopping:  # the server stopped meanwhile
-                self._answers[-1].cancel()
+        if call.only_reads:
+            return
+        async with with_pictures(call.prompts, service, sees=served.sees) as prompts:
+            for one in replace(call, prompts=prompts).submissions():
+                self._answers.append(await served.live.asubmit(**terms, **one, **adapting))
+                if service.stopping:  # the server stopped meanwhile
+                    self._answers[-1].cancel()
 
     async def _read(self, served: ServedModel, adapter: str | None) -> None:
         call, cancel = self._call, threading.Event()

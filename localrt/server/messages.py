@@ -1,9 +1,9 @@
 """Turn messages and tools of any dialect into the form that chat templates take.
 
 No content ends a conversation: words stand for what cannot be shown, and a part of an unknown kind
-is shown as it is, without the fields that only its vendor can read. Models call functions: a tool
-that takes a text becomes a function with one argument, and a tool that only its vendor's server can
-run is left out.
+is shown as it is, without the fields that only its vendor can read. Pictures stay as they came:
+``media`` knows whether the model sees. Models call functions: a tool that takes a text becomes a
+function with one argument, and a tool that only its vendor's server can run is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from localrt.chat_format.messages import kind_in_words
 from localrt.chat_format.thinking import THOUGHT_FIELDS
@@ -38,6 +38,49 @@ _THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # types of parts
 _IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
 _RESULTS = ("content", "output", "result")
 _FUNCTIONS = "functions"  # the namespace of tools without one
+_MEDIA = ("image", "screenshot", "audio", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture, sound or video as its client sent it: the ``part`` of a content.
+
+    ``words`` stand for it before a model that reads text only.
+    """
+
+    kind: str
+    part: Fields
+    words: str
+
+
+Pieces: TypeAlias = Sequence["str | Media"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A content of texts and media; ``between`` separates adjacent texts."""
+
+    pieces: Pieces
+    between: str
+
+    def in_words(self) -> str:
+        """Return the content for a model that reads text only."""
+        return self.between.join(
+            piece if isinstance(piece, str) else piece.words for piece in self.pieces
+        )
+
+
+Content: TypeAlias = str | Mixed
+
+
+def joined(contents: Sequence[Content], between: str) -> Content:
+    """Return one content of several."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(map(str, contents))
+    pieces: list[str | Media] = []
+    for content in contents:
+        pieces += [content] if isinstance(content, str) else content.pieces
+    return Mixed(pieces, between)
 
 
 def thought(text: str) -> dict[str, str]:
@@ -79,34 +122,47 @@ def without_billing(text: str, role: str = "system") -> str:
     return _BILLING.sub("", text) if role in ("system", "developer") else text
 
 
-def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
-    """Return the text of a content, which is a text, a part, or a list of both."""
+def content_of(content: Any, note: Note, between: str = "\n\n") -> Content:
+    """Return a content, which is a text, a part, or a list of both, in our form."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
-    return between.join(filter(None, (_shown(part, note) for part in parts)))
+    pieces = [piece for part in _parts(content) if (piece := _shown(part, note))]
+    if all(isinstance(piece, str) for piece in pieces):
+        return between.join(map(str, pieces))
+    return Mixed(pieces, between)
+
+
+def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
+    """Return the text of a content, with words in the place of media."""
+    found = content_of(content, note, between)
+    return found if isinstance(found, str) else found.in_words()
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [] if content is None else [content]
 
 
 def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Message]:
-    texts: list[str] = []
+    pieces: list[str | Media] = []
     fields: Message = {}
 
     def gathered() -> Iterator[Message]:
-        if texts or fields:
-            words = without_billing(between.join(texts), role)
+        if pieces or fields:
+            found = Mixed(tuple(pieces), between)
+            media = role == "user" and any(isinstance(piece, Media) for piece in pieces)
+            words = found if media else without_billing(found.in_words(), role)
             yield {"role": role, "content": words, **fields}
-        texts.clear()
+        pieces.clear()
         fields.clear()
 
-    parts = content if isinstance(content, list) else [] if content is None else [content]
-    for part in parts:
+    for part in _parts(content):
         kind = _kind(part)
         if isinstance(part, Mapping) and (call := _call(kind, part)) is not None:
             fields.setdefault("tool_calls", []).append(call)
         elif isinstance(part, Mapping) and (answered := _answered(kind, part)) is not None:
             yield from gathered()
             result = next((part[name] for name in _RESULTS if part.get(name)), "")
-            yield {"role": "tool", "tool_call_id": answered, "content": text_of(result, note)}
+            yield {"role": "tool", "tool_call_id": answered, "content": content_of(result, note)}
         elif kind in _THOUGHTS:
             words = next((part[name] for name in _IN_THOUGHTS if part.get(name)), "")
             if not words:
@@ -114,8 +170,8 @@ def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Mes
             before = fields.get(THOUGHT_FIELDS[0])
             if words := "\n\n".join(filter(None, (before, text_of(words, note)))):
                 fields |= thought(words)
-        elif (words := _shown(part, note)) or kind == "text":
-            texts.append(words)
+        elif (piece := _shown(part, note)) or kind == "text":
+            pieces.append(piece)
     yield from gathered()
 
 
@@ -147,8 +203,8 @@ def _answered(kind: str, part: Fields) -> str | None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def _shown(part: Any, note: Note) -> str:
-    """Return a part in words, or "" if there is nothing to show."""
+def _shown(part: Any, note: Note) -> str | Media:
+    """Return a part in words, or as media, or "" if there is nothing to show."""
     if isinstance(part, str):
         return part
     try:
@@ -157,7 +213,7 @@ def _shown(part: Any, note: Note) -> str:
         return "[left out: nested too deeply]"
 
 
-def _words(part: Fields, note: Note) -> str:
+def _words(part: Fields, note: Note) -> str | Media:
     kind = _kind(part)
     for text in (part.get("text"), part.get("refusal")):
         if isinstance(text, str):
@@ -170,13 +226,14 @@ def _words(part: Fields, note: Note) -> str:
     words = _document(found, note)
     if words:
         return f"{name}\n{words}" if isinstance(name, str) else words
+    known = None if kind.endswith("_call") else kind_in_words(kind)
+    shown = f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
+    if known in _MEDIA:
+        return Media(known, part, shown)
     if kind:
-        note(
-            f"content {kind}",
-            f"messages hold {kind}: the model reads text only, and is shown words in its place",
-        )
-    if not kind.endswith("_call") and (known := kind_in_words(kind)) is not None:
-        return f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
+        note(f"content {kind}", f"messages hold {kind}: the model is shown words in its place")
+    if known is not None:
+        return shown
     fields = _readable(part)
     if not kind:
         return json.dumps(fields, ensure_ascii=False) if fields else ""

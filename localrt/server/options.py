@@ -23,7 +23,8 @@ class ServeOptions:
     ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is disconnected.
     With several models, one that is unused for ``keep_alive_s`` gives its memory back (below
     zero: never). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models. Answers get ``drain_s`` to finish when the server stops.
+    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. Answers
+    get ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +45,7 @@ class ServeOptions:
     keep_alive_s: float = 300.0
     strict_models: bool = False
     allow_pull: bool = False
+    fetch_pictures: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (

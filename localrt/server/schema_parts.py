@@ -53,11 +53,21 @@ TEXT = nullable(STRING)
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
 
+_AT = "data:image/png;base64,..., or a URL if the server fetches pictures"
 # Any content is read: see ``messages``.
 CONTENT: Schema = {
     "description": "a text, or a list of parts",
     "type": ["string", "array", "object", "null"],
-    "items": {"type": ["string", "object"]},
+    "items": {
+        "type": ["string", "object"],
+        "properties": {
+            "type": {"examples": ["text", "image_url", "input_image", "image"]},
+            "image_url": {"description": f"of a picture: {_AT}, or an object with it as url"},
+            "source": {
+                "description": "of a picture: base64 as data, with base64 as type, or a URL as url"
+            },
+        },
+    },
 }
 ARGUMENTS: Schema = {"type": ["string", "object", "null"]}
 TOOLS = nullable(list_of(OBJECT))

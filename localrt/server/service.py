@@ -24,6 +24,7 @@ from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
 from localrt.server.models import Models, Offered, ServedModel
 from localrt.server.options import ServeOptions
+from localrt.server.pictures import Fetcher
 
 _MOST = 1000
 _MOST_BYTES = 64 << 20
@@ -177,6 +178,7 @@ def _number(value: float) -> str:
 
 
 _BODIES = 8  # large bodies that may arrive at once
+_SEEING = 2  # requests whose pictures are decoded at once
 _LONGEST_RETRY_S = 60
 _MOST_NOTES = 256  # kinds of notes; clients choose some of their names
 _HELP = {
@@ -198,6 +200,8 @@ class Service:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
+        self.fetcher = Fetcher() if options.fetch_pictures else None
+        self.seeing = asyncio.Semaphore(_SEEING)
         self.responses = ResponseStore()
         self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads
         self.open_requests = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from localrt.engine.types import Message
 from localrt.server.about import known_facts
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ApiError, JsonResponse, invalid
-from localrt.server.generating import computed
+from localrt.server.generating import computed, rendered
 from localrt.server.openai.calls import chat_call
 from localrt.server.service import ModelRequest, read_request, service_of
 
@@ -144,20 +144,24 @@ async def tokenize(request: Request) -> Response:
 
     parse = fields.get("parse_special") is not False
 
-    def work(model: Model, _: threading.Event) -> dict[str, Any]:
-        if fields.get("messages"):
-            (given,) = chat_call(fields).prompts
-            ids = model.tokenize(given["prompt"], tools=given["tools"])
-        else:
-            ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
-        pieces = [model.tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
-        shown: list[Any] = list(ids)
-        if fields.get("with_pieces"):
-            shown = [{"id": one, "piece": piece} for one, piece in zip(ids, pieces, strict=True)]
-        more = {"token_strs": pieces} if fields.get("return_token_strs") else {}
-        return {"tokens": shown, "count": len(ids), "max_model_len": model.info.ctx, **more}
+    def of_text(model: Model, _: threading.Event) -> dict[str, Any]:
+        ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
+        return shown(model, ids)
 
-    return JsonResponse(await computed(asked, work))
+    def of_messages(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+        return shown(model, model.tokenize(given["prompt"], tools=given["tools"]))
+
+    def shown(model: Model, ids: Sequence[int]) -> dict[str, Any]:
+        pieces = [model.tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
+        tokens: list[Any] = list(ids)
+        if fields.get("with_pieces"):
+            tokens = [{"id": one, "piece": piece} for one, piece in zip(ids, pieces, strict=True)]
+        more = {"token_strs": pieces} if fields.get("return_token_strs") else {}
+        return {"tokens": tokens, "count": len(ids), "max_model_len": model.info.ctx, **more}
+
+    if fields.get("messages"):
+        return JsonResponse(await rendered(asked, chat_call(fields), of_messages))
+    return JsonResponse(await computed(asked, of_text))
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -6,8 +6,9 @@ of its client.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ SIGNS: Mapping[str, str] = {
 @dataclass(frozen=True)
 class Question:
     """``most`` tokens are written at most. With a ``tool`` it must be called; ``think`` is how
-    much, or False. ``begun`` is how the answer begins.
+    much, or False. ``begun`` is how the answer begins. ``pictures`` are PNG files.
     """
 
     text: str = "hi"
@@ -54,16 +55,26 @@ class Question:
     schema: Mapping[str, Any] | None = None
     think: str | bool | None = None
     stream: bool = False
+    pictures: Sequence[bytes] = ()
 
-    @property
-    def messages(self) -> list[Any]:
+    def messages(
+        self, show: Callable[[str], Any] | None = None, *, kind: str = "text"
+    ) -> list[Any]:
+        """The conversation; ``show`` makes a part of a picture in base64, ``kind`` is a text's."""
         begun = [{"role": "assistant", "content": self.begun}] if self.begun else []
-        return [{"role": "user", "content": self.text}, *begun]
+        content: Any = self.text
+        if self.pictures and show is not None:
+            shown = [show(base64.b64encode(one).decode()) for one in self.pictures]
+            content = [*shown, {"type": kind, "text": self.text}]
+        return [{"role": "user", "content": content}, *begun]
 
-    @property
-    def with_system(self) -> list[Any]:
+    def with_system(self, show: Callable[[str], Any] | None = None) -> list[Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.messages]
+        return [*system, *self.messages(show)]
+
+
+def data_uri(data: str) -> str:
+    return f"data:image/png;base64,{data}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,10 @@ class Answer:
 def ask_chat(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's chat completions."""
     openai = pytest.importorskip("openai")
-    fields: dict[str, Any] = {"messages": asked.with_system, "max_tokens": asked.most}
+    messages = asked.with_system(
+        lambda data: {"type": "image_url", "image_url": {"url": data_uri(data)}}
+    )
+    fields: dict[str, Any] = {"messages": messages, "max_tokens": asked.most}
     more: dict[str, Any] = {}
     if asked.begun:
         fields["messages"][-1] = {**fields["messages"][-1], "prefix": True}
@@ -121,7 +135,11 @@ def ask_chat(url: str, model: str, asked: Question) -> Answer:
 def ask_responses(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's Responses."""
     openai = pytest.importorskip("openai")
-    fields: dict[str, Any] = {"input": asked.messages, "max_output_tokens": asked.most}
+    messages = asked.messages(
+        lambda data: {"type": "input_image", "detail": "auto", "image_url": data_uri(data)},
+        kind="input_text",
+    )
+    fields: dict[str, Any] = {"input": messages, "max_output_tokens": asked.most}
     if asked.system is not None:
         fields["instructions"] = asked.system
     if asked.tool is not None:
@@ -156,7 +174,9 @@ def ask_responses(url: str, model: str, asked: Question) -> Answer:
 def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
     """Anthropic's Messages."""
     anthropic = pytest.importorskip("anthropic")
-    fields: dict[str, Any] = {"messages": asked.messages, "max_tokens": asked.most}
+    source = {"type": "base64", "media_type": "image/png"}
+    messages = asked.messages(lambda data: {"type": "image", "source": {**source, "data": data}})
+    fields: dict[str, Any] = {"messages": messages, "max_tokens": asked.most}
     more: dict[str, Any] = {"temperature": 0}
     if asked.system is not None:
         fields["system"] = asked.system
@@ -194,7 +214,9 @@ def ask_ollama(url: str, model: str, asked: Question) -> Answer:
     """Ollama's chat. Its clients cannot ask for a call: the server's defaults do."""
     ollama = pytest.importorskip("ollama")
     options = {"temperature": 0, "num_predict": asked.most, "stop": asked.stop}
-    fields: dict[str, Any] = {"messages": asked.with_system, "options": options}
+    fields: dict[str, Any] = {"messages": asked.with_system(), "options": options}
+    if asked.pictures:
+        fields["messages"][-1]["images"] = list(asked.pictures)
     if asked.tool is not None:
         fields["tools"] = [{"type": "function", "function": asked.tool}]
     if asked.schema is not None:

@@ -15,6 +15,7 @@ from localrt.server.anthropic.calls import messages_call
 from localrt.server.bodies import check_fields
 from localrt.server.dialect import Generation
 from localrt.server.errors import ApiError
+from localrt.server.media import in_words
 from localrt.server.messages import text_of, unnoted
 from localrt.server.ollama import calls as ollama
 from localrt.server.openai.calls import chat_call
@@ -51,11 +52,11 @@ def read(kind: str, **fields: Any) -> Generation:
 
 
 def messages(kind: str, given: Any, **fields: Any) -> list[dict[str, Any]]:
-    """The messages that a template gets; thoughts by one name."""
+    """The messages that the template of a model without sight gets; thoughts by one name."""
     call = read(kind, **{"input" if kind == "RESPONSES" else "messages": given}, **fields)
     return [
         {name: value for name, value in message.items() if name not in ("thinking", "reasoning")}
-        for message in call.prompts[0]["prompt"]
+        for message in in_words(call.prompts[0])["prompt"]
     ]
 
 
@@ -531,7 +532,7 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         ],
         [
             {"role": "developer", "content": "Be brief."},
-            user("What is it?\n\n[image left out]\n\n[image left out]"),
+            user("[image left out]\n\n[image left out]\n\nWhat is it?"),
             says("", called("look", '{"a": 1}')),
             result("done", name="look"),
         ],
@@ -564,7 +565,7 @@ def test_notes_of_left_out_parts(server: Running) -> None:
         assert server.request("POST", PATHS["CHAT"], body)[0] == 200
     assert [note for note in server.notes if "hologram" in note or "telescope" in note] == [
         "a tool of the type telescope is left out: only its vendor's server can run it",
-        "messages hold hologram: the model reads text only, and is shown words in its place",
+        "messages hold hologram: the model is shown words in its place",
     ]
 
 
@@ -628,7 +629,7 @@ def test_any_content_and_tools(kind: str, content: Any, tool: Any, choice: Any) 
     with contextlib.suppress(ApiError):
         found.append(read(kind, **fields, **more))
     for call in found:
-        for message in call.prompts[0]["prompt"]:
+        for message in in_words(call.prompts[0])["prompt"]:
             assert isinstance(message["content"], str)
             json.dumps(message)
         json.dumps(call.prompts[0]["tools"])

@@ -12,6 +12,7 @@ from localrt.server.messages import (
     Message,
     Note,
     chosen,
+    joined,
     messages_of,
     offered,
     text_of,
@@ -82,7 +83,7 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
             and last.keys() == message.keys()
             and last["role"] == message["role"]
         ):
-            last["content"] = f"{last['content']}\n\n{message['content']}"
+            last["content"] = joined([last["content"], message["content"]], "\n\n")
         else:
             found.append(message)
     return found

@@ -13,6 +13,7 @@ from localrt.server.messages import (
     Fields,
     Message,
     Note,
+    content_of,
     made_call,
     offered,
     text_of,
@@ -24,7 +25,6 @@ _SAME_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop"),
     *("presence_penalty", "frequency_penalty"),
 )
-_IMAGE = {"type": "image"}
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
@@ -61,7 +61,7 @@ def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
     ):
         if fields.get(name):
             raise invalid(f"{name} is not supported: {instead}", name)
-    prompt = text_of([fields.get("prompt") or "", *_images(fields)], note)
+    prompt = content_of([*_images(fields), fields.get("prompt") or ""], note)
     system = fields.get("system")
     if fields.get("suffix"):
         given: dict[str, Any] = {"prompt": prompt, "suffix": fields["suffix"]}
@@ -126,8 +126,8 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     for number, message in enumerate(given, 1):
         role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
-        content = text_of([*parts, *_images(message)], note)
-        shown: Message = {"role": role, "content": content}
+        read = content_of if role in ("user", "tool") else text_of
+        shown: Message = {"role": role, "content": read([*_images(message), *parts], note)}
         if message.get("thinking"):
             shown |= thought(message["thinking"])
         if message.get("tool_calls"):
@@ -160,4 +160,5 @@ def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]
 
 
 def _images(message: Fields) -> list[Fields]:
-    return [_IMAGE] * len(message.get("images") or ())
+    """Return the pictures, which models are shown before the text."""
+    return [{"type": "image", "data": data} for data in message.get("images") or ()]

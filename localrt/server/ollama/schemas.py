@@ -29,7 +29,10 @@ _KEEP: dict[str, Schema] = {
         "type": ["number", "string", "null"],
     },
 }
-_IMAGES = nullable(list_of({}))
+_IMAGES: Schema = {
+    "description": "pictures in base64: PNG, JPEG, WebP or GIF",
+    **nullable(list_of(STRING)),
+}
 
 _ASK: dict[str, Schema] = {
     **_KEEP,

@@ -15,10 +15,10 @@ from localrt.server.messages import (
     Message,
     Note,
     chosen,
+    content_of,
     made_call,
     messages_of,
     offered,
-    text_of,
     thought,
     unnoted,
 )
@@ -158,7 +158,7 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     for number, message in enumerate(given):
         role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
-            shown: Message = {"role": "tool", "content": text_of(content, note, "\n")}
+            shown: Message = {"role": "tool", "content": content_of(content, note, "\n")}
             shown |= {"tool_call_id": called} if role == "function" else {}
         else:
             parts = messages_of(role, content, note, between="\n")

@@ -1,0 +1,194 @@
+"""Pictures of requests for models that see, from base64 or the web; words for other models.
+
+What clients say about their type is not believed: the library looks at their bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from localrt.models.vision.picture import MOST_BYTES
+from localrt.server.errors import invalid
+from localrt.server.messages import Media, Mixed
+from localrt.server.service import Service
+
+Prompt = Mapping[str, Any]
+
+_MOST = 64  # pictures of a request
+_FETCH_S = 30.0  # for all pictures of a request
+_PICTURES = ("image", "screenshot")
+_MOST_HEAD = 256  # characters of a data URI before its data
+_BLANKS = b" \t\r\n"
+
+
+@asynccontextmanager
+async def with_pictures(
+    prompts: Sequence[Prompt], service: Service, *, sees: bool
+) -> AsyncIterator[Sequence[Prompt]]:
+    """Yield the prompts of a ``Generation`` as the library takes them, with the bytes of pictures,
+    which are only counted until the block ends. A model that does not see is shown words.
+
+    Raises:
+        ApiError: 400, a picture cannot be read or may not be fetched; 503, there is no room.
+    """
+    media = [piece for one in _mixed(prompts) for piece in one.pieces if isinstance(piece, Media)]
+    if not media:
+        yield prompts
+        return
+    if not sees:
+        for kind in {one.kind for one in media}:
+            why = "the model reads text only, and is shown words in its place"
+            service.note_once(f"content {kind}", f"messages hold {kind}: {why}")
+        yield list(map(in_words, prompts))
+        return
+    sources = _sources(prompts, media)
+    taken = 0
+
+    def take(nbytes: int) -> None:
+        nonlocal taken
+        service.bodies.take(nbytes)
+        taken += nbytes
+
+    try:
+        fetched = await _fetched(sources, service, take)
+        async with service.seeing:
+            pictures = iter(await asyncio.to_thread(_decoded, sources, fetched))
+            yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
+    finally:
+        service.bodies.take(-taken)
+
+
+def in_words(prompt: Prompt) -> Prompt:
+    """Return the prompt as a model that reads text only is shown it."""
+    return _shown(prompt, Mixed.in_words)
+
+
+def _mixed(prompts: Sequence[Prompt]) -> Iterator[Mixed]:
+    """Yield the contents that have media."""
+    for prompt in prompts:
+        given = prompt.get("prompt")
+        contents = [each["content"] for each in given] if isinstance(given, list) else [given]
+        yield from (content for content in contents if isinstance(content, Mixed))
+
+
+def _shown(prompt: Prompt, show: Callable[[Mixed], Any]) -> Prompt:
+    """Return the prompt with ``show`` of each content that has media."""
+
+    def shown(content: Any) -> Any:
+        return show(content) if isinstance(content, Mixed) else content
+
+    given = prompt.get("prompt")
+    if isinstance(given, list):
+        given = [{**message, "content": shown(message["content"])} for message in given]
+    return {**prompt, "prompt": shown(given)} if "prompt" in prompt else prompt
+
+
+def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
+    """Return a content as chat templates take it, with the next of ``pictures``."""
+    parts: list[dict[str, Any]] = []
+    for piece in content.pieces:
+        if isinstance(piece, Media):
+            parts.append({"type": "image", "image": next(pictures)})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"{content.between}{piece}"
+        else:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+# -- where pictures are ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a picture is, which messages call ``name``: ``text`` is a URL, or base64 from ``start``
+    on.
+    """
+
+    name: str
+    text: str
+    start: int | None = None
+
+    def decoded(self) -> bytes:
+        """Return the bytes in base64.
+
+        Raises:
+            ApiError: 400, it is not base64, or there are none.
+        """
+        try:
+            data = memoryview(self.text.encode("ascii"))[self.start :]
+            try:
+                found = binascii.a2b_base64(data, strict_mode=True)
+            except ValueError:  # in lines, as many programs write it
+                lines = bytes(data).translate(None, _BLANKS)
+                found = binascii.a2b_base64(lines, strict_mode=True)
+        except ValueError as error:
+            raise invalid(f"{self.name} is not valid base64") from error
+        if not found:
+            raise invalid(f"{self.name} is empty")
+        return found
+
+
+def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_Source]:
+    """Return where all pictures are.
+
+    Raises:
+        ApiError: 400, they are too many, or not all are pictures.
+    """
+    for one in media:
+        if one.kind not in _PICTURES:
+            raise invalid(f"the model takes no {one.kind}: send text and pictures")
+    if len(media) > _MOST:
+        raise invalid(f"the request has {len(media)} pictures: the most is {_MOST}")
+    if any(isinstance(prompt.get("prompt"), Mixed) for prompt in prompts):
+        raise invalid("pictures need a chat template: leave out raw and suffix", "images")
+    return [_source(one.part, f"picture {number}") for number, one in enumerate(media, 1)]
+
+
+def _source(part: Mapping[str, Any], name: str) -> _Source:
+    given = next((part[key] for key in ("image_url", "source") if part.get(key)), part)
+    if isinstance(given, Mapping):
+        data = given.get("data")
+        if isinstance(data, str) and not data.startswith("data:"):
+            return _Source(name, data, 0)
+        if given.get("file_id"):
+            raise invalid(f"{name} is a file_id, and there are no files here: send its data")
+        given = data or given.get("url")
+    if not isinstance(given, str):
+        raise invalid(f"{name} has neither data nor a URL")
+    if given[:5].lower() != "data:":
+        return _Source(name, given)
+    end = given.find(",", 0, _MOST_HEAD)
+    if end < 0 or not given[:end].lower().endswith(";base64"):
+        raise invalid(f"{name} must be data:image/png;base64,... as a data URI")
+    return _Source(name, given, end + 1)
+
+
+def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> list[bytes]:
+    return [fetched[one.text] if one.start is None else one.decoded() for one in sources]
+
+
+async def _fetched(
+    sources: Sequence[_Source], service: Service, take: Callable[[int], None]
+) -> Mapping[str, bytes]:
+    """Return what is at the URLs of ``sources``: together at most as many bytes as a body has."""
+    urls = {one.text: one.name for one in sources if one.start is None}
+    found: dict[str, bytes] = {}
+    if urls and service.fetcher is None:
+        name = next(iter(urls.values()))
+        raise invalid(f"{name} is a URL: send its data, or start the server with --fetch-pictures")
+    left = service.options.max_body
+    try:
+        async with asyncio.timeout(_FETCH_S):
+            for url, name in urls.items():
+                assert service.fetcher is not None, "checked above"
+                found[url] = await service.fetcher.fetch(url, name, min(left, MOST_BYTES), take)
+                left -= len(found[url])
+    except TimeoutError as error:
+        raise invalid(f"pictures did not arrive within {_FETCH_S:g} s") from error
+    return found

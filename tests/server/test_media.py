@@ -1,0 +1,360 @@
+"""Pictures in every protocol: what the model is given of them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import localrt
+from localrt.common.formatting import format_bytes
+from localrt.server import media
+from localrt.server.pictures import Fetcher
+from tests.server.conftest import Running, serving
+from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
+from tests.server.test_pictures import Web, web
+
+__all__ = ["web"]
+
+
+def png(colour: str = "red") -> bytes:
+    made = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(made, "PNG")
+    return made.getvalue()
+
+
+RED, BLUE = png("red"), png("blue")
+RED64, BLUE64 = (base64.b64encode(each).decode() for each in (RED, BLUE))
+
+
+@pytest.fixture(scope="module")
+def _seeing(model: localrt.Model) -> Iterator[Any]:
+    """A server whose model is told that it sees, and the prompts that it was given."""
+    with serving(model, name="tiny", max_body=1 << 20) as running:
+        (served,) = running.service.models.at_work()
+        served.sees = True
+        submit = served.live.asubmit
+        prompts: list[Any] = []
+
+        async def asubmit(prompt: Any = None, **options: Any) -> Any:
+            prompts.append(prompt)
+            return await submit("hi", **options)
+
+        served.live.asubmit = asubmit  # type: ignore[method-assign]
+        yield running, prompts
+
+
+@pytest.fixture
+def seeing(_seeing: Any) -> Iterator[tuple[Running, list[Any]]]:
+    running, prompts = _seeing
+    prompts.clear()
+    yield running, prompts
+    running.service.fetcher = None
+
+
+def given(prompts: list[Any]) -> list[Any]:
+    """The one content with pictures, as pairs of a type and what it has."""
+    (prompt,) = prompts
+    (content,) = [each["content"] for each in prompt if isinstance(each["content"], list)]
+    return [(part["type"], part[part["type"]]) for part in content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_client_sends_pictures(seeing: Any, dialect: str, stream: bool) -> None:
+    server, prompts = seeing
+    question = Question("Which colours?", pictures=(RED, BLUE), most=2, stream=stream)
+    answer = DIALECTS[dialect](server.url, server.name, question)
+    assert answer.tokens == 2
+    assert given(prompts) == [("image", RED), ("image", BLUE), ("text", "Which colours?")]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_model_that_reads_text_only(server: Running, dialect: str) -> None:
+    question = Question("hi", pictures=(RED,), most=4)
+    answer = DIALECTS[dialect](server.url, server.name, question)
+    between = "\n" if dialect in ("chat", "responses") else "\n\n"
+    words = [{"role": "user", "content": f"[image left out]{between}hi"}]
+    assert answer.text == server.model.generate(words, temperature=0, max_tokens=4).text
+    why = "the model reads text only, and is shown words in its place"
+    assert f"messages hold image: {why}" in server.notes
+
+
+# -- forms of parts --------------------------------------------------------------------------------
+
+
+def in_chat(*parts: Any) -> tuple[str, Any]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def in_responses(*parts: Any) -> tuple[str, Any]:
+    return "/v1/responses", {"input": [{"role": "user", "content": list(parts)}]}
+
+
+def in_messages(*parts: Any) -> tuple[str, Any]:
+    return "/v1/messages", {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def in_ollama(*images: Any) -> tuple[str, Any]:
+    return "/api/chat", {"messages": [{"role": "user", "content": "hi", "images": list(images)}]}
+
+
+def in_generate(*images: Any, **fields: Any) -> tuple[str, Any]:
+    return "/api/generate", {"images": list(images), **fields}
+
+
+def source(data: Any, **fields: Any) -> dict[str, Any]:
+    return {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": data, **fields},
+    }
+
+
+TEXT = {"type": "text", "text": "a"}
+CALL = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look"}]},
+]
+
+
+def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, Any, dict[str, str]]:
+    path, body = asked
+    return server.request("POST", path, {**BODIES[path], **body, **fields})
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (in_chat({"type": "image_url", "image_url": data_uri(RED64)}), [("image", RED)]),
+        (
+            in_chat({"type": "image_url", "image_url": {"url": data_uri(RED64), "detail": "low"}}),
+            [("image", RED)],
+        ),
+        (  # The bytes count, not what is said about them.
+            in_chat({"type": "image_url", "image_url": f"DATA:text/html;x=y;Base64,{RED64}"}),
+            [("image", RED)],
+        ),
+        (
+            in_chat(TEXT, TEXT, {"type": "image_url", "image_url": data_uri(RED64)}, TEXT),
+            [("text", "a\na"), ("image", RED), ("text", "a")],
+        ),
+        (in_chat({"type": "image", "data": RED64, "mimeType": "image/png"}), [("image", RED)]),
+        (in_responses({"type": "input_image", "image_url": data_uri(RED64)}), [("image", RED)]),
+        (in_messages(source(RED64)), [("image", RED)]),
+        (in_messages(source(RED64, media_type="image/jpeg")), [("image", RED)]),
+        (in_messages(source("\n".join(textwrap.wrap(RED64, 76)) + "\r\n")), [("image", RED)]),
+        (
+            (
+                "/v1/messages",
+                {
+                    "messages": [
+                        *CALL,
+                        {
+                            "role": "user",
+                            "content": [
+                                {
+                                    "type": "tool_result",
+                                    "tool_use_id": "c",
+                                    "content": [TEXT, source(RED64), source(BLUE64)],
+                                }
+                            ],
+                        },
+                    ]
+                },
+            ),
+            [("text", "a"), ("image", RED), ("image", BLUE)],
+        ),
+        (
+            (
+                "/v1/responses",
+                {
+                    "input": [
+                        {"type": "function_call", "call_id": "c", "name": "look"},
+                        {
+                            "type": "function_call_output",
+                            "call_id": "c",
+                            "output": [{"type": "input_image", "image_url": data_uri(RED64)}],
+                        },
+                    ]
+                },
+            ),
+            [("image", RED)],
+        ),
+        (
+            (
+                "/v1/responses",
+                {
+                    "input": [
+                        {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
+                        {
+                            "type": "computer_call_output",
+                            "call_id": "c",
+                            "output": {
+                                "type": "computer_screenshot",
+                                "image_url": data_uri(RED64),
+                            },
+                        },
+                    ]
+                },
+            ),
+            [("image", RED)],
+        ),
+        (in_ollama(RED64, BLUE64), [("image", RED), ("image", BLUE), ("text", "hi")]),
+        (in_ollama(data_uri(RED64)), [("image", RED), ("text", "hi")]),
+        (in_generate(RED64), [("image", RED), ("text", "hi")]),
+        (in_generate(RED64, prompt=""), [("image", RED)]),
+    ],
+)
+def test_forms(seeing: Any, asked: tuple[str, Any], expected: Any) -> None:
+    server, prompts = seeing
+    status, got, _ = ask(server, asked)
+    assert status == 200, got
+    assert given(prompts) == expected
+
+
+def test_pictures_of_several_turns(seeing: Any) -> None:
+    server, prompts = seeing
+    turns = [
+        {"role": "user", "content": [source(RED64)]},
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": [source(BLUE64)]},
+        {"role": "user", "content": "And this?"},
+    ]
+    assert ask(server, ("/v1/messages", {"messages": turns}))[0] == 200
+    (prompt,) = prompts
+    assert [message["content"] for message in prompt] == [
+        [{"type": "image", "image": RED}],
+        "Red.",
+        [{"type": "image", "image": BLUE}, {"type": "text", "text": "And this?"}],
+    ]
+
+
+def test_stored_response_keeps_its_picture(seeing: Any) -> None:
+    server, prompts = seeing
+    _, first, _ = ask(server, in_responses({"type": "input_image", "image_url": data_uri(RED64)}))
+    prompts.clear()
+    body = {"input": "And now?", "previous_response_id": first["id"]}
+    assert ask(server, ("/v1/responses", body))[0] == 200
+    assert given(prompts) == [("image", RED)]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+URL = "http://127.0.0.1/a.png"
+REFUSED: list[tuple[tuple[str, Any], str]] = [
+    (in_chat({"type": "image_url", "image_url": data_uri("!!!")}), "picture 1 is not valid base64"),
+    (in_chat({"type": "image_url", "image_url": data_uri("AAA")}), "picture 1 is not valid base64"),
+    (in_chat({"type": "image_url", "image_url": data_uri("\u00e9")}), "is not valid base64"),
+    (in_chat({"type": "image_url", "image_url": data_uri("")}), "picture 1 is empty"),
+    (in_chat({"type": "image_url", "image_url": "data:image/png,abc"}), ";base64,"),
+    (in_chat({"type": "image_url", "image_url": "data:image/png;base64"}), ";base64,"),
+    (in_chat({"type": "image_url"}), "picture 1 has neither data nor a URL"),
+    (in_chat({"type": "image_url", "image_url": {"url": 3}}), "neither data nor a URL"),
+    (in_chat({"type": "image_url", "image_url": {"url": URL}}), "--fetch-pictures"),
+    (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "--fetch-pictures"),
+    (in_chat({"type": "image", "image": "/etc/passwd"}), "neither data nor a URL"),
+    (
+        in_chat(*[{"type": "image_url", "image_url": data_uri(RED64)}] * 65),
+        "the request has 65 pictures: the most is 64",
+    ),
+    (in_chat({"type": "input_audio", "input_audio": {"data": "AAAA"}}), "takes no audio"),
+    (in_chat({"type": "video_url", "video_url": {"url": URL}}), "takes no video"),
+    (in_responses({"type": "input_image", "file_id": "file-1"}), "picture 1 is a file_id"),
+    (in_responses({"type": "input_image", "image_url": URL}), "--fetch-pictures"),
+    (in_messages(source(RED64), source("@@")), "picture 2 is not valid base64"),
+    (in_messages(source("")), "picture 1 is empty"),
+    (in_messages(source(None, type="url", url=URL)), "--fetch-pictures"),
+    (in_messages(source(None, type="file", file_id="f")), "picture 1 is a file_id"),
+    (in_ollama("@@"), "picture 1 is not valid base64"),
+    (in_ollama(""), "picture 1 is empty"),
+    (in_ollama("https://example.org/a.png"), "not valid base64"),
+    (in_generate(RED64, raw=True), "leave out raw and suffix"),
+    (in_generate(RED64, suffix="b"), "leave out raw and suffix"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("asked", "why"), REFUSED)
+def test_refused(seeing: Any, asked: tuple[str, Any], why: str, stream: bool) -> None:
+    server, prompts = seeing
+    status, got, _ = ask(server, asked, stream=stream)
+    assert status == 400, got
+    message = got["error"] if asked[0].startswith("/api/") else got["error"]["message"]
+    assert why in message
+    assert "\n" not in message
+    assert not prompts
+
+
+@pytest.mark.parametrize("asked", [in_chat(), in_responses(), in_messages(), in_ollama()])
+def test_body_that_is_too_large(seeing: Any, asked: tuple[str, Any]) -> None:
+    server, _ = seeing
+    status, got, _ = ask(server, asked, padding="A" * (1 << 20))
+    assert status == 413
+    assert "--max-body" in str(got["error"])
+    if asked[0] == "/v1/messages":
+        assert got["error"]["type"] == "request_too_large"
+
+
+def test_ollama_images_must_be_texts(seeing: Any) -> None:
+    server, _ = seeing
+    status, got, _ = ask(server, in_ollama(3))
+    assert (status, got["error"]) == (400, "messages[0].images[0] must be a text")
+
+
+# -- pictures of the web ---------------------------------------------------------------------------
+
+
+def of_web(*urls: str) -> tuple[str, Any]:
+    return in_chat(*({"type": "image_url", "image_url": {"url": url}} for url in urls))
+
+
+def test_fetched_pictures(seeing: Any, web: Web) -> None:
+    server, prompts = seeing
+    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
+    url = web.url("/picture")
+    assert ask(server, of_web(url, data_uri(RED64), url))[0] == 200
+    assert given(prompts) == [("image", b"a picture"), ("image", RED), ("image", b"a picture")]
+    assert len(web.asked) == 1
+    assert server.service.bodies._taken == 0
+
+
+def test_fetched_pictures_are_bounded_together(seeing: Any, web: Web) -> None:
+    server, prompts = seeing
+    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
+    status, got, _ = ask(server, of_web(web.url("/picture"), web.url("/endless")))
+    left = format_bytes((1 << 20) - len(b"a picture"))
+    assert (status, got["error"]["message"]) == (
+        400,
+        f"picture 2 is larger than {left}: send a smaller one",
+    )
+    assert server.service.bodies._taken == 0
+    assert not prompts
+
+
+def test_private_addresses_are_refused(seeing: Any, web: Web) -> None:
+    server, _ = seeing
+    server.service.fetcher = Fetcher()
+    status, got, _ = ask(server, of_web(web.url("/picture")))
+    assert (status, got["error"]["message"]) == (
+        400,
+        "picture 1 may not be fetched: its address is not public",
+    )
+    assert not web.asked
+
+
+def test_web_that_is_silent(seeing: Any, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "_FETCH_S", 0.1)
+    server, _ = seeing
+    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
+    status, got, _ = ask(server, of_web(web.url("/silent")))
+    assert (status, got["error"]["message"]) == (400, "pictures did not arrive within 0.1 s")
+
+
+def test_option(model: localrt.Model) -> None:
+    with serving(model, fetch_pictures=True) as running:
+        assert running.service.fetcher is not None
