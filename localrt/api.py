@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.chat import ChatSession
+from localrt.chat_format.pictures import with_pictures
 from localrt.common.closing import Closing
 from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError, known_arguments
 from localrt.common.formatting import format_bytes, parse_size
@@ -180,6 +181,7 @@ class Model(Closing):
         prompt: str | Sequence[Message] | None = None,
         *,
         token_ids: Sequence[int] | None = None,
+        images: Sequence[Any] = (),
         raw: bool = False,
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
@@ -194,6 +196,8 @@ class Model(Closing):
             prompt: a string is one user turn through the chat template, a list of messages a
                 conversation.
             token_ids: the prompt's ids as they are, instead of ``prompt``.
+            images: pictures for a prompt that is a string: paths, bytes or PIL images. In messages
+                they are parts of a content, ``{"type": "image", "image": ...}``.
             raw: take the string as it is, without the template.
             suffix: the text after the gap, with ``prompt`` as the text before it, both without the
                 template: a model that was trained for it fills in the middle.
@@ -216,6 +220,10 @@ class Model(Closing):
             TokenizerError: the model has no tokenizer, and not only ``token_ids`` are given.
             LocalrtError: what else goes wrong, when it does.
         """
+        if images:
+            if raw or not isinstance(prompt, str):
+                raise OptionError("images go with a prompt that is a string and not raw")
+            prompt = [{"role": "user", "content": with_pictures(prompt, images)}]
         request = self._core.requests.make(
             prompt,
             token_ids=token_ids,

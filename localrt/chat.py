@@ -12,11 +12,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localrt.chat_format.pictures import with_pictures
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import write_text
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
+from localrt.models.vision.picture import data_uri, picture_bytes
 from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
@@ -234,11 +236,14 @@ class ChatSession:
         self,
         text: str | None = None,
         *,
+        images: Sequence[Any] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Send a user turn and stream the answer; without a text, answer the messages so far.
+
+        ``images`` are pictures for the turn: paths, bytes or PIL images.
 
         ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
         answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
@@ -254,17 +259,20 @@ class ChatSession:
             raise OptionError(f"a message must be a string, is {text!r:.80}")
         if text is not None and not text:
             raise OptionError("the message is empty: write something to answer")
+        if images and text is None:
+            raise OptionError("pictures need a text: say what to do with them")
+        content = None if text is None else with_pictures(text, images)
         chosen = {name: value for name, value in options.items() if value is not None}
         chosen = {**self.options, **chosen}
         self._host.check({**options, **chosen})
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        return self._answer(text, chosen, tools or self.tools, cancel, on_progress)
+        return self._answer(content, chosen, tools or self.tools, cancel, on_progress)
 
     def _answer(
         self,
-        text: str | None,
+        content: str | list[dict[str, Any]] | None,
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
         cancel: threading.Event,
@@ -272,7 +280,7 @@ class ChatSession:
     ) -> Iterator[Chunk]:
         if not self._busy.acquire(blocking=False):
             raise _already_answering()
-        turn: list[Message] = [] if text is None else [{"role": "user", "content": text}]
+        turn: list[Message] = [] if content is None else [{"role": "user", "content": content}]
         said: Message = {"role": "assistant", "content": ""}
         keep = False
         try:
@@ -358,7 +366,7 @@ class ChatSession:
             "options": self.options,
             "messages": self.messages,
         }
-        text = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
+        text = json.dumps(record, ensure_ascii=False, indent=2, default=_as_text) + "\n"
         write_text(Path(path).expanduser(), text, private=True)
 
     @classmethod
@@ -383,6 +391,11 @@ class ChatSession:
         chat = cls(host, **(options if isinstance(options, dict) else {}))
         chat.messages = messages
         return chat
+
+
+def _as_text(value: Any) -> str:
+    """A picture's bytes, which are all in messages that JSON does not know."""
+    return data_uri(picture_bytes(value))
 
 
 def _json(value: Any) -> str:

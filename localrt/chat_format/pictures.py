@@ -12,9 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localrt.chat_format.templates.chat_template import PICTURE, MessageTemplate, Segment
-from localrt.common.errors import TemplateError
+from localrt.common.errors import OptionError, TemplateError
+from localrt.models.vision.picture import picture_bytes
 
 _PROBE = "localrt probe"
+
+
+def with_pictures(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """A message's content of pictures, then a text.
+
+    Raises:
+        OptionError: a picture cannot be read.
+    """
+    if not isinstance(images, list | tuple):
+        raise OptionError(f"images must be a list of pictures, is {images!r:.80}")
+    if not images:
+        return text
+    pictures = [{"type": "image", "image": picture_bytes(image)} for image in images]
+    return [*pictures, {"type": "text", "text": text}]
 
 
 def is_picture(part: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -41,11 +41,13 @@ from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, Metrics
 from localrt.hub import DEMO_NAME
 from localrt.hub.listing import may_be_a_name
+from localrt.models.vision.picture import picture_bytes
 
 EXAMPLES: Examples = (
     ('localrt run smollm2 "Name three rivers"', "one answer"),
     ('localrt run -c "And three more"', "go on with the last run"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
+    ('localrt run model.gguf "What is this?" --image photo.jpg', "a question about a picture"),
     ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
     ('localrt run coder.gguf "def add(a, b):" --suffix "return c"', "fill in what comes between"),
     ('localrt run model.gguf "A person" --json-schema person.json', "JSON that follows a schema"),
@@ -85,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
     add("-c", "--continue", dest="resume", action="store_true", help="continue the last run")
     add_flags(parser, _FLAGS)
+    image = "a picture to look at, again for more; -: from stdin (default: none)"
+    add("--image", action="append", default=[], metavar="FILE", help=image)
     add_endpoint_arguments(parser)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
@@ -106,13 +110,27 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(
             f"{completes} and --batch need a model on this machine: leave out --endpoint"
         )
+    if args.image and (args.raw or args.batch is not None):
+        raise OptionError("--image goes with one prompt: leave out --raw, --suffix and --batch")
     if args.batch is not None:
         if args.suffix is not None:
             raise OptionError("--suffix fills in one text: leave out --batch")
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")
-    return answer(args, prompt_of(args, "run"), last_run_path(), given)
+    piped = "-" in args.image
+    if piped and not args.prompt:
+        raise OptionError("--image - takes stdin: give the prompt as an argument")
+    args.image = _images(args.image)
+    prompt = args.prompt if piped else prompt_of(args, "run")
+    return answer(args, prompt, last_run_path(), given)
+
+
+def _images(files: Sequence[str]) -> list[bytes]:
+    """Read pictures from files, and at most one from stdin."""
+    if files.count("-") > 1:
+        raise OptionError("--image - can be given once: stdin is one picture")
+    return [picture_bytes(sys.stdin.buffer.read() if file == "-" else file) for file in files]
 
 
 def _continue_with_its_model(args: argparse.Namespace) -> None:
@@ -147,7 +165,8 @@ def answer(
         if args.system is not None:
             chat.system = args.system
         try:
-            return _print(args, chatting.name, chat.stream(prompt, **options))
+            images = getattr(args, "image", ())
+            return _print(args, chatting.name, chat.stream(prompt, images=images, **options))
         finally:
             if remember is not None and chat.messages:
                 _remember(chat, remember, given)

@@ -165,6 +165,7 @@ class RemoteModel(Closing):
             has_chat_template=True,
             exactness="",
             notes=notes,
+            sees=True,  # the server refuses what its model does not see
         )
 
     @property

@@ -31,7 +31,8 @@ _BUSY = 0.6  # a resource that is busy for a smaller share does not set the pace
 class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
-    ``notes`` are lines for the user: a plain chat format, a shortened context.
+    ``notes`` are lines for the user: a plain chat format, a shortened context. ``sees``: messages
+    may have pictures.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelInfo(EngineInfo):
     notes: tuple[str, ...] = ()
     pooling: str = ""
     quantization: str = ""
+    sees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

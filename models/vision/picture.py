@@ -5,6 +5,7 @@ Pillow decodes and resizes. Transparent pixels lie on white, of an animation the
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import warnings
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -64,44 +65,95 @@ class Picture:
 
 
 def open_picture(given: Any, name: str = "the picture") -> Picture:
-    """The picture in a file (a path), in bytes, or that Pillow has opened.
+    """The picture in a file (a path), in bytes, in a ``data:`` URI, or that Pillow has opened.
 
     Raises:
         OptionError: there is no such file, or it is no picture, damaged or too large.
     """
     if isinstance(given, Picture):
         return given
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pictures need Pillow: pip install pillow") from error
+    from PIL import Image
+
     if isinstance(given, Image.Image):
         return Picture(_upright(given, name))
     if isinstance(given, str | Path):
-        given, name = read_picture(given), str(given)
-    if not isinstance(given, bytes | bytearray | memoryview):
-        raise OptionError(f"{name} must be a path, bytes or a PIL image, is {type(given).__name__}")
-    if len(given) > MOST_BYTES:
+        given, name = read_picture(given), _named(given)
+    return Picture(_upright(_opened(given, name), name))
+
+
+def _opened(data: Any, name: str) -> Image.Image:
+    """The picture, not decoded yet."""
+    from PIL import Image
+
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise OptionError(f"{name} must be a path, bytes or a PIL image, is {type(data).__name__}")
+    if len(data) > MOST_BYTES:
         raise OptionError(
-            f"{name} has {format_bytes(len(given))}: the most is {format_bytes(MOST_BYTES)}"
+            f"{name} has {format_bytes(len(data))}: the most is {format_bytes(MOST_BYTES)}"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about bombs, of which ours is the bound
         try:
-            opened = Image.open(io.BytesIO(given), formats=_KINDS)
+            opened = Image.open(io.BytesIO(data), formats=_KINDS)
+        except Image.DecompressionBombError as error:
+            raise OptionError(
+                f"{name} has too many pixels: the most is {MOST_PIXELS // 1_000_000} million"
+            ) from error
         except Exception as error:
             raise OptionError(
                 f"{name} cannot be read: it is not a PNG, JPEG, WebP or GIF picture"
             ) from error
-        return Picture(_upright(opened, name))
+    width, height = opened.size
+    if width * height > MOST_PIXELS:
+        raise OptionError(
+            f"{name} has {width} x {height} pixels: the most is {MOST_PIXELS // 1_000_000} million"
+        )
+    return opened
+
+
+def _named(given: str | Path) -> str:
+    return "the picture" if str(given).startswith("data:") else str(given)
+
+
+def picture_bytes(given: Any) -> bytes:
+    """What ``open_picture`` takes as the bytes of a file; what is opened already as PNG.
+
+    Raises:
+        OptionError: it cannot be read, or is nothing of this kind.
+    """
+    if isinstance(given, str | Path):
+        data, name = read_picture(given), _named(given)
+    elif isinstance(given, bytes | bytearray | memoryview):
+        data, name = bytes(given), "the picture"
+    else:
+        return _png(open_picture(given))
+    _opened(data, name)
+    return data
+
+
+def _png(picture: Picture) -> bytes:
+    file = io.BytesIO()
+    picture.image().save(file, "PNG")
+    return file.getvalue()
+
+
+def data_uri(data: bytes) -> str:
+    """The bytes of a picture's file as text."""
+    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
 def read_picture(given: str | Path) -> bytes:
-    """The bytes of a picture's file, not more than one too many.
+    """The bytes of a picture's file, not more than one too many; or those in a ``data:`` URI.
 
     Raises:
         OptionError: it cannot be read.
     """
+    if isinstance(given, str) and given.startswith("data:"):
+        _, comma, text = given.partition(";base64,")
+        try:
+            return base64.b64decode(text if comma else "-", validate=True)
+        except ValueError as error:
+            raise OptionError(f"{given[:60]!r}... is not a picture in base64") from error
     path = Path(given).expanduser()
     try:
         if not path.is_file():
@@ -117,11 +169,6 @@ def _upright(image: Image.Image, name: str) -> Pixels:
     """RGB pixels of the first frame, turned as its EXIF data say, on white."""
     from PIL import Image, ImageOps
 
-    width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise OptionError(
-            f"{name} has {width} x {height} pixels: the most is {MOST_PIXELS // 1_000_000} million"
-        )
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits

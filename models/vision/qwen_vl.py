@@ -213,6 +213,7 @@ class QwenTower(Tower):
     """See ``Tower``. A picture's ``grid`` is (h, w)."""
 
     placeholder = "<|image_pad|>"
+    written = f"<|vision_start|>{placeholder}<|vision_end|>"
 
     def __init__(self, config: QwenConfig) -> None:
         self.config = config
