@@ -127,6 +127,7 @@ class Gemma4Tower(Tower):
     """See above. The ``grid`` of a ``Prepared`` picture are its rows and columns of patches."""
 
     placeholder = _ROW
+    row_token = "<pad>"  # whose per-layer inputs a row gets
     full_layers_causal = True
 
     def __init__(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from localrt.engine.native.engine import NativeEngine
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.sight import LoadedUnits, Sight
 from localrt.models.vision.tower import Prepared, Seen, Tower
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -67,3 +71,52 @@ def settings(folder: Path, name: str, **values: Any) -> Path:
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, **values}))
     return folder
+
+
+Prompt: TypeAlias = Sequence[Picture | Sequence[int]]
+
+
+class Seeing:
+    """An engine that sees with the model in a folder, and computes in float32.
+
+    A picture's row stands as ``token`` for what knows no pictures, ``tokens`` are the ids of the
+    texts among its pieces. Passes have at most ``rows`` rows.
+    """
+
+    def __init__(
+        self, folder: Path, token: int, tokens: Mapping[str, int], *, rows: int = 512
+    ) -> None:
+        engine = load_parts(folder, LoadOptions(ctx=1024, format="f32", device="cpu")).engine
+        assert isinstance(engine, NativeEngine)
+        source = VisionFolder(folder)
+        tower = read_tower(source.config, source.processor)
+        engine.see(lambda ops, take: Sight(tower, source, ops, token, take))
+        engine.pass_rows = rows
+        self.engine, self.tokens = engine, tokens
+
+    def ids(self, part: Picture | Sequence[int]) -> list[int]:
+        """The ids of a part of a prompt."""
+        if not isinstance(part, Picture):
+            return list(part)
+        assert self.engine.sight is not None
+        placed = self.engine.sight.place(part)
+        rows, found = iter(placed.ids), list[int]()
+        for piece in placed.prepared.pieces:
+            found += [self.tokens[piece]] if isinstance(piece, str) else islice(rows, piece)
+        return found
+
+    def logits(self, prompt: Prompt) -> list[np.ndarray]:
+        """The logits behind every part of a prompt."""
+        session = self.engine.session(1024)
+        return [session.extend(self.ids(part)).copy() for part in prompt]
+
+    def __enter__(self) -> Seeing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+def plain(ids: Iterable[int], token: int) -> list[int]:
+    """Ids with ``token`` in the place of each row of a picture."""
+    return [token if number < 0 else number for number in ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from tests.models.tiny import random_model, relative_error
-from tests.models.tiny_configs import CONFIGS
-from tests.models.vision.oracles import expanded, look, picture
+from tests.models.tiny import random_model, relative_error, tokens
+from tests.models.tiny_configs import CONFIGS, MIXTURES
+from tests.models.vision.oracles import Seeing, expanded, look, picture, plain
 
+IMAGE = 2  # a token that ``tokens`` does not give
 _VISION: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -40,8 +42,18 @@ SHAPES = [(100, 100), (61, 17), (9, 33), (250, 131), (7, 900), (1200, 5)]  # wid
 
 
 def _config(text: str = "gemma4", bidirectional: str | None = None, **vision: Any) -> Any:
-    own = CONFIGS[text]().to_dict() | {"use_bidirectional_attention": bidirectional}
-    return hf.Gemma4Config(text_config=own, vision_config={**_VISION, **vision}, audio_config=None)
+    own = (CONFIGS | MIXTURES)[text]().to_dict() | {
+        "use_bidirectional_attention": bidirectional,
+        "pad_token_id": 0,
+    }
+    return hf.Gemma4Config(
+        text_config=own,
+        vision_config={**_VISION, **vision},
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=1000,
+        audio_token_id=1001,
+    )
 
 
 class Tiny:
@@ -82,7 +94,7 @@ def test_rows(kind: str, tmp_path: Path) -> None:
     tiny = Tiny(tmp_path, **KINDS[kind])
     pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
     opened = look(tmp_path, *pictures)
-    assert opened.tower.placeholder == "<|image|>"
+    assert (opened.tower.placeholder, opened.tower.row_token) == ("<|image|>", "<pad>")
     tokens = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
     for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
         inputs = tiny.inputs(own)
@@ -102,6 +114,44 @@ def test_two_pictures(tmp_path: Path) -> None:
     pictures = [picture(50, 21), picture(16, 44, seed=1)]
     for theirs, ours in zip(tiny.rows(*pictures), look(tmp_path, *pictures).seen, strict=True):
         assert relative_error(ours.rows, theirs) < 1e-4
+
+
+TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
+PICTURES = [picture(50, 21), picture(16, 44, seed=1)]
+PROMPTS = {
+    "none": TEXT,
+    "one": [TEXT[0], PICTURES[0], TEXT[1]],
+    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
+    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
+}
+
+
+@pytest.mark.usefixtures("given_rates")
+@pytest.mark.parametrize("rows", [512, 7])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"text": "gemma4", "use_clipped_linears": True}, id="inputs-of-layers"),
+        pytest.param({"text": "gemma4-keys-as-values", "bidirectional": "vision"}, id="both-ways"),
+        pytest.param({"text": "gemma4-moe", "bidirectional": "vision"}, id="mixture-both-ways"),
+    ],
+)
+def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, **changes)
+    names = {"<|image>": 11, "<image|>": 12}
+    with Seeing(tmp_path, 0, names, rows=rows) as seeing:
+        for prompt in PROMPTS.values():
+            parts = [seeing.ids(part) for part in prompt]
+            ids = torch.tensor([plain(chain(*parts), IMAGE)])
+            inputs = {"mm_token_type_ids": (ids == IMAGE).long()}
+            if pictures := [part for part in prompt if isinstance(part, Picture)]:
+                inputs |= tiny.inputs(*pictures)
+                del inputs["num_soft_tokens_per_image"]
+            with torch.no_grad():
+                theirs = tiny.model(ids, **inputs).logits[0]
+            ends = np.cumsum([len(part) for part in parts]) - 1
+            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
+                assert relative_error(ours, theirs[end].numpy()) < 1e-4
 
 
 def test_larger_models_see_pictures_both_ways() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import has_tower, read_tower
-from tests.models.tiny import random_model, relative_error
+from tests.models.tiny import random_model, relative_error, tokens
 from tests.models.tiny_configs import with_text
-from tests.models.vision.oracles import expanded, look, picture, renamed
+from tests.models.vision.oracles import Seeing, expanded, look, picture, plain, renamed
 
 PATCH = 4
+IMAGE = 2  # a token that ``tokens`` does not give
 _VISION: dict[str, Any] = {
     "model_type": "pixtral",
     "hidden_size": 48,
@@ -51,14 +53,15 @@ SHAPES = [(60, 60), (61, 17), (9, 33), (250, 131), (40, 900), (5, 17)]  # widths
 def _llava(**values: Any) -> Any:
     config = with_text(hf.LlavaConfig, dict(_TEXT), **_VISION, hidden_act="silu")
     config.vision_feature_layer, config.vision_feature_select_strategy = -1, "full"
-    config.image_token_index = 10
+    config.image_token_index = IMAGE
     for key, value in values.items():
         setattr(config, key, value)
     return config
 
 
-def _mistral3(**values: Any) -> Any:
-    config = with_text(hf.Mistral3Config, dict(_TEXT), **_VISION, hidden_act="silu")
+def _mistral3(text: dict[str, Any] = _TEXT, **values: Any) -> Any:
+    config = with_text(hf.Mistral3Config, dict(text), **_VISION, hidden_act="silu")
+    config.image_token_index = IMAGE
     for key, value in values.items():
         setattr(config, key, value)
     return config
@@ -68,6 +71,7 @@ CONFIGS = {
     "llava": _llava,
     "mistral3": _mistral3,
     "mistral3-plain": lambda: _mistral3(spatial_merge_size=1, multimodal_projector_bias=True),
+    "ministral3": lambda: _mistral3({**_TEXT, "model_type": "ministral3", "head_dim": 16}),
     "mistral3-wide": lambda: _mistral3(spatial_merge_size=3),
 }
 
@@ -143,6 +147,34 @@ def test_two_pictures_and_names_of_the_hub(family: str, tmp_path: Path) -> None:
         tiny.rows(*pictures), look(renamed(tmp_path, published), *pictures).seen, strict=True
     ):
         assert relative_error(ours.rows, theirs) < 1e-4
+
+
+TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
+PICTURES = [picture(50, 21), picture(16, 44, seed=1)]
+PROMPTS = {
+    "none": TEXT,
+    "one": [TEXT[0], PICTURES[0], TEXT[1]],
+    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
+    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
+}
+
+
+@pytest.mark.usefixtures("given_rates")
+@pytest.mark.parametrize("rows", [512, 7])
+@pytest.mark.parametrize("family", ["llava", "mistral3", "ministral3"])
+def test_logits(family: str, rows: int, tmp_path: Path) -> None:
+    tiny = Tiny(family, tmp_path)
+    names = {"[IMG_BREAK]": 11, "[IMG_END]": 12}
+    with Seeing(tmp_path, IMAGE, names, rows=rows) as seeing:
+        for prompt in PROMPTS.values():
+            parts = [seeing.ids(part) for part in prompt]
+            pictures = [part for part in prompt if isinstance(part, Picture)]
+            inputs = tiny.inputs(*pictures) if pictures else {}
+            with torch.no_grad():
+                theirs = tiny.model(torch.tensor([plain(chain(*parts), IMAGE)]), **inputs).logits[0]
+            ends = np.cumsum([len(part) for part in parts]) - 1
+            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
+                assert relative_error(ours, theirs[end].numpy()) < 1e-4
 
 
 def test_publishers_defaults(tmp_path: Path) -> None:
