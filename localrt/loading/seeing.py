@@ -14,7 +14,8 @@ from localrt.models.vision.source import vision_source
 
 
 def load_sight(path: Path, engine: Engine, tokenizer: Tokenizer | None) -> str:
-    """Let ``engine`` see, if the model at ``path`` does; returns why it cannot, or "".
+    """Let ``engine`` see, if the model at ``path`` does; returns why it cannot, or what else is to
+    say of its pictures, or "".
 
     A model whose pictures cannot be used answers to text all the same.
     """
@@ -40,4 +41,4 @@ def load_sight(path: Path, engine: Engine, tokenizer: Tokenizer | None) -> str:
             raise
     except LocalrtError as error:
         return f"pictures are refused: {error}"
-    return ""
+    return tower.note
