@@ -60,7 +60,25 @@ def read_rope(
         raise CheckpointError(
             f"rotary scaling {kind!r} has numbers that are too large or too small"
         )
-    return Rope(tuple(float(f) for f in rounded), scale)
+    sections = _sections(raw, parameters, len(rounded))
+    return Rope(tuple(float(f) for f in rounded), scale, sections)
+
+
+def _sections(raw: RawConfig, parameters: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
+    """The axis of each of the ``pairs``, if they have any.
+
+    Qwen2-VL's are three parts; later models' take turns as far as those of height and width go.
+    """
+    counts = parameters.get("mrope_section")
+    if counts is None:
+        return ()
+    if not isinstance(counts, list) or len(counts) != 3 or any(type(n) is not int for n in counts):
+        raise CheckpointError(f"mrope_section must be three integers, is {counts!r:.60}")
+    if raw.architecture.lower().startswith("qwen2"):
+        if sum(counts) != pairs or min(counts) < 0:
+            raise CheckpointError(f"mrope_section must add up to {pairs}, is {counts}")
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    return tuple(n % 3 if n < 3 * counts[n % 3] else 0 for n in range(pairs))
 
 
 def _proportional(head_dim: int, theta: float, share: float) -> Rope:

@@ -49,13 +49,6 @@ RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVe
 """Cosines and sines, by the rope's id and how many tokens earlier: hashing a rope is slow."""
 
 
-def rotations(rope: Rope, positions: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Cosines and sines of ``positions`` (R,), each (R, rotary / 2)."""
-    angles = positions.astype(np.float32)[:, None] * np.asarray(rope.inv_freq, np.float32)
-    scale = np.float32(rope.scale)
-    return np.cos(angles) * scale, np.sin(angles) * scale
-
-
 class _Places:
     """Addresses of a sequence's states: asking numpy each time would outlast a step."""
 
@@ -138,7 +131,9 @@ class NativePass:
             return None, None
         tables = self.tables.get((id(rope), back))
         if tables is None:
-            cos, sin = map(NativeVector, rotations(rope, self.batch.positions - back))
+            batch = self.batch
+            axes = None if batch.axes is None else batch.axes - back
+            cos, sin = map(NativeVector, rope.turns(batch.positions - back, axes))
             tables = self.tables[id(rope), back] = rope, cos, sin
         return tables[1].address, tables[2].address
 

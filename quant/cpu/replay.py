@@ -18,7 +18,7 @@ import numpy as np
 
 from localrt.quant.cpu.abi import STEP_KINDS, AttentionArgs, HeadArgs, SpanArgs, Step
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.cpu.passes import RopeTables, rotations
+from localrt.quant.cpu.passes import RopeTables
 from localrt.quant.cpu.weights import locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
@@ -144,7 +144,7 @@ class Recording:
         self._places += base - self._base
         self._base = base
         for (_, back), (rope, cos, sin) in self._tables.items():
-            cos.values[:], sin.values[:] = rotations(rope, self._position - back)
+            cos.values[:], sin.values[:] = rope.turns(self._position - back)
         logits = large_floats((1, self._head.weight.rows))
         self._head.logits = logits.ctypes.data
         if check is None and features is None:

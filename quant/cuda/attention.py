@@ -299,7 +299,10 @@ class Rotations:
         """cos and sin of the pass, (R, len(inv_freq)) float32, once per pass."""
         if rope is None:
             return None, None
-        if rope not in step.tables:
+        if rope not in step.tables and step.axes is not None and rope.sections:
+            cos, sin = rope.turns(step.axes[0], step.axes)  # a picture's are computed on the host
+            step.tables[rope] = upload(cos, self._device), upload(sin, self._device)
+        elif rope not in step.tables:
             if rope not in self._frequencies:
                 values = np.array(rope.inv_freq, np.float32)
                 self._frequencies[rope] = upload(values, self._device, pool=self._device.kept)

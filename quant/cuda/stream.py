@@ -165,6 +165,7 @@ class CudaPass:
     trees: tuple[Tensor | None, ...]  # (rows, columns) int16: see ``Numbers``
     spans: tuple[Span, ...]
     longest: tuple[int, ...]
+    axes: npt.NDArray[np.int64] | None = None  # (3, R), on the host
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed

@@ -25,7 +25,7 @@ the key of the block that it ends, or zeros. Both depend on earlier tokens, as k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +38,39 @@ LATENT_SCRATCH_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of the first ``2 * len(inv_freq)`` elements of a head, rotate-half order."""
+    """Rotary embedding of the first ``2 * len(inv_freq)`` elements of a head, rotate-half order.
+
+    ``sections`` are each pair's axis (0 time, 1 height, 2 width) in models that place pictures on
+    three of them (M-RoPE); empty in others.
+    """
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
+    # Text is placed alike on all axes: saved caches, whose names are made of this, stay valid.
+    sections: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.sections and len(self.sections) != len(self.inv_freq):
+            raise ValueError(f"{len(self.sections)} sections for {len(self.inv_freq)} frequencies")
+
+    def places(
+        self, positions: npt.NDArray[np.int64], axes: npt.NDArray[np.int64] | None
+    ) -> npt.NDArray[np.int64]:
+        """What turns the pairs of rows at ``positions`` (R,), or at ``axes`` (3, R) if they are
+        given: (R, 1) if it is the same for all pairs, or (R, pairs).
+        """
+        if axes is None or not self.sections:
+            return positions[:, None]
+        return axes[list(self.sections)].T
+
+    def turns(
+        self, positions: npt.NDArray[np.int64], axes: npt.NDArray[np.int64] | None = None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Cosines and sines of rows, each (R, pairs), computed in float32: see ``places``."""
+        places = self.places(positions, axes).astype(np.float32)
+        angles = places * np.asarray(self.inv_freq, np.float32)
+        scale = np.float32(self.scale)
+        return np.cos(angles) * scale, np.sin(angles) * scale
 
 
 @dataclass(frozen=True, slots=True)

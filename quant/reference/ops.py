@@ -94,6 +94,7 @@ def free_gpu_memory(device: torch.device) -> int | None:
 class _Pass:
     tokens: Tensor  # (R,)
     positions: Tensor  # (R,)
+    axes: npt.NDArray[np.int64] | None  # (3, R)
     spans: tuple[Span, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]]
     masks: dict[tuple[int, int | None], Tensor | None]
@@ -181,7 +182,7 @@ class TorchOps(StreamSteps):
         self.begin_adapters(batch)
         tokens = torch.from_numpy(batch.tokens).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
-        return _Pass(tokens, positions, batch.spans, {}, {})
+        return _Pass(tokens, positions, batch.axes, batch.spans, {}, {})
 
     def embed(
         self,
@@ -245,7 +246,7 @@ class TorchOps(StreamSteps):
             normed = self._norm(mean, weights.k_norm, spec.eps)[None, None]
             if spec.rope is None:
                 return normed[0, 0]
-            at = torch.tensor([position], device=self._device)
+            at = torch.tensor([[position]], device=self._device)
             return _rotate(normed, *self._turns(spec.rope, at))[0, 0]
 
         chosen = []
@@ -464,12 +465,16 @@ class TorchOps(StreamSteps):
     def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
         """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
         if rope not in step.tables:
-            step.tables[rope] = self._turns(rope, step.positions)
+            places = step.positions[:, None]
+            if step.axes is not None and rope.sections:
+                places = torch.tensor(step.axes[list(rope.sections)].T, device=self._device)
+            step.tables[rope] = self._turns(rope, places)
         return step.tables[rope]
 
-    def _turns(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _turns(self, rope: Rope, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of places (R, 1) or (R, len(inv_freq))."""
         inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
-        angles = positions.float()[:, None, None] * inv_freq
+        angles = places.float()[:, None] * inv_freq
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
         return cos.to(self._dtype), sin.to(self._dtype)
 

@@ -223,6 +223,10 @@ def _add_rope_scaling(
         if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
             kind = "longrope"
             scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
+    sections = _listed(metadata, f"{architecture}.rope.dimension_sections")
+    if sections and architecture.startswith("qwen"):
+        scaling["mrope_section"] = sections[:3]  # a fourth is always 0
+        kind = "default" if kind in (None, "none") else kind
     if kind in (None, "none"):
         linear = metadata.number(f"{architecture}.rope.scale_linear")  # older files, without a type
         if linear in (None, 1.0):

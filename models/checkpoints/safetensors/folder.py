@@ -84,7 +84,7 @@ def _add_older_rope(config: dict[str, Any], path: Path) -> None:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in scaling:
             config[key] = scaling.pop(key)
-    if scaling.get("rope_type", "default") != "default":
+    if scaling.get("rope_type", "default") != "default" or "mrope_section" in scaling:
         config["rope_scaling"] = scaling
 
 
