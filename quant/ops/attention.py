@@ -61,7 +61,7 @@ class Rope:
         """
         if axes is None or not self.sections:
             return positions[:, None]
-        return axes[list(self.sections)].T
+        return np.ascontiguousarray(axes[list(self.sections)].T)
 
     def turns(
         self, positions: npt.NDArray[np.int64], axes: npt.NDArray[np.int64] | None = None

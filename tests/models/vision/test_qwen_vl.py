@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
@@ -23,113 +20,9 @@ from localrt.models.vision.tower import Seen, Tower
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error
+from tests.models.vision.tiny_qwen import TINY, picture, processor_of
 
-TEXT = {
-    "vocab_size": 120,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CHUNKED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 3]}
-MIXED = {**CHUNKED, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-IDS = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112}
-VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 48}
-LEARNED = {**VISION, "intermediate_size": 56, "num_position_embeddings": 49, "patch_size": 4}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "full_attention"],
-}
-TINY: dict[str, Callable[[], Any]] = {
-    "qwen2_vl": lambda: hf.Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": CHUNKED},
-        vision_config={
-            "depth": 3,
-            "embed_dim": 32,
-            "hidden_size": 48,
-            "mlp_ratio": 2,
-            "num_heads": 2,
-            "patch_size": 4,
-        },
-        **IDS,
-    ),
-    "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": CHUNKED},
-        vision_config={
-            **VISION,
-            "intermediate_size": 56,
-            "patch_size": 4,
-            "window_size": 24,
-            "fullatt_block_indexes": [1],
-        },
-        **IDS,
-    ),
-    "qwen3_vl": lambda: hf.Qwen3VLConfig(
-        text_config={**TEXT, "head_dim": 16, "rope_parameters": MIXED},
-        vision_config={**LEARNED, "deepstack_visual_indexes": [0, 2]},
-        **IDS,
-    ),
-    "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
-        text_config={**TEXT, **EXPERTS, "head_dim": 16, "rope_parameters": MIXED},
-        vision_config={**LEARNED, "deepstack_visual_indexes": [1]},
-        **IDS,
-    ),
-    "qwen3_5": lambda: hf.Qwen3_5Config(
-        text_config={
-            **TEXT,
-            **DELTA,
-            "head_dim": 32,
-            "rope_parameters": {**MIXED, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
-        },
-        vision_config=LEARNED,
-        **IDS,
-    ),
-}
 SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
-PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-
-
-def save_tiny_vl(kind: str, folder: Path, seed: int = 0) -> Any:
-    """Write a random model as a folder; returns transformers' own."""
-    torch.manual_seed(seed)
-    config = TINY[kind]()
-    config._attn_implementation = "eager"
-    model = hf.AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
-            if parameter.ndim == 1:
-                parameter.add_(0.5)
-    model = model.float().eval()
-    model.save_pretrained(folder)
-    settings = {"patch_size": 4, "size": PIXELS, "image_mean": [0.4, 0.5, 0.6]}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return model
-
-
-def processor_of(folder: Path) -> Any:
-    """Transformers' image processor of a folder of ``save_tiny_vl``."""
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
-    if "qwen3" in json.loads((folder / "config.json").read_text())["model_type"]:
-        settings.setdefault("image_std", [0.5, 0.5, 0.5])
-    return Qwen2VLImageProcessorPil(**settings)
-
-
-def picture(width: int, height: int, seed: int = 0) -> Picture:
-    """Smooth colours with some noise."""
-    random = np.random.default_rng(seed)
-    x, y = np.meshgrid(np.linspace(0, 4, width), np.linspace(0, 3, height))
-    waves = np.stack([np.sin(x + y), np.cos(x * y), np.sin(3 * x - y)], -1)
-    noise = random.normal(0, 0.2, waves.shape)
-    return Picture(((waves + noise) * 60 + 128).clip(0, 255).astype(np.uint8))
 
 
 def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
@@ -137,19 +30,6 @@ def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
     ops = TorchOps(compute_format="f32", device="cpu")
     units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
     return [tower.see(tower.prepare(each), units, steps) for each in pictures]
-
-
-@pytest.fixture(scope="module")
-def tiny_vl(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def make(kind: str) -> tuple[Path, Any]:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = folder, save_tiny_vl(kind, folder)
-        return made[kind]
-
-    return make
 
 
 @pytest.mark.parametrize("kind", TINY)

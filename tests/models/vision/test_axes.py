@@ -1,0 +1,139 @@
+"""Rotary positions on three axes (M-RoPE): transformers' logits, and what is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.attention import AttentionSpec, Rope
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.reference.ops import TorchOps
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.vision.tiny_qwen import TINY
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import DEVICE
+
+compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+TEXT, GRIDS = 5, [(3, 4), (2, 7)]
+
+
+def places() -> npt.NDArray[np.int64]:
+    """The positions (3, R) of two pictures with text around them."""
+    parts, start = [], 0
+    for rows, columns in GRIDS:
+        parts.append(np.tile(start + np.arange(TEXT), (3, 1)))
+        start += TEXT
+        row, column = np.indices((rows, columns)).reshape(2, -1)
+        parts.append(start + np.stack([0 * row, row, column]))
+        start += max(rows, columns)
+    parts.append(np.tile(start + np.arange(TEXT), (3, 1)))
+    return np.concatenate(parts, 1)
+
+
+AXES = places()
+COUNT = AXES.shape[1]
+IDS = [token % 100 for token in tokens(COUNT, seed=3)]
+
+
+def load(folder: Path, ops: Any) -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        return load_decoder(checkpoint, ops, read_config(checkpoint, context=256))
+
+
+def run(decoder: Decoder, cuts: tuple[int, ...] = ()) -> npt.NDArray[np.float32]:
+    """The logits of all tokens, in passes that end at ``cuts``; text behind has no axes."""
+    cache, logits, start = decoder.cache(COUNT), [], 0
+    for stop in (*cuts, COUNT):
+        axes: Any = AXES[:, start:stop]
+        plain = bool((axes == axes[0]).all())
+        ids, span = np.array(IDS[start:stop]), Span(cache, stop - start)
+        logits.append(decoder.forward(Batch(ids, axes[0], (span,), axes=None if plain else axes)))
+        start = stop
+    return np.concatenate(logits)
+
+
+def wanted(model: Any) -> npt.NDArray[np.float32]:
+    """Transformers' logits."""
+    positions = torch.tensor(AXES)[:, None]
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS]), position_ids=positions).logits[0]
+    return np.asarray(logits.numpy())
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_logits(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    folder, model = tiny_vl(kind)
+    decoder, theirs = load(folder, TorchOps(compute_format="f32", device="cpu")), wanted(model)
+    assert relative_error(run(decoder), theirs) < 1e-4
+    assert relative_error(run(decoder, (9, 11, 23, 37, 38)), theirs) < 1e-4
+
+
+@compiled
+@pytest.mark.parametrize("kind", TINY)
+def test_native(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    folder, model = tiny_vl(kind)
+    decoder = load(folder, NativeOps(threads=2))
+    whole = run(decoder)
+    assert relative_error(whole, wanted(model)) < 0.01
+    np.testing.assert_array_equal(whole, run(decoder, (9, 11, 23, 37, 38)))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_cuda(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]], emulator: Emulator) -> None:
+    folder, model = tiny_vl(kind)
+    decoder = load(folder, CudaOps(device=str(DEVICE)))
+    assert relative_error(run(decoder, (9, 37)), wanted(model)) < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "qwen3.5"])
+def test_gguf(name: str, tmp_path: Path) -> None:
+    """A file says the same as the folder that it is made of."""
+    folder = tmp_path / "folder"
+    save_tiny(name, folder)
+    ropes = []
+    for path in (folder, write_tiny_gguf(folder, tmp_path / "m.gguf", name)):
+        with closing(open_checkpoint(path)) as checkpoint:
+            ropes.append(read_config(checkpoint).attending[-1].rope)
+    assert ropes[0] is not None
+    assert ropes[0] == ropes[1]
+    assert ropes[0].sections
+
+
+def test_sections(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    found = {}
+    for kind in ("qwen2_vl", "qwen3_vl", "qwen3_5"):
+        with closing(open_checkpoint(tiny_vl(kind)[0])) as checkpoint:
+            spec = read_config(checkpoint).attending[-1]
+        assert isinstance(spec, AttentionSpec)
+        assert spec.rope is not None
+        found[kind] = spec.rope.sections
+    assert found == {
+        "qwen2_vl": (0, 0, 1, 2, 2, 2),
+        "qwen3_vl": (0, 1, 2, 0, 1, 2, 0, 0),
+        "qwen3_5": (0, 1, 2, 0),
+    }
+
+
+def test_saved_caches_keep_their_name() -> None:
+    """It is made of the rope's text."""
+    assert repr(Rope((1.0, 0.5), 2.0)) == "Rope(inv_freq=(1.0, 0.5), scale=2.0)"
+    assert repr(Rope((1.0, 0.5), sections=(0, 1))) == repr(Rope((1.0, 0.5)))
+
+
+def test_wrong_number_of_sections() -> None:
+    with pytest.raises(ValueError, match="2 sections for 1 frequencies"):
+        Rope((1.0,), sections=(0, 1))
