@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.ops.cuda.conftest import emulator
 from tests.models.vision.tiny_qwen import save_tiny_vl
+from tests.ops.cuda.conftest import emulator
 
 __all__ = ["emulator"]
 

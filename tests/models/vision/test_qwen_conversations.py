@@ -1,0 +1,129 @@
+"""Conversations with pictures on the engine, against transformers: logits, cuts, saved places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.protocol import EngineInfo
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.registry import load_decoder, read_config
+from localrt.models.vision.picture import Picture
+from localrt.models.vision.registry import read_tower
+from localrt.models.vision.sight import Sight
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.reference.ops import TorchOps
+from tests.models.tiny import relative_error, tokens
+from tests.models.vision.tiny_qwen import IDS, TINY, picture, processor_of
+
+compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+PICTURES = [picture(90, 41), picture(23, 70, seed=1)]
+TEXTS = [[token % 100 for token in tokens(5 + n, seed=n)] for n in range(3)]
+TOKEN = IDS["image_token_id"]
+INFO = EngineInfo(
+    engine="native",
+    architecture="qwen",
+    device="cpu",
+    format="f32",
+    parameters=0,
+    layers=3,
+    vocab_size=120,
+    weight_bytes=0,
+    context_length=512,
+    exactness="bit-exact",
+)
+
+
+@contextmanager
+def opened(folder: Path, ops: Any) -> Iterator[NativeEngine]:
+    """An engine that sees."""
+    with closing(open_checkpoint(folder)) as checkpoint:
+        config = read_config(checkpoint, context=512)
+        engine = NativeEngine(load_decoder(checkpoint, ops, config), INFO)
+    source = VisionFolder(folder)
+    tower = read_tower(source.config, source.processor)
+    engine.see(lambda ops, take: Sight(tower, source, ops, TOKEN, take))
+    with closing(engine):
+        yield engine
+
+
+def torch_ops() -> TorchOps:
+    return TorchOps(compute_format="f32", device="cpu")
+
+
+def prompt(engine: NativeEngine, pictures: Sequence[Picture]) -> list[int]:
+    """Text, and each picture with text behind it."""
+    assert engine.sight is not None
+    ids = list(TEXTS[0])
+    for shown, text in zip(pictures, TEXTS[1:], strict=False):
+        ids += [*engine.sight.place(shown).ids, *text]
+    return ids
+
+
+def wanted(folder: Path, model: Any, ids: Sequence[int], pictures: Sequence[Picture]) -> Any:
+    """Transformers' logits (R, V)."""
+    plain = torch.tensor([[TOKEN if token < 0 else token for token in ids]])
+    inputs: dict[str, Any] = {}
+    if pictures:
+        inputs = dict(processor_of(folder)([p.image() for p in pictures], return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (plain == TOKEN).int()
+    with torch.no_grad():
+        return model(input_ids=plain, **inputs).logits[0].numpy()
+
+
+def said(engine: NativeEngine, ids: Sequence[int], ends: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The logits at the ends of passes."""
+    session = engine.session(512)
+    logits = [session.extend(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    session.close()
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("kind", TINY)
+def test_logits(kind: str, count: int, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    folder, model = tiny_vl(kind)
+    pictures = PICTURES[:count]
+    with opened(folder, torch_ops()) as engine:
+        ids = prompt(engine, pictures)
+        theirs = wanted(folder, model, ids, pictures)
+        for ends in ([len(ids)], range(1, len(ids) + 1), range(2, len(ids), 9)):
+            ours = said(engine, ids, list(ends))
+            assert relative_error(ours, theirs[[end - 1 for end in ends]]) < 1e-4
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    """They change no bit."""
+    folder, model = tiny_vl(kind)
+    with opened(folder, NativeOps(threads=2)) as engine:
+        ids = prompt(engine, PICTURES)
+        ends = list(range(1, len(ids) + 1))
+        ours = said(engine, ids, ends)
+        assert relative_error(ours, wanted(folder, model, ids, PICTURES)) < 0.02
+        for cuts in ([len(ids)], list(range(6, len(ids), 11))):
+            np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
+
+
+def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    """A session that keeps a part of a picture goes on as a new one does."""
+    folder, model = tiny_vl("qwen3_vl")
+    with opened(folder, torch_ops()) as engine:
+        ids = prompt(engine, PICTURES)
+        theirs = wanted(folder, model, ids, PICTURES)[-1]
+        session = engine.session(512)
+        session.extend(ids)
+        for length in (len(ids) - 2, len(TEXTS[0]) + 3, 2):
+            assert session.trim(length) == length
+            assert relative_error(session.extend(ids[length:]), theirs) < 1e-4
