@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,11 +27,12 @@ from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import read_tower
-from tests.models.tiny import random_model, relative_error
+from tests.models.tiny import random_model, relative_error, tokens
 from tests.models.tiny_configs import with_text
-from tests.models.vision.oracles import expanded, look, picture, renamed, settings
+from tests.models.vision.oracles import Seeing, expanded, look, picture, plain, renamed, settings
 
 PATCH = 4
+IMAGE = 2  # a token that ``tokens`` does not give
 STEP = 2.01 / 255  # of a byte, once pixels are normalized
 _VISION: dict[str, Any] = {
     "hidden_size": 48,
@@ -67,13 +69,22 @@ class Theirs:
 
 
 class Family(ABC):
-    """A tiny model of a family, in a folder, and transformers' processor of it."""
+    """A tiny model of a family, in a folder, and transformers' processor of it, of whose results
+    the model takes those in ``taken``.
+    """
+
+    taken: tuple[str, ...]
 
     def __init__(self, folder: Path, config: Any, processor: Any) -> None:
         self.folder, self.config, self.processor = folder, config, processor
         self.model = random_model(config)
         self.model.save_pretrained(folder)
         processor.save_pretrained(folder)
+
+    def inputs(self, *pictures: Picture) -> dict[str, Any]:
+        """What the model takes of a prompt's pictures."""
+        found = self.processor([[each.image() for each in pictures]], return_tensors="pt")
+        return {name: found[name] for name in self.taken}
 
     @abstractmethod
     def prepared(self, picture: Picture) -> Theirs:
@@ -87,11 +98,14 @@ class Family(ABC):
 
 
 class Gemma3(Family):
+    taken = ("pixel_values",)
+
     def __init__(self, folder: Path, **processor: Any) -> None:
         vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 32}
         text = {**_TEXT, "head_dim": 16, "sliding_window": 8}
         config = with_text(hf.Gemma3Config, text, **vision)
         config.mm_tokens_per_image = 16
+        config.image_token_index = IMAGE
         own = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, **processor)
         super().__init__(folder, config, own)
 
@@ -101,15 +115,17 @@ class Gemma3(Family):
         row, start, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
         own.full_image_sequence = f"\n\n{start}{row * 16}{end}\n\n"
         text = own.replace_image_token(found, 0).replace(row, "<image>")
-        pixels = found["pixel_values"]
-        return Theirs({"pixel_values": pixels}, _cut(pixels), text)
+        return Theirs(self.inputs(picture), _cut(found["pixel_values"]), text)
 
 
 class Idefics3(Family):
+    taken = ("pixel_values", "pixel_attention_mask")
+
     def __init__(self, folder: Path, **processor: Any) -> None:
         config = with_text(
             hf.Idefics3Config, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
         )
+        config.image_token_id = IMAGE
         own = Idefics3ImageProcessorPil(
             size={"longest_edge": 96}, max_image_size={"longest_edge": 24}, **processor
         )
@@ -120,9 +136,8 @@ class Idefics3(Family):
         own = _without(Idefics3Processor)
         own.fake_image_token, own.global_image_tag = "<fake_token_around_image>", "<global-img>"
         own.image_token, own.image_seq_len = "<image>", self.seq_len
-        pixels, mask = found["pixel_values"], found["pixel_attention_mask"]
-        inputs = {"pixel_values": pixels, "pixel_attention_mask": mask}
-        return Theirs(inputs, _cut(pixels[0]), own.replace_image_token(found, 0))
+        text = own.replace_image_token(found, 0)
+        return Theirs(self.inputs(picture), _cut(found["pixel_values"][0]), text)
 
     @property
     def seq_len(self) -> int:
@@ -137,6 +152,7 @@ class SmolVlm(Idefics3):
             hf.SmolVLMConfig, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
         )
         config.scale_factor = 3
+        config.image_token_id = IMAGE
         own = SmolVLMImageProcessorPil(
             size={"longest_edge": 152}, max_image_size={"longest_edge": 38}, **processor
         )
@@ -148,11 +164,14 @@ class SmolVlm(Idefics3):
 
 
 class Lfm2Vl(Family):
+    taken = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+
     def __init__(self, folder: Path, **processor: Any) -> None:
         vision = {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 25}
         text = {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
         config = with_text(hf.Lfm2VlConfig, text, **vision)
         config.projector_hidden_size = 40
+        config.image_token_id = IMAGE
         config.projector_use_layernorm = processor.pop("projector_use_layernorm", True)
         sizes = {"min_image_tokens": 4, "max_image_tokens": 16, "max_tiles": 6, "tile_size": 24}
         own = lfm2_vl_processor()(encoder_patch_size=4, **{**sizes, **processor})
@@ -165,10 +184,8 @@ class Lfm2Vl(Family):
         own.image_start_token, own.image_end_token = "<|image_start|>", "<|image_end|>"
         own.image_thumbnail_token = "<|img_thumbnail|>"
         text = own.replace_image_token(found, 0, use_image_special_tokens=True)
-        names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
-        inputs = {name: found[name] for name in names}
         patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
-        return Theirs(inputs, patches.numpy(), text)
+        return Theirs(self.inputs(picture), patches.numpy(), text)
 
 
 @cache
@@ -235,6 +252,43 @@ def test_rows(name: str, tmp_path: Path) -> None:
         rows = family.rows(theirs)
         assert seen.rows.shape == rows.shape == (prepared.rows, 64)
         assert relative_error(seen.rows, rows) < 1e-4
+
+
+class Ids(dict[str, int]):
+    """An id for any text of a picture's pieces."""
+
+    def __missing__(self, text: str) -> int:
+        return 3 + len(text) % 200
+
+
+TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
+PICTURES = [picture(32, 24), picture(48, 72, seed=1)]  # which LFM2-VL need not resize
+PROMPTS = {
+    "none": TEXT,
+    "one": [TEXT[0], PICTURES[0], TEXT[1]],
+    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
+    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
+}
+
+
+@pytest.mark.usefixtures("given_rates")
+@pytest.mark.parametrize("rows", [512, 7])
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles"])
+def test_logits(name: str, rows: int, tmp_path: Path) -> None:
+    family = FAMILIES[name](tmp_path)
+    with Seeing(tmp_path, IMAGE, Ids(), rows=rows) as seeing:
+        for prompt in PROMPTS.values():
+            parts = [seeing.ids(part) for part in prompt]
+            ids = torch.tensor([plain(chain(*parts), IMAGE)])
+            pictures = [part for part in prompt if isinstance(part, Picture)]
+            inputs = family.inputs(*pictures) if pictures else {}
+            if name == "gemma3":
+                inputs["token_type_ids"] = (ids == IMAGE).long()
+            with torch.no_grad():
+                theirs = family.model(ids, **inputs).logits[0]
+            ends = np.cumsum([len(part) for part in parts]) - 1
+            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
+                assert relative_error(ours, theirs[end].numpy()) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl"])
