@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,6 +221,54 @@ def test_next_address(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "127.0.0.3", "127.0.0.1")  # nothing listens at the first
     allowed = ("127.0.0.1", "127.0.0.3").__contains__
     assert fetch(web.url("/picture", "pictures.example"), allowed=allowed) == b"a picture"
+
+
+@pytest.fixture
+def trusted(web: Web, tmp_path: Path) -> ssl.SSLContext:
+    """The server speaks TLS as pictures.example, and clients with this context trust it."""
+    pytest.importorskip("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pictures.example")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("pictures.example")]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    form, secret = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    file = tmp_path / "certificate.pem"
+    file.write_bytes(made.public_bytes(pem) + key.private_bytes(pem, form, secret))
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(file)
+    web.server.socket = own.wrap_socket(
+        web.server.socket, server_side=True, do_handshake_on_connect=False
+    )
+    return ssl.create_default_context(cafile=str(file))
+
+
+def test_certificate_is_checked(
+    web: Web, trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(monkeypatch, "127.0.0.1")
+    url = web.url("/picture", "pictures.example").replace("http:", "https:")
+    with pytest.raises(ApiError, match="its server's TLS is not valid"):
+        fetch(url)
+    monkeypatch.setattr(pictures, "_certificates", lambda: trusted)
+    assert fetch(url) == b"a picture"
+    with pytest.raises(ApiError, match="its server's TLS is not valid"):
+        fetch(url.replace("pictures.", "others."))
+    assert web.asked == [("pictures.example", "/picture")]
 
 
 def test_server_without_tls(web: Web) -> None:
