@@ -178,7 +178,6 @@ def _number(value: float) -> str:
 
 
 _BODIES = 8  # large bodies that may arrive at once
-_SEEING = 2  # requests whose pictures are decoded at once
 _LONGEST_RETRY_S = 60
 _MOST_NOTES = 256  # kinds of notes; clients choose some of their names
 _HELP = {
@@ -201,7 +200,7 @@ class Service:
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.fetcher = Fetcher() if options.fetch_pictures else None
-        self.seeing = asyncio.Semaphore(_SEEING)
+        self.seeing = asyncio.Lock()  # a decoded picture takes hundreds of megabytes
         self.responses = ResponseStore()
         self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads
         self.open_requests = 0
