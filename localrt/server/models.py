@@ -42,7 +42,7 @@ class ServedModel:
     ) -> None:
         self.model = model
         self.name = name
-        self.sees = bool(getattr(model.info, "sees", False))
+        self.sees = model.info.sees
         self.embedding = asyncio.Lock()  # one batch at a time: they share the engine with answers
         self.live = model.live(
             most=options.max_running,

@@ -152,7 +152,11 @@ async def tokenize(request: Request) -> Response:
         return shown(model, model.tokenize(given["prompt"], tools=given["tools"]))
 
     def shown(model: Model, ids: Sequence[int]) -> dict[str, Any]:
-        pieces = [model.tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
+        ids = [max(one, -1) for one in ids]  # below 0: of a picture
+        pieces = [
+            "" if one < 0 else model.tokenizer.token_bytes(one).decode("utf-8", "replace")
+            for one in ids
+        ]
         tokens: list[Any] = list(ids)
         if fields.get("with_pieces"):
             tokens = [{"id": one, "piece": piece} for one, piece in zip(ids, pieces, strict=True)]

@@ -238,11 +238,11 @@ def _giving_way(work: Callable[[], T]) -> T:
 
 
 def _characters(*values: object) -> int:
-    """Count the characters of texts, at any depth."""
+    """Count the characters of texts and the bytes of pictures, at any depth."""
     count, left = 0, list(values)
     while left:
         value = left.pop()
-        if isinstance(value, str):
+        if isinstance(value, str | bytes):
             count += len(value)
         elif isinstance(value, Mapping):
             left += (*value, *value.values())

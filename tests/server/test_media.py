@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,6 +16,7 @@ import localrt
 from localrt.common.formatting import format_bytes
 from localrt.server import media
 from localrt.server.pictures import Fetcher
+from tests.models.vision.tiny import qwen_folder
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
 from tests.server.test_pictures import Web, web
@@ -85,6 +87,100 @@ def test_model_that_reads_text_only(server: Running, dialect: str) -> None:
     assert f"messages hold image: {why}" in server.notes
 
 
+# -- a model that sees ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A tiny random model that sees, after one that does not."""
+    folder = qwen_folder(tmp_path_factory.mktemp("seer") / "qwen")
+    with localrt.load(folder, draft="off", ctx=2048) as model:
+        model.defaults.update(max_tokens=6, ignore_eos=True)
+        with serving(model, name="seer") as running:
+            yield running
+
+
+def noise(seed: int) -> bytes:
+    made = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (60, 90, 3), np.uint8)
+    Image.fromarray(pixels).save(made, "PNG")
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_model_that_sees(seer: Running, dialect: str, stream: bool) -> None:
+    pictures = noise(1), noise(2)
+    question = Question("what is this", pictures=pictures, most=6, stream=stream)
+    answer = DIALECTS[dialect](seer.url, seer.name, question)
+    expected = seer.model.generate(
+        "what is this", images=list(pictures), temperature=0, max_tokens=6
+    )
+    assert (answer.text, answer.tokens) == (expected.text, 6)
+    assert answer.prompt_tokens == expected.metrics.prompt_tokens > 20
+
+
+def test_picture_in_a_result(seer: Running) -> None:
+    status, got, _ = ask(
+        seer, ("/v1/messages", {"messages": [*CALL, looked(source_of(noise(3)))]}), max_tokens=2
+    )
+    assert status == 200, got
+
+
+def test_picture_is_read_once(seer: Running) -> None:
+    asked = in_messages(source_of(noise(4)), TEXT)
+    _, first, _ = ask(seer, asked)
+    _, again, _ = ask(seer, asked)
+    read = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"]
+    assert again["usage"]["cache_read_input_tokens"] == read - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (("/v1/messages/count_tokens", {"model": "seer"}), "input_tokens"),
+        (("/tokenize", {"return_token_strs": True}), "count"),
+    ],
+)
+def test_tokens_of_pictures(seer: Running, asked: tuple[str, Any], field: str) -> None:
+    path, more = asked
+    part = source_of(noise(5))
+    body = {"messages": [{"role": "user", "content": [part, TEXT]}], **more}
+    status, got, _ = seer.request("POST", path, body)
+    _, answered, _ = ask(seer, in_messages(part, TEXT))
+    usage = answered["usage"]
+    assert status == 200, got
+    assert got[field] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("picture", "why"),
+    [
+        (b"GIF of nothing", "not a PNG, JPEG, WebP or GIF"),
+        (noise(6)[:2000], "damaged"),
+        (b"", "picture 1 is empty"),
+    ],
+)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_bytes_that_are_no_picture(seer: Running, dialect: str, picture: bytes, why: str) -> None:
+    with pytest.raises(Exception, match=why) as caught:
+        DIALECTS[dialect](seer.url, seer.name, Question(pictures=(picture,)))
+    assert getattr(caught.value, "status_code", 400) == 400
+
+
+def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
+    for running, sees in ((seer, True), (server, False)):
+        name = running.name
+        listed = running.request("GET", "/v1/models")[1]["data"][0]
+        assert ("vision" in listed["capabilities"]) is sees
+        props = running.request("GET", "/props")[1]
+        assert props["modalities"] == {"vision": sees, "audio": False}
+        shown = running.request("POST", "/api/show", {"model": name})[1]
+        assert ("vision" in shown["capabilities"]) is sees
+        studio = running.request("GET", f"/api/v0/models/{name}")[1]
+        assert studio["type"] == ("vlm" if sees else "llm")
+
+
 # -- forms of parts --------------------------------------------------------------------------------
 
 
@@ -113,6 +209,16 @@ def source(data: Any, **fields: Any) -> dict[str, Any]:
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": data, **fields},
     }
+
+
+def source_of(picture: bytes) -> dict[str, Any]:
+    return source(base64.b64encode(picture).decode())
+
+
+def looked(*content: Any) -> dict[str, Any]:
+    """The result of ``CALL``."""
+    shown = {"type": "tool_result", "tool_use_id": "c", "content": list(content)}
+    return {"role": "user", "content": [shown]}
 
 
 TEXT = {"type": "text", "text": "a"}
@@ -151,21 +257,7 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
         (
             (
                 "/v1/messages",
-                {
-                    "messages": [
-                        *CALL,
-                        {
-                            "role": "user",
-                            "content": [
-                                {
-                                    "type": "tool_result",
-                                    "tool_use_id": "c",
-                                    "content": [TEXT, source(RED64), source(BLUE64)],
-                                }
-                            ],
-                        },
-                    ]
-                },
+                {"messages": [*CALL, looked(TEXT, source(RED64), source(BLUE64))]},
             ),
             [("text", "a"), ("image", RED), ("image", BLUE)],
         ),
