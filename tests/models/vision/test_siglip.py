@@ -47,7 +47,7 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 211,
+    "vocab_size": 320,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
