@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import Scaling, cut, integer, resize
+from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (
-    BILINEAR,
     VISION_TOWER,
     Encoder,
     pixels,
     read_encoder,
-    resampling,
     text_size,
 )
 from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import Scaling, integer, number, resize
+from localrt.models.vision.picture import MOST_PIXELS, Picture
+from localrt.models.vision.pixels import BICUBIC, Scaling, integer, number, resampling, resize
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -35,7 +35,6 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionSteps
 
 _BEGIN, _ROW, _END = "<|image>", "<|image|>", "<image|>"
-_BICUBIC = 3
 _NAMES = BlockNames(
     norm1="input_layernorm",
     norm2="pre_feedforward_layernorm",
@@ -120,6 +119,9 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma
             f"position_embedding_size must be at least {own.longest} for {own.rows} rows of a "
             f"picture, is {own.positions}"
         )
+    largest = own.rows * (own.pool * own.patch) ** 2
+    if largest > MOST_PIXELS:
+        raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
     return Gemma4Tower(own, processor, text.get("use_bidirectional_attention") == "vision")
 
 
@@ -136,7 +138,7 @@ class Gemma4Tower(Tower):
         self.config, self.both_ways = config, both_ways
         # Most processors of other models normalize by default; this one does not.
         self._scaling = Scaling.read({"do_normalize": False, **processor})
-        self._resample = integer(processor, "resample", _BICUBIC)
+        self._resample = resampling(processor, BICUBIC)
 
     def prepare(self, picture: Picture) -> Prepared:
         patch, pool = self.config.patch, self.config.pool

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import Scaling, cut, integer, resize
+from localrt.models.vision.pixels import LANCZOS, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (
-    LANCZOS,
     Encoder,
     merged,
     pixels,
     read_encoder,
-    resampling,
     text_size,
 )
 from localrt.models.vision.tower import Check, Linear, Prepared, Seen, Tower, Units

@@ -14,16 +14,14 @@ import numpy as np
 
 from localrt.common.errors import OptionError
 from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
-from localrt.models.vision.pixels import Scaling, cut, integer, number, resize
+from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, number, resampling, resize
 from localrt.models.vision.siglip import (
-    BILINEAR,
     VISION_TOWER,
     Encoder,
     activation,
     merged,
     pixels,
     read_encoder,
-    resampling,
     text_size,
 )
 from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units

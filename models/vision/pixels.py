@@ -11,6 +11,10 @@ import numpy as np
 from localrt.models.vision.picture import Picture, Pixels
 from localrt.quant.formats.packed import Floats
 
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""Pillow's numbers of its filters."""
+
+_FILTERS = 5
 _LARGEST = 1 << 20
 
 
@@ -38,6 +42,18 @@ def number(settings: Mapping[str, Any], key: str, default: float) -> float:
     if type(value) not in (int, float) or not 0 < value < 1e30:
         raise ValueError(f"{key} must be a positive number, is {value!r:.60}")
     return float(value)
+
+
+def resampling(processor: Mapping[str, Any], default: int) -> int:
+    """Which of Pillow's filters resizes pictures.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = integer(processor, "resample", default)
+    if value > _FILTERS:
+        raise ValueError(f"resample must be a number from 1 to {_FILTERS}, is {value}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

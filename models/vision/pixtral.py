@@ -16,8 +16,8 @@ import numpy as np
 
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import Scaling, cut, integer, number, resize
+from localrt.models.vision.picture import MOST_PIXELS, Picture
+from localrt.models.vision.pixels import BICUBIC, Scaling, cut, integer, number, resampling, resize
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -37,7 +37,6 @@ from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
 _EPS = 1e-5  # whatever the config says, as in transformers
 _ACTIVATIONS: Mapping[str, VisionActivation] = {"gelu": "gelu", "silu": "silu"}
 _ARCHITECTURES = {
@@ -120,6 +119,9 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pixtr
             str(processor.get("image_end_token", "[IMG_END]")),
         ),
     )
+    largest = math.prod(edge + own.patch * own.merge for edge in own.edges)
+    if largest > MOST_PIXELS:
+        raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
     return PixtralTower(own, processor)
 
 
@@ -143,7 +145,7 @@ class PixtralTower(Tower):
         self.config = config
         self.placeholder = config.tokens[0]
         self._scaling = Scaling.read(processor, _MEAN, _STD)
-        self._resample = integer(processor, "resample", _BICUBIC)
+        self._resample = resampling(processor, BICUBIC)
 
     def prepare(self, picture: Picture) -> Prepared:
         config = self.config

@@ -34,10 +34,6 @@ Grid = tuple[int, int]
 VISION_TOWER = ("vision_tower.vision_model.", "vision_tower.")
 """What the tensors' names of most towers begin with: in files on the hub, and of transformers 5."""
 
-BILINEAR, LANCZOS = 2, 1
-"""Pillow's numbers of its filters."""
-
-_FILTERS = 5
 _LARGEST_SIDE = 4096  # of a picture, in pixels, and a square of positions
 
 _NAMES = BlockNames(
@@ -207,18 +203,6 @@ def pixels(settings: Mapping[str, Any], key: str, default: int | None = None) ->
     value = integer(settings, key, default)
     if value > _LARGEST_SIDE:
         raise ValueError(f"{key} must be at most {_LARGEST_SIDE}, is {value}")
-    return value
-
-
-def resampling(processor: Mapping[str, Any], default: int) -> int:
-    """Which of Pillow's filters resizes pictures.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = integer(processor, "resample", default)
-    if value > _FILTERS:
-        raise ValueError(f"resample must be a number from 1 to {_FILTERS}, is {value}")
     return value
 
 

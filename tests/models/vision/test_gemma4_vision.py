@@ -171,6 +171,7 @@ def test_larger_models_see_pictures_both_ways() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'axial', is 'yarn'"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number"),
         ({"position_embedding_size": 100}, "at least 840 for 280 rows of a picture, is 100"),
+        ({"patch_size": 1 << 19}, "pixels: the most is 64000000"),
         ({"pooling_kernel_size": -3}, "pooling_kernel_size must be an integer"),
         ({"pad": 3}, "pad_token_id must be 0, is 3"),
     ],
