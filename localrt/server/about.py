@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -74,11 +74,18 @@ _UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("comp
 
 
 def known_facts(offered: Offered) -> ModelFacts:
-    """Return the facts of a model; if its files cannot be read, all are unknown."""
-    try:
-        return _UNKNOWN if offered.path is None else facts_of(offered.path)
-    except (LocalrtError, OSError):
-        return _UNKNOWN
+    """Return the facts of a model; if its files cannot be read, all are unknown.
+
+    Whether it sees, a loaded one knows better: not every engine or device can.
+    """
+    facts = _UNKNOWN
+    with suppress(LocalrtError, OSError):
+        if offered.path is not None:
+            facts = facts_of(offered.path)
+    if offered.sees is None:
+        return facts
+    others = tuple(name for name in facts.capabilities if name != "vision")
+    return replace(facts, capabilities=(*others, "vision") if offered.sees else others)
 
 
 def facts_of(path: Path) -> ModelFacts:

@@ -111,14 +111,16 @@ class Offered:
     """A model that clients may ask for.
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but its weights were given
-    back. ``nbytes`` is the size of its files or weights, ``ram`` that of weights and caches in
-    memory. ``ctx`` is the context in tokens. An ``adapter`` is a model that belongs to ``base``.
+    back. ``sees``: whether it takes pictures; None: not known before it is loaded. ``nbytes`` is
+    the size of its files or weights, ``ram`` that of weights and caches in memory. ``ctx`` is the
+    context in tokens. An ``adapter`` is a model that belongs to ``base``.
     ``unload_s`` is the time in seconds until it is unloaded, unless it is used; None: it stays.
     ``path`` is where its files are, which clients do not see.
     """
 
     name: str
     state: str = "loaded"
+    sees: bool | None = None
     ctx: int | None = None
     base: str | None = None
     adapter: str | None = None
@@ -198,6 +200,7 @@ class OneModel(Models):
         return [
             Offered(
                 name=name,
+                sees=served.sees,
                 ctx=ctx,
                 base=None if adapter is None else served.name,
                 adapter=adapter,

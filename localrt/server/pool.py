@@ -142,6 +142,7 @@ class ModelPool(Models):
         return Offered(
             name=file.name,
             state="shrunk" if slot.left else "loaded",
+            sees=served.sees,
             ctx=model.info.ctx,
             nbytes=file.nbytes,
             ram=model.weights_in_ram + served.live.stats().kv_bytes,

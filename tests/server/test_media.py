@@ -15,7 +15,9 @@ from PIL import Image
 import localrt
 from localrt.common.formatting import format_bytes
 from localrt.server import media
+from localrt.server.options import ServeOptions
 from localrt.server.pictures import Fetcher
+from localrt.server.pool import LocalFile, ModelPool
 from tests.models.vision.tiny import qwen_folder
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
@@ -179,6 +181,31 @@ def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
         assert ("vision" in shown["capabilities"]) is sees
         studio = running.request("GET", f"/api/v0/models/{name}")[1]
         assert studio["type"] == ("vlm" if sees else "llm")
+
+
+def test_loaded_model_knows_whether_it_sees(seer: Running) -> None:
+    (served,) = seer.service.models.at_work()
+    served.sees = False  # as on a device where it cannot
+    try:
+        assert not seer.request("GET", "/props")[1]["modalities"]["vision"]
+    finally:
+        served.sees = True
+
+
+def test_model_that_is_not_loaded(seer: Running) -> None:
+    path = seer.model.info.path
+
+    def load(*_: Any) -> localrt.Model:
+        return localrt.load(path, draft="off", ctx=2048)
+
+    files = [LocalFile("seer", "seer", 1 << 20, path)]
+    with serving(ModelPool(load, lambda: files, ServeOptions())) as running:
+        for state in ("unloaded", "loaded"):
+            (listed,) = running.request("GET", "/v1/models")[1]["data"]
+            assert listed["status"]["value"] == state
+            assert "vision" in listed["capabilities"]
+            status, got, _ = ask(running, in_messages(source_of(noise(1))))
+            assert status == 200, got
 
 
 # -- forms of parts --------------------------------------------------------------------------------
