@@ -17,7 +17,15 @@ import numpy as np
 
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import BICUBIC, Scaling, integer, number, resampling, resize
+from localrt.models.vision.pixels import (
+    BICUBIC,
+    Scaling,
+    activation,
+    integer,
+    number,
+    resampling,
+    resize,
+)
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -78,8 +86,6 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma
     rope = vision.get("rope_parameters") or {}
     if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
         raise ValueError(f"rope_type must be 'axial', is {kind!r:.60}")
-    if (name := vision.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
-        raise ValueError(f"hidden_activation must be 'gelu_pytorch_tanh', is {name!r:.60}")
     heads, size = integer(vision, "num_attention_heads", 12), integer(vision, "head_dim", 64)
     if (groups := integer(vision, "num_key_value_heads", heads)) != heads:
         raise ValueError(f"num_key_value_heads must be {heads}, is {groups}")
@@ -92,7 +98,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma
         inner=integer(vision, "intermediate_size", 3072),
         heads=heads,
         eps=number(vision, "rms_norm_eps", 1e-6),
-        activation="gelu_tanh",
+        activation=activation(vision, "hidden_activation", "gelu_pytorch_tanh"),
         names=_NAMES,
         rms=True,
         bias=False,

@@ -14,11 +14,19 @@ import numpy as np
 
 from localrt.common.errors import OptionError
 from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
-from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, number, resampling, resize
+from localrt.models.vision.pixels import (
+    BILINEAR,
+    Scaling,
+    activation,
+    cut,
+    integer,
+    number,
+    resampling,
+    resize,
+)
 from localrt.models.vision.siglip import (
     VISION_TOWER,
     Encoder,
-    activation,
     merged,
     pixels,
     read_encoder,
@@ -66,7 +74,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
             factor**2 * encoder.block.hidden,
             integer(config, "projector_hidden_size", 2560),
             text_size(config),
-            activation(config.get("projector_hidden_act", "gelu")),
+            activation(config, "projector_hidden_act"),
             config.get("projector_bias") is not False,
             config.get("projector_use_layernorm") is not False,
         ),

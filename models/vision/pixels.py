@@ -10,10 +10,20 @@ import numpy as np
 
 from localrt.models.vision.picture import Picture, Pixels
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.vision import VisionActivation
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Pillow's numbers of its filters."""
 
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+_ACTIVATIONS: Mapping[str, VisionActivation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
 _FILTERS = 5
 _LARGEST = 1 << 20
 
@@ -42,6 +52,19 @@ def number(settings: Mapping[str, Any], key: str, default: float) -> float:
     if type(value) not in (int, float) or not 0 < value < 1e30:
         raise ValueError(f"{key} must be a positive number, is {value!r:.60}")
     return float(value)
+
+
+def activation(settings: Mapping[str, Any], key: str, default: str = "gelu") -> VisionActivation:
+    """What a config names.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    name = settings.get(key, default)
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{key} {name!r:.60} is not supported (known: {known})")
+    return _ACTIVATIONS[name]
 
 
 def resampling(processor: Mapping[str, Any], default: int) -> int:

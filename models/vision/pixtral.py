@@ -17,7 +17,18 @@ import numpy as np
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import BICUBIC, Scaling, cut, integer, number, resampling, resize
+from localrt.models.vision.pixels import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
+    Scaling,
+    activation,
+    cut,
+    integer,
+    number,
+    resampling,
+    resize,
+)
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -35,10 +46,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 _EPS = 1e-5  # whatever the config says, as in transformers
-_ACTIVATIONS: Mapping[str, VisionActivation] = {"gelu": "gelu", "silu": "silu"}
 _ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -96,7 +104,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pixtr
         inner=integer(vision, "intermediate_size", 4096),
         heads=heads,
         eps=_EPS,
-        activation=_activation(vision, "hidden_act"),
+        activation=activation(vision, "hidden_act"),
         names=_NAMES,
         rms=True,
         bias=False,
@@ -110,7 +118,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pixtr
         merge=integer(config, "spatial_merge_size", 2) if merging else 1,
         norm_eps=number(text, "rms_norm_eps", 1e-5) if merging else None,
         out=integer(text, "hidden_size"),
-        activation=_activation(config, "projector_hidden_act"),
+        activation=activation(config, "projector_hidden_act"),
         bias=bool(config.get("multimodal_projector_bias", not merging)),
         edges=_edges(processor.get("size") or {"longest_edge": vision.get("image_size", 1024)}),
         tokens=(
@@ -125,13 +133,6 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pixtr
     return PixtralTower(own, processor)
 
 
-def _activation(config: Mapping[str, Any], key: str) -> VisionActivation:
-    name = config.get(key, "gelu")
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"{key} must be one of {', '.join(_ACTIVATIONS)}, is {name!r:.60}")
-    return _ACTIVATIONS[name]
-
-
 def _edges(size: Mapping[str, Any]) -> tuple[int, int]:
     if size.get("longest_edge") is not None:
         return (integer(size, "longest_edge"),) * 2
@@ -144,7 +145,7 @@ class PixtralTower(Tower):
     def __init__(self, config: PixtralConfig, processor: Mapping[str, Any]) -> None:
         self.config = config
         self.placeholder = config.tokens[0]
-        self._scaling = Scaling.read(processor, _MEAN, _STD)
+        self._scaling = Scaling.read(processor, CLIP_MEAN, CLIP_STD)
         self._resample = resampling(processor, BICUBIC)
 
     def prepare(self, picture: Picture) -> Prepared:

@@ -21,7 +21,17 @@ import numpy.typing as npt
 
 from localrt.common.errors import OptionError
 from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import Scaling, cut, integer, number, resize
+from localrt.models.vision.pixels import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
+    Scaling,
+    activation,
+    cut,
+    integer,
+    number,
+    resize,
+)
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -37,23 +47,14 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import VisionActivation, VisionSteps
+from localrt.quant.ops.vision import VisionSteps
 
 _EPS = 1e-6  # of all norms; configs do not say it
 _COLOURS = 3
 _MOST_ASPECT = 200
 _MOST_FRAMES = 16
-_BICUBIC = 3  # of Pillow's filters
-_ACTIVATIONS: Mapping[str, VisionActivation] = {
-    "silu": "silu",
-    "quick_gelu": "quick_gelu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 _BLOCK = {"norm1": "norm1", "norm2": "norm2", "out": "attn.proj"}
 _QKV = ("attn.qkv",)
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,18 +152,14 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenT
 
 
 def _blocks(
-    vision: Mapping[str, Any], hidden: int, inner: int, activation: str, names: BlockNames
+    vision: Mapping[str, Any], hidden: int, inner: int, default: str, names: BlockNames
 ) -> BlockConfig:
-    activation = vision.get("hidden_act", activation)
-    if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"vision activation {activation!r} is not known (known: {known})")
     return BlockConfig(
         hidden=hidden,
         inner=inner,
         heads=integer(vision, "num_heads", 16),
         eps=_EPS,
-        activation=_ACTIVATIONS[activation],
+        activation=activation(vision, "hidden_act", default),
         names=names,
     )
 
@@ -188,7 +185,7 @@ def _tower(
     size = processor.get("size") or {}
     least = size.get("shortest_edge", size.get("min_pixels", 256**2 if side else 56**2))
     most = size.get("longest_edge", size.get("max_pixels", 4096**2 if side else 1280 * 28**2))
-    scaling = Scaling.read(processor) if side else Scaling.read(processor, _CLIP_MEAN, _CLIP_STD)
+    scaling = Scaling.read(processor) if side else Scaling.read(processor, CLIP_MEAN, CLIP_STD)
     return QwenTower(
         QwenConfig(
             blocks=blocks,
@@ -223,7 +220,7 @@ class QwenTower(Tower):
         """``patches`` (N, C * patch * patch) are of one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge
         height, width = self._size(picture.height, picture.width)
-        pixels = config.scaling(resize(picture, height, width, _BICUBIC))
+        pixels = config.scaling(resize(picture, height, width, BICUBIC))
         h, w = height // patch, width // patch
         patches = self._in_squares(cut(pixels, patch).reshape(h, w, -1))
         rows, columns = h // merge, w // merge

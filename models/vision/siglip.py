@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.pixels import integer, number
+from localrt.models.vision.pixels import activation, integer, number
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -27,7 +27,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import VisionActivation, VisionSteps
+from localrt.quant.ops.vision import VisionSteps
 
 Grid = tuple[int, int]
 
@@ -44,12 +44,6 @@ _NAMES = BlockNames(
     up=("mlp.fc1",),
     down="mlp.fc2",
 )
-_ACTIVATIONS: Mapping[str, VisionActivation] = {
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "quick_gelu": "quick_gelu",
-    "silu": "silu",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +166,7 @@ def read_encoder(
         inner=integer(vision, "intermediate_size", 3072),
         heads=heads,
         eps=number(vision, "layer_norm_eps", 1e-6),
-        activation=activation(vision.get("hidden_act", "gelu_pytorch_tanh")),
+        activation=activation(vision, "hidden_act", "gelu_pytorch_tanh"),
         names=_NAMES,
     )
     layers = integer(vision, "num_hidden_layers", 12)
@@ -180,18 +174,6 @@ def read_encoder(
     return Encoder(
         block=block, layers=layers, patch=patch, side=side, stretched=stretched, prefixes=prefixes
     )
-
-
-def activation(name: Any) -> VisionActivation:
-    """What a config calls ``name``.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"activation {name!r:.60} is not supported (known: {known})")
-    return _ACTIVATIONS[name]
 
 
 def pixels(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -167,7 +167,7 @@ def test_larger_models_see_pictures_both_ways() -> None:
     [
         ({"num_key_value_heads": 1}, "num_key_value_heads must be 3, is 1"),
         ({"head_dim": 18}, "head_dim must be a multiple of 4, is 18"),
-        ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
+        ({"hidden_activation": "tanh"}, "hidden_activation 'tanh' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'axial', is 'yarn'"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number"),
         ({"position_embedding_size": 100}, "at least 840 for 280 rows of a picture, is 100"),

@@ -107,7 +107,7 @@ def test_aspect() -> None:
     [
         ("qwen2_5_vl", {"depth": 0}, "depth must be an integer from 1"),
         ("qwen2_5_vl", {"num_heads": 5}, "a multiple of 4 times its heads"),
-        ("qwen2_5_vl", {"hidden_act": "relu"}, "'relu' is not known"),
+        ("qwen2_5_vl", {"hidden_act": "relu"}, "'relu' is not supported"),
         ("qwen2_5_vl", {"out_hidden_size": 8}, "have 8 columns, the decoder's 3584"),
         ("qwen2_5_vl", {"in_channels": 4}, "the vision tower has 4"),
         ("qwen2_5_vl", {"fullatt_block_indexes": 7}, "must be a list of integers"),

@@ -370,7 +370,7 @@ def test_too_narrow(tmp_path: Path) -> None:
         ("gemma3", {"image_size": 1 << 13}, {}, "image_size must be at most 4096"),
         ("gemma3", {"image_size": [224, 224]}, {}, "image_size must be an integer"),
         ("gemma3", {"patch_size": 14, "num_channels": 1}, {}, "num_channels must be 3"),
-        ("gemma3", {"patch_size": 14, "hidden_act": "tanh"}, {}, "activation 'tanh' is not supp"),
+        ("gemma3", {"patch_size": 14, "hidden_act": "tanh"}, {}, "hidden_act 'tanh' is not supp"),
         ("gemma3", {"patch_size": 14, "num_attention_heads": 7}, {}, "not a multiple of 7 heads"),
         ("gemma3", {"patch_size": 14}, {"resample": 9}, "resample must be a number from 1 to 5"),
         ("idefics3", {}, {}, "7 patches a side are no multiple of scale_factor 2"),
