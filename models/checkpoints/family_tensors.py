@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,7 @@ import numpy as np
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import DerivedRows, RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.rows import StackedRows
+from localrt.models.checkpoints.rows import JoinedRows, StackedRows
 from localrt.quant.formats import (
     BF16,
     F16,
@@ -426,29 +425,4 @@ def _joined_tables(parts: list[RowSource], last: int, scale: float) -> RowSource
     ends = np.cumsum([part.rows for part in parts]).tolist()
     nbytes = sum(part.info.nbytes for part in parts)
     info = replace(first, name=_NGRAM_TABLE, shape=(ends[-1], first.shape[1]), nbytes=nbytes)
-    return _Parts(info, tuple(parts), tuple(ends), scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts(RowSource):
-    """Concatenated rows of ``parts``; ``ends`` are their last row numbers plus 1, ``factor`` is
-    their scale.
-    """
-
-    parts: tuple[RowSource, ...]
-    ends: tuple[int, ...]
-    factor: float
-
-    @property
-    def scale(self) -> float:
-        return self.factor
-
-    def _read(self, start: int, stop: int) -> Bytes:
-        pieces = []
-        while start < stop:
-            number = bisect_right(self.ends, start)
-            begin = self.ends[number] - self.parts[number].rows
-            last = min(stop, self.ends[number])
-            pieces.append(self.parts[number].read(start - begin, last - begin).data)
-            start = last
-        return np.concatenate(pieces)
+    return JoinedRows(info, tuple(parts), tuple(ends), scale)

@@ -12,6 +12,7 @@ Knows names and shapes; other modules have the tables of which architecture stac
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import (
@@ -209,19 +211,28 @@ def rotary_rows(
     keys = config.get("num_key_value_heads", queries)
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
-        info, stem = tensor.info, name.rpartition(".")[0]
+        stem = name.rpartition(".")[0]
         if not stem.endswith(_TURNED):
             continue
-        heads = queries if stem.endswith(_TURNED[0]) else keys
-        if type(heads) is not int or heads < 1 or info.shape[0] % (2 * heads):
-            raise CheckpointError(
-                f"{path}: {info.shape[0]} rows of {name!r} are not {heads!r:.60} heads "
-                "of an even size"
-            )
-        if len(info.shape) == 1 and info.format.block != 1:
-            raise CheckpointError(f"{path}: {name!r} is a vector in {info.format.name}")
-        found[name] = _RotaryRows(info, tensor, heads)
+        found[name] = in_halves(tensor, queries if stem.endswith(_TURNED[0]) else keys, path)
     return found
+
+
+def in_halves(tensor: RowSource, heads: Any, path: Path) -> RowSource:
+    """A query or key tensor of so many heads, with pairs reordered to halves.
+
+    Raises:
+        CheckpointError: its rows do not form heads of an even size.
+    """
+    info = tensor.info
+    if type(heads) is not int or heads < 1 or info.shape[0] % (2 * heads):
+        raise CheckpointError(
+            f"{path}: {info.shape[0]} rows of {info.name!r} are not {heads!r:.60} heads "
+            "of an even size"
+        )
+    if len(info.shape) == 1 and info.format.block != 1:
+        raise CheckpointError(f"{path}: {info.name!r} is a vector in {info.format.name}")
+    return _RotaryRows(info, tensor, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +255,45 @@ class _RotaryRows(DerivedRows):
         data = self.whole.read(first, -(-stop // size) * size).data
         halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
         return halves.reshape(-1, self.row_bytes)[start - first : stop - first]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows(RowSource):
+    """Concatenated rows (or vectors) of ``parts``; ``ends`` are their last row numbers plus 1,
+    ``factor`` is their scale.
+    """
+
+    parts: tuple[RowSource, ...]
+    ends: tuple[int, ...]
+    factor: float
+
+    @property
+    def scale(self) -> float:
+        return self.factor
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        pieces = []
+        stop = stop if len(self.info.shape) > 1 else self.ends[-1]
+        while start < stop:
+            number = bisect_right(self.ends, start)
+            begin = self.ends[number] - self.parts[number].rows
+            last = min(stop, self.ends[number])
+            pieces.append(self.parts[number].read(start - begin, last - begin).data)
+            start = last
+        return np.concatenate(pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedColumns(RowSource):
+    """The columns of ``parts``, beside one another, in ``order``; their format has no blocks."""
+
+    parts: tuple[RowSource, ...]
+    order: npt.NDArray[np.int64]
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        shape = stop - start, -1, self.info.format.block_bytes
+        values = [part.read(start, stop).data.reshape(shape) for part in self.parts]
+        return np.ascontiguousarray(np.concatenate(values, axis=1)[:, self.order])
 
 
 def regrouped(source: RowSource) -> RowSource:

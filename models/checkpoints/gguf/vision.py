@@ -1,0 +1,235 @@
+"""The vision tower in an ``mmproj`` GGUF file, as the publisher's folder would have it.
+
+llama.cpp's converter gives the tensors short names; it splits some, adds 1 to Gemma's norm, makes
+pairs of the halves of Pixtral's rotary rows, and lets a patch's columns begin with the colour.
+Reading undoes all of that: names, shapes and values are those of ``VisionFolder``, and so are the
+keys of ``config`` and ``processor``. What the file does not say, no key says: families have the
+publishers' defaults.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.base import DerivedRows, RowSource, SourcedCheckpoint
+from localrt.models.checkpoints.gguf.file import GgufFile
+from localrt.models.checkpoints.gguf.vision_families import (
+    BLOCK,
+    FAMILIES,
+    SECOND_KERNEL,
+    ClipMetadata,
+    Family,
+    Shapes,
+    deep_blocks,
+    vision_config,
+)
+from localrt.models.checkpoints.rows import JoinedRows, OrderedColumns, in_halves, regrouped
+from localrt.models.checkpoints.safetensors.header import is_raw, unread_type_error
+from localrt.quant.formats import F32, unpack
+from localrt.quant.formats.packed import Bytes
+
+ARCHITECTURE = "clip"
+"""What ``mmproj`` files call theirs."""
+
+_COLOURS = 3
+_KINDS = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:weight|bias|(?:in|out)put_(?:min|max)))?")
+_LEFT_OUT = ("a.", "mm.a.", "v.token_embd.")  # audio towers; a row of the decoder's embeddings
+_QKV = ("attn_q", "attn_k", "attn_v")
+
+
+class VisionGguf(SourcedCheckpoint):
+    """See ``TensorSource``. ``config`` and ``processor`` have the keys of a ``config.json`` and an
+    image processor; ``decoders`` are the architectures of the GGUF files that it is for, whose rows
+    have ``columns``.
+
+    Raises:
+        CheckpointError: not a GGUF file, truncated or malformed.
+        UnsupportedModelError: it is no vision tower, or one that localrt does not know.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        try:
+            metadata = ClipMetadata(self._file.metadata)
+            family = self._family()
+            stored = self._stored()
+            shapes: Shapes = {name: tensor.info.shape for name, tensor in stored.items()}
+            self.columns = metadata.count("vision.projection_dim")
+            self.decoders = family.decoders
+            self.architecture = family.kind
+            self.config: Mapping[str, Any]
+            self.processor: Mapping[str, Any]
+            self.config, self.processor = vision_config(family, metadata, shapes)
+            heads = metadata.count("vision.attention.head_count")
+            super().__init__(_Reading(family, path, heads, stored).sources())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _family(self) -> Family:
+        metadata, path = self._file.metadata, self.path
+        if (kind := metadata.text("general.architecture")) != ARCHITECTURE:
+            raise UnsupportedModelError(f"{path} is a model ({kind!r}), not an mmproj file")
+        if metadata.flag("clip.has_vision_encoder") is False:
+            raise UnsupportedModelError(f"{path} holds no vision tower")
+        name = metadata.text("clip.vision.projector_type") or metadata.text("clip.projector_type")
+        if (family := FAMILIES.get(name or "")) is None:
+            raise UnsupportedModelError(
+                f"{path}: pictures of the projector type {name!r} are not known "
+                f"(known: {', '.join(FAMILIES)})"
+            )
+        if name == "pixtral" and "mm.patch_merger.weight" in self._file.tensors:
+            return replace(family, kind="mistral3")
+        return family
+
+    def _stored(self) -> dict[str, RowSource]:
+        """The tower's tensors by the file's names."""
+        found: dict[str, RowSource] = {}
+        for name, tensor in self._file.tensors.items():
+            if name.startswith(_LEFT_OUT):
+                continue
+            found[name] = regrouped(tensor)
+            if is_raw(found[name].info.format):
+                raise unread_type_error(self.path, name, tensor.info.format.name.upper())
+        if not found:
+            raise UnsupportedModelError(f"{self.path} holds no vision tower")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Makes the publisher's tensors of the file's."""
+
+    family: Family
+    path: Path
+    heads: int
+    stored: Mapping[str, RowSource]
+
+    def sources(self) -> dict[str, RowSource]:
+        """All tensors by the publisher's names."""
+        found: dict[str, RowSource] = {}
+        deep = deep_blocks(self.stored)
+        for name, tensor in self.stored.items():
+            if name == SECOND_KERNEL or self._is_joined_later(name):
+                continue
+            new, made = self._named(name, deep), self._made(name, tensor)
+            if new in found:
+                raise CheckpointError(f"{self.path}: tensor {name!r} appears twice")
+            shape = made.info.shape
+            shape = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
+            found[new] = replace(made, info=replace(made.info, name=new, shape=shape))
+        return found
+
+    def _is_joined_later(self, name: str) -> bool:
+        return self.family.joined and any(f".{part}." in name for part in _QKV[1:])
+
+    def _named(self, name: str, deep: Sequence[int]) -> str:
+        family = self.family
+        if name in family.whole:
+            return family.whole[name]
+        split = _KINDS.fullmatch(name)
+        stem, kind = (split["stem"], split["kind"] or "") if split else (name, "")
+        block = BLOCK.match(name)
+        if block is None:
+            return f"{family.names[stem]}{kind}" if stem in family.names else name
+        own = stem[block.end() :]
+        if family.joined and own == _QKV[0]:
+            own = "attn_qkv"
+        if own in ("ffn_up", "ffn_down") and self._is_swapped(block[0]):
+            own = "ffn_down" if own == "ffn_up" else "ffn_up"
+        if own not in family.block:
+            return name
+        if block["deep"]:
+            prefix = f"{family.deep}{deep.index(int(block['deep']))}."
+        else:
+            prefix = f"{family.prefix}{int(block['block'])}."
+        # What clips a matrix's inputs and outputs lies beside the matrix.
+        matrix = family.block[own]
+        return prefix + (matrix.removesuffix(".linear") if "put_" in kind else matrix) + kind
+
+    def _is_swapped(self, prefix: str) -> bool:
+        """Whether a block of an old file has its MLP's matrices under each other's names."""
+        norm, up = self.stored.get(f"{prefix}ln1.weight"), self.stored.get(f"{prefix}ffn_up.weight")
+        down = self.stored.get(f"{prefix}ffn_down.weight")
+        if norm is None or up is None or down is None or up.info.shape == down.info.shape:
+            return False
+        return down.info.shape[-1] == norm.info.shape[-1]
+
+    def _made(self, name: str, tensor: RowSource) -> RowSource:
+        family = self.family
+        if family.joined and f".{_QKV[0]}." in name:
+            return self._joined([name.replace(f".{_QKV[0]}.", f".{part}.") for part in _QKV])
+        if family.paired and any(f".{part}." in name for part in _QKV[:2]):
+            return in_halves(tensor, self.heads, self.path)
+        if name == "v.patch_embd.weight":
+            if SECOND_KERNEL in self.stored:
+                return self._columns([name, SECOND_KERNEL], (2, _COLOURS, -1), (1, 0, 2))
+            if family.colours_last:
+                return self._columns([name], (1, _COLOURS, -1), (0, 2, 1))
+        if name == "mm.soft_emb_norm.weight":
+            info = tensor.info
+            count = math.prod(info.shape)
+            return _WithoutOne(replace(info, format=F32, nbytes=4 * count), tensor)
+        return tensor
+
+    def _joined(self, names: Sequence[str]) -> RowSource:
+        """The rows of queries, keys and values, or their biases."""
+        parts = [self._tensor(name) for name in names]
+        first = parts[0].info
+        if any((p.info.shape, p.info.format) != (first.shape, first.format) for p in parts):
+            raise CheckpointError(
+                f"{self.path}: {' and '.join(names)} differ in their shapes or formats"
+            )
+        shape = (len(parts) * first.shape[0], *first.shape[1:])
+        ends = tuple(int(end) for end in np.cumsum([part.rows for part in parts]))
+        info = replace(first, shape=shape, nbytes=len(parts) * first.nbytes)
+        return JoinedRows(info, tuple(parts), ends, 1.0)
+
+    def _columns(
+        self, names: Sequence[str], shape: tuple[int, ...], axes: tuple[int, ...]
+    ) -> RowSource:
+        """Kernels as one matrix, whose columns are ``axes`` of those of the file in ``shape``."""
+        parts = [self._tensor(name) for name in names]
+        first = parts[0].info
+        columns = math.prod(first.shape[1:])
+        if first.format.block != 1 or columns % _COLOURS or len(first.shape) < 2:
+            raise CheckpointError(
+                f"{self.path}: {names[0]!r} {first.shape} in {first.format.name} is no kernel of "
+                f"{_COLOURS} colours"
+            )
+        if any((p.info.shape, p.info.format) != (first.shape, first.format) for p in parts):
+            raise CheckpointError(f"{self.path}: {' and '.join(names)} differ in their shapes")
+        order: npt.NDArray[np.int64] = np.arange(len(parts) * columns).reshape(shape)
+        info = replace(
+            first,
+            shape=(first.shape[0], len(parts) * columns),
+            nbytes=len(parts) * first.nbytes,
+        )
+        return OrderedColumns(info, tuple(parts), order.transpose(axes).reshape(-1))
+
+    def _tensor(self, name: str) -> RowSource:
+        if name not in self.stored:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        return self.stored[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutOne(DerivedRows):
+    """The values of ``whole`` minus 1."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        return (unpack(self.whole.read(start, stop)) - np.float32(1)).view(np.uint8)

@@ -1,0 +1,419 @@
+"""What ``mmproj`` GGUF files call the towers and tensors of each family, and say of its config.
+
+``vision.py`` handles differences in values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from localrt.common.errors import CheckpointError
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
+
+BLOCK = re.compile(r"v\.(?:blk\.(?P<block>\d{1,5})|deepstack\.(?P<deep>\d{1,5}))\.")
+SECOND_KERNEL = "v.patch_embd.weight.1"
+"""Of the second frame of a patch."""
+
+_COLOURS = 3
+_LARGEST = 1 << 20
+_MOST_PIXELS = 1 << 28
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a file's tensors."""
+
+
+def deep_blocks(names: Iterable[str]) -> list[int]:
+    """The blocks behind which a file has mergers of their own."""
+    return sorted(
+        {int(match["deep"]) for match in map(BLOCK.match, names) if match and match["deep"]}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a projector type stands for: ``kind`` is the ``model_type`` of the published config, and
+    ``decoders`` are the architectures of GGUF files that go with it.
+
+    ``names`` are the tower's tensors, ``block`` those of a block below ``prefix``; a name's ending
+    follows. ``keys`` makes the config's further keys, and those of its image processor.
+    """
+
+    kind: str
+    decoders: tuple[str, ...]
+    prefix: str
+    block: Mapping[str, str]
+    names: Mapping[str, str]
+    keys: Callable[[ClipMetadata, Mapping[str, Any], Shapes], dict[str, Any]]
+    deep: str = ""  # the prefix of a merger of deeper rows
+    joined: bool = False  # queries, keys and values are one matrix
+    paired: bool = False  # rotary rows lie in pairs
+    colours_last: bool = False  # in the columns of patches
+    whole: Mapping[str, str] = field(default_factory=dict)  # names with their endings
+
+
+@dataclass(frozen=True, slots=True)
+class ClipMetadata:
+    """Checked values below ``clip.``."""
+
+    pairs: GgufMetadata
+
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST
+    ) -> int:
+        """A whole number."""
+        value = self.pairs.integer(f"clip.{key}")
+        value = default if value is None else value
+        if value is None or not least <= value <= most:
+            raise self.error(key, f"is {value}, not from {least} to {most}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0, as its shortest decimal."""
+        value = self.pairs.number(f"clip.{key}")
+        value = default if value is None else value
+        if not 0 < value < 1e9:
+            raise self.error(key, f"is {value}, not a number above 0")
+        return _decimal(value)
+
+    def colours(self, key: str) -> list[float]:
+        """A number for each colour."""
+        values = self.pairs.numbers(f"clip.{key}")
+        numbers = [] if values is None else [_decimal(value) for value in values[: 2 * _COLOURS]]
+        if len(numbers) != _COLOURS or not all(map(math.isfinite, numbers)):
+            raise self.error(key, f"is {numbers}, not {_COLOURS} numbers")
+        return numbers
+
+    def flags(self, key: str) -> list[int]:
+        """Where an array of truth values is true."""
+        values = self.pairs.numbers(f"clip.{key}")
+        return [] if values is None else np.flatnonzero(values).tolist()
+
+    def error(self, key: str, reason: str) -> CheckpointError:
+        """An error about a value."""
+        return CheckpointError(f"{self.pairs.path}: metadata key 'clip.{key}' {reason}")
+
+    def activation(self) -> str:
+        """The activation of the blocks, by transformers' name."""
+        if self.pairs.flag("clip.use_silu"):
+            return "silu"
+        return "gelu_pytorch_tanh" if self.pairs.flag("clip.use_gelu") else "quick_gelu"
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal of a float32: the one that was published."""
+    return float(str(np.float32(value)))
+
+
+def vision_config(
+    family: Family, metadata: ClipMetadata, shapes: Shapes
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of ``config.json``, and of an image processor."""
+    size = metadata.count("vision.embedding_length")
+    inner = metadata.count("vision.feed_forward_length", 0, least=0)
+    eps = metadata.number("vision.attention.layer_norm_epsilon", 1e-6)
+    vision = {
+        "hidden_size": size,
+        "intermediate_size": inner or _inner(shapes, size),
+        "num_attention_heads": metadata.count("vision.attention.head_count"),
+        "num_hidden_layers": metadata.count("vision.block_count"),
+        "image_size": metadata.count("vision.image_size"),
+        "patch_size": metadata.count("vision.patch_size"),
+        "layer_norm_eps": eps,
+        "hidden_act": metadata.activation(),
+    }
+    text: dict[str, Any] = {
+        "hidden_size": metadata.count("vision.projection_dim"),
+        "rms_norm_eps": eps,
+    }
+    config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
+    processor: dict[str, Any] = {
+        "image_mean": metadata.colours("vision.image_mean"),
+        "image_std": metadata.colours("vision.image_std"),
+    }
+    for key in ("min_pixels", "max_pixels"):
+        if f"clip.vision.image_{key}" in metadata.pairs:
+            processor[key] = metadata.count(f"vision.image_{key}", most=_MOST_PIXELS)
+    own = family.keys(metadata, vision, shapes)
+    vision |= own.pop("vision_config", {})
+    text |= own.pop("text_config", {})
+    processor |= own.pop("processor", {})
+    return {**config, **own}, processor
+
+
+def _inner(shapes: Shapes, size: int) -> int:
+    """The MLP's inner size, which early files of Qwen2-VL do not state."""
+    found = [each for name in ("up", "down") for each in shapes.get(f"v.blk.0.ffn_{name}.bias", ())]
+    return max(found, default=size)
+
+
+def _rows(shapes: Shapes, name: str) -> int:
+    """The length of a tensor's last axis but one; 0 if there is none."""
+    shape = shapes.get(name, ())
+    return shape[-2] if len(shape) > 1 else 0
+
+
+def _gemma3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    del shapes
+    side = vision["image_size"] // vision["patch_size"]
+    merge = metadata.count("vision.projector.scale_factor", 4)
+    size = {"height": vision["image_size"], "width": vision["image_size"]}
+    return {"mm_tokens_per_image": (side // merge) ** 2, "processor": {"size": size}}
+
+
+def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    merge = metadata.count("vision.projector.scale_factor", 3)
+    size = _rows(shapes, "v.blk.0.attn_q.weight") // vision["num_attention_heads"]
+    own = {
+        "model_type": "gemma4_vision",
+        "num_key_value_heads": _rows(shapes, "v.blk.0.attn_k.weight") // max(size, 1),
+        "head_dim": size,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "pooling_kernel_size": merge,
+        "position_embedding_size": _rows(shapes, "v.position_embd.weight"),
+        "standardize": "v.std_bias" in shapes,
+        "use_clipped_linears": any(name.endswith(".input_max") for name in shapes),
+    }
+    found: dict[str, Any] = {
+        "vision_config": own,
+        "processor": {"patch_size": vision["patch_size"], "pooling_kernel_size": merge},
+    }
+    if not metadata.pairs.flag("clip.has_audio_encoder"):
+        # Of Gemma 4's models, those that do not hear let a picture's rows see one another.
+        found["text_config"] = {"use_bidirectional_attention": "vision"}
+    return found
+
+
+def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Of all generations; each reads its own keys."""
+    merge, layers = metadata.count("vision.spatial_merge_size", 2), vision["num_hidden_layers"]
+    own = {
+        "depth": layers,
+        "num_heads": vision["num_attention_heads"],
+        "out_hidden_size": metadata.count("vision.projection_dim"),
+        "spatial_merge_size": merge,
+        "temporal_patch_size": 2 if SECOND_KERNEL in shapes else 1,
+    }
+    if positions := _rows(shapes, "v.position_embd.weight"):
+        deep = deep_blocks(shapes)
+        own |= {"num_position_embeddings": positions, "deepstack_visual_indexes": deep}
+    else:
+        each = metadata.count("vision.n_wa_pattern", layers)
+        own["fullatt_block_indexes"] = list(range(each - 1, layers, each))
+        own["window_size"] = metadata.count("vision.window_size", 112)
+    processor = {
+        "patch_size": vision["patch_size"],
+        "merge_size": merge,
+        "temporal_patch_size": own["temporal_patch_size"],
+    }
+    return {"vision_config": own, "processor": processor}
+
+
+def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    found = _qwen(metadata, vision, shapes)
+    found["vision_config"] |= {
+        "embed_dim": vision["hidden_size"],
+        "hidden_size": found["vision_config"]["out_hidden_size"],
+        "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
+    }
+    return found
+
+
+def _pixtral(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    edge = {"longest_edge": vision["image_size"]}
+    own = {
+        "spatial_merge_size": metadata.count("vision.spatial_merge_size", 1),
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": "mm.1.bias" in shapes,
+        "processor": {"size": edge, "patch_size": vision["patch_size"]},
+    }
+    return {**own, "vision_config": {"model_type": "pixtral"}}
+
+
+def _idefics3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    del shapes
+    edge = vision["image_size"]
+    longest = metadata.count("vision.preproc_image_size", 4 * edge)
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": edge}}
+    return {
+        "scale_factor": metadata.count("vision.projector.scale_factor", 2),
+        "processor": {**sizes, "do_image_splitting": True},
+    }
+
+
+def _lfm2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    factor = metadata.count("vision.projector.scale_factor", 2)
+    return {
+        "downsample_factor": factor,
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": max(shapes.get("mm.1.bias", (1,))),
+        "projector_bias": "mm.1.bias" in shapes,
+        "projector_use_layernorm": "mm.input_norm.weight" in shapes,
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "num_patches": _rows(shapes, "v.position_embd.weight"),
+        },
+        "processor": {"downsample_factor": factor, "encoder_patch_size": vision["patch_size"]},
+    }
+
+
+_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
+_SIGLIP = {
+    **_ATTENTION,
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_SIGLIP_NAMES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+}
+_PROJECTOR = {f"mm.{n}": f"multi_modal_projector.linear_{n}" for n in (1, 2)}
+_GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_QWEN = {
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_QWEN2_NAMES = {
+    "v.patch_embd": "visual.patch_embed.proj",
+    "v.post_ln": "visual.merger.ln_q",
+    "mm.0": "visual.merger.mlp.0",
+    "mm.2": "visual.merger.mlp.2",
+}
+_QWEN2 = Family(
+    kind="qwen2_vl",
+    decoders=("qwen2vl",),
+    prefix="visual.blocks.",
+    block=_QWEN,
+    names=_QWEN2_NAMES,
+    keys=_qwen2,
+    joined=True,
+)
+
+FAMILIES: Mapping[str, Family] = {
+    # by the name of clip.projector_type
+    "gemma3": Family(
+        kind="gemma3",
+        decoders=("gemma3",),
+        prefix="vision_tower.vision_model.encoder.layers.",
+        block=_SIGLIP,
+        names={
+            **{ours: f"vision_tower.vision_model.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+        },
+        whole={
+            "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+        },
+        keys=_gemma3,
+    ),
+    "gemma4v": Family(
+        kind="gemma4",
+        decoders=("gemma4",),
+        prefix="vision_tower.encoder.layers.",
+        block={
+            **{name: f"{matrix}.linear" for name, matrix in {**_ATTENTION, **_GATED}.items()},
+            "attn_out": "self_attn.o_proj.linear",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "ln1": "input_layernorm",
+            "ln2": "pre_feedforward_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "ffn_post_norm": "post_feedforward_layernorm",
+        },
+        names={
+            "v.patch_embd": "vision_tower.patch_embedder.input_proj",
+            "v.std_bias": "vision_tower.std_bias",
+            "v.std_scale": "vision_tower.std_scale",
+            "mm.input_projection": "embed_vision.embedding_projection",
+        },
+        whole={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table"},
+        keys=_gemma4,
+        colours_last=True,
+    ),
+    "qwen2vl_merger": _QWEN2,
+    "qwen2.5vl_merger": replace(_QWEN2, kind="qwen2_5_vl", block={**_QWEN, **_GATED}, keys=_qwen),
+    "qwen3vl_merger": replace(
+        _QWEN2,
+        kind="qwen3_vl",
+        decoders=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"),
+        block={
+            **_QWEN,
+            "ffn_up": "mlp.linear_fc1",
+            "ffn_down": "mlp.linear_fc2",
+            "norm": "norm",
+            "fc1": "linear_fc1",
+            "fc2": "linear_fc2",
+        },
+        names={
+            "v.patch_embd": "visual.patch_embed.proj",
+            "v.position_embd": "visual.pos_embed",
+            "v.post_ln": "visual.merger.norm",
+            "mm.0": "visual.merger.linear_fc1",
+            "mm.2": "visual.merger.linear_fc2",
+        },
+        keys=_qwen,
+        deep="visual.deepstack_merger_list.",
+        joined=False,
+    ),
+    "pixtral": Family(
+        kind="llava",
+        decoders=("llama", "mistral3"),
+        prefix="vision_tower.transformer.layers.",
+        block={
+            **{f"attn_{part}": f"attention.{part}_proj" for part in "qkv"},
+            "attn_out": "attention.o_proj",
+            "ln1": "attention_norm",
+            "ln2": "ffn_norm",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        names={
+            **_PROJECTOR,
+            "v.patch_embd": "vision_tower.patch_conv",
+            "v.pre_ln": "vision_tower.ln_pre",
+            "mm.input_norm": "multi_modal_projector.norm",
+            "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+        },
+        keys=_pixtral,
+        paired=True,
+    ),
+    "idefics3": Family(
+        kind="idefics3",
+        decoders=("llama",),
+        prefix="vision_model.encoder.layers.",
+        block=_SIGLIP,
+        names={
+            **{ours: f"vision_model.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            "mm.model.fc": "connector.modality_projection.proj",
+        },
+        keys=_idefics3,
+    ),
+    "lfm2": Family(
+        kind="lfm2_vl",
+        decoders=("lfm2", "lfm2moe"),
+        prefix="vision_tower.vision_model.encoder.layers.",
+        block=_SIGLIP,
+        names={
+            **_PROJECTOR,
+            **{ours: f"vision_tower.vision_model.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            "mm.input_norm": "multi_modal_projector.layer_norm",
+        },
+        keys=_lfm2,
+        colours_last=True,
+    ),
+}

@@ -1,0 +1,188 @@
+"""Vision towers as ``mmproj`` GGUF files, as llama.cpp's converter writes them, from folders of
+Hugging Face's.
+
+Tensors' names are the gguf package's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
+
+_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_PROJECTORS = {
+    "gemma3": "gemma3",
+    "gemma4": "gemma4v",
+    "idefics3": "idefics3",
+    "smolvlm": "idefics3",
+    "lfm2_vl": "lfm2",
+    "llava": "pixtral",
+    "mistral3": "pixtral",
+    "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen3_vl": "qwen3vl_merger",
+    "qwen3_vl_moe": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger",
+}
+_QWEN3_MERGER = {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"}
+_DEEP = {"linear_fc1": "fc1", "linear_fc2": "fc2", "norm": "norm"}
+_SUFFIXES = (".weight", ".bias")
+_OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
+_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+_CLIPPED = re.compile(r"(.+)\.((?:in|out)put_(?:min|max))")
+
+
+def write_mmproj(
+    folder: Path,
+    path: Path,
+    *,
+    kind: str = "f32",
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    named: Callable[[str], str | None] = str,
+) -> Path:
+    """The tower of the model in ``folder`` as the file ``path``.
+
+    ``changes`` are other metadata (None: without it), ``named`` gives a tensor another name, or
+    leaves it out. Matrices are of the ggml type ``kind`` where the converter lets them, and where
+    they have whole blocks.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    state = {
+        key.removeprefix("model."): value
+        for file in folder.glob("*.safetensors")
+        for key, value in load_file(file).items()
+    }
+    state = {k: v for k, v in state.items() if k.startswith(_OWN) and ".head." not in k}
+    model = config["model_type"]
+    tensors = {
+        name: array
+        for key, value in state.items()
+        for name, array in _made(model, key, value, config)
+    }
+    metadata = {**_metadata(folder, config), **changes}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][0]
+
+    def own(name: str, array: Array) -> str:
+        whole = array.ndim == 2 and array.shape[-1] % block == 0
+        return kind if whole and "embd" not in name and "patch_merger" not in name else "f32"
+
+    typed = {
+        new: (array, own(name, array))
+        for name, array in tensors.items()
+        if (new := named(name)) is not None
+    }
+    return write_gguf(path, "clip", metadata, typed)[0]
+
+
+def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str, Array]]:
+    """The file's tensors made of one of the folder's."""
+    vision = config["vision_config"]
+    patch = vision.get("patch_size", 16)
+    if key == "visual.patch_embed.proj.weight":
+        yield "v.patch_embd.weight", value[:, :, 0]
+        yield "v.patch_embd.weight.1", value[:, :, 1]
+        return
+    if ".qkv." in key and model.startswith("qwen2"):
+        for part, rows in zip("qkv", np.split(value, 3), strict=True):
+            yield _named(key.replace("qkv", part), vision), rows
+        return
+    if (
+        key.endswith(("patch_embedder.input_proj.weight", "patch_embedding.weight"))
+        and value.ndim == 2
+    ):
+        value = value.reshape(len(value), patch, patch, 3).transpose(0, 3, 1, 2)
+    if key.endswith("soft_emb_norm.weight"):
+        value = value + 1
+    if re.search(r"attention\.[qk]_proj", key):
+        value = in_pairs(value, vision["num_attention_heads"])
+    yield _named(key, vision), value.reshape(1) if value.ndim == 0 else value
+
+
+def _named(key: str, vision: Any) -> str:
+    """The file's name of a tensor of the folder."""
+    if "deepstack_merger_list." in key:
+        _, _, number, stem, suffix = key.split(".")
+        block = vision["deepstack_visual_indexes"][int(number)]
+        return f"v.deepstack.{block}.{_DEEP[stem]}.{suffix}"
+    if key.startswith("visual.merger.") and (stem := key.split(".")[2]) in _QWEN3_MERGER:
+        return f"{_QWEN3_MERGER[stem]}.{key.split('.')[3]}"
+    key, suffix = match.groups() if (match := _CLIPPED.fullmatch(key)) else (key, "")
+    key = key.replace("_projection_weight", "_projection.weight")
+    key = key.replace(".linear.weight", ".weight")
+    siglip = key.replace("vision_tower.", "vision_tower.vision_model.")
+    gemma4 = key.replace("vision_tower.encoder.", "vision_model.model.")
+    table = key.replace("embedding_table", "embedding_table.weight")
+    for known in (f"model.{table}", key, f"model.{key}", siglip, gemma4):
+        found = _NAMES.get_name(known, _SUFFIXES)
+        if found is not None:
+            return f"{found}.{suffix}" if suffix else found
+    raise KeyError(key)
+
+
+def _metadata(folder: Path, config: Any) -> dict[str, Any]:
+    vision, text = config["vision_config"], config.get("text_config", {})
+    model = config["model_type"]
+    keys, attention = gguf.Keys.ClipVision, gguf.Keys.ClipVision.Attention
+    processor: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            read = json.loads((folder / name).read_text())
+            processor |= {**read, **read.get("image_processor", {})}
+    hidden = vision.get("embed_dim") if model == "qwen2_vl" else vision.get("hidden_size")
+    size = vision.get("image_size", 560)
+    inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+    found = {
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": _PROJECTORS[model],
+        keys.PROJECTION_DIM: text.get("hidden_size") or config["hidden_size"],
+        keys.IMAGE_SIZE: size,
+        keys.PATCH_SIZE: vision["patch_size"],
+        keys.EMBEDDING_LENGTH: hidden,
+        keys.FEED_FORWARD_LENGTH: inner,
+        keys.BLOCK_COUNT: vision.get("num_hidden_layers") or vision["depth"],
+        attention.HEAD_COUNT: vision.get("num_attention_heads") or vision["num_heads"],
+        attention.LAYERNORM_EPS: vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6)),
+        keys.IMAGE_MEAN: processor.get("image_mean", _MEAN),
+        keys.IMAGE_STD: processor.get("image_std", [0.5] * 3),
+    }
+    if model.startswith("qwen"):  # newer converters say this
+        found[keys.IMAGE_MIN_PIXELS] = processor["size"]["shortest_edge"]
+        found[keys.IMAGE_MAX_PIXELS] = processor["size"]["longest_edge"]
+    merge = vision.get("spatial_merge_size", config.get("spatial_merge_size"))
+    if merge:
+        found[keys.SPATIAL_MERGE_SIZE] = merge
+    if model in ("llava", "mistral3"):
+        found[attention.LAYERNORM_EPS] = 1e-5
+    if model == "gemma3":
+        side = round(config["mm_tokens_per_image"] ** 0.5)
+        found[keys.Projector.SCALE_FACTOR] = size // vision["patch_size"] // side
+    if model == "gemma4":
+        found["clip.vision.projector_type"] = found.pop("clip.projector_type")
+        found[keys.Projector.SCALE_FACTOR] = vision["pooling_kernel_size"]
+    if model in ("idefics3", "smolvlm"):
+        found[keys.Projector.SCALE_FACTOR] = config["scale_factor"]
+        if "size" in processor:
+            found[keys.PREPROC_IMAGE_SIZE] = processor["size"]["longest_edge"]
+    if model == "lfm2_vl":
+        found[keys.Projector.SCALE_FACTOR] = config["downsample_factor"]
+    if model == "qwen2_5_vl":
+        found[keys.N_WA_PATTERN] = vision["fullatt_block_indexes"][0] + 1
+        found[keys.WINDOW_SIZE] = vision["window_size"]
+    if "deepstack_visual_indexes" in vision:
+        deep = vision["deepstack_visual_indexes"]
+        found[keys.IS_DEEPSTACK_LAYERS] = [n in deep for n in range(vision["depth"])]
+    act = vision.get("hidden_act", vision.get("hidden_activation", "quick_gelu"))
+    if act == "silu" or act.startswith("gelu"):
+        found[keys.USE_SILU if act == "silu" else keys.USE_GELU] = True
+    return found

@@ -1,0 +1,287 @@
+"""Towers in ``mmproj`` files against those of the folders that they were made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.common.errors import CheckpointError, LocalrtError
+from localrt.models.checkpoints.gguf.vision import VisionGguf
+from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.picture import Picture
+from localrt.models.vision.registry import read_tower
+from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.tower import Prepared, Seen
+from localrt.quant.formats import unpack
+from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.reference.ops import TorchOps
+from tests.models.make_mmproj import write_mmproj
+from tests.models.tiny import random_model, relative_error
+from tests.models.vision.oracles import picture
+from tests.models.vision.test_pixtral import CONFIGS as PIXTRAL
+from tests.models.vision.tiny_qwen import PIXELS, TEXT
+from tests.models.vision.tiny_qwen import TINY as QWEN
+from tests.mutations import FUZZ, is_line, refusal
+
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "image_size": 32,
+    "patch_size": 4,
+}
+LLAMA = {**TEXT, "model_type": "llama"}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "gemma3": lambda: hf.Gemma3Config(
+        text_config={**TEXT, "head_dim": 12}, vision_config=SIGLIP, mm_tokens_per_image=16
+    ),
+    "idefics3": lambda: hf.Idefics3Config(text_config=LLAMA, vision_config=SIGLIP, scale_factor=2),
+    "lfm2_vl": lambda: hf.Lfm2VlConfig(
+        text_config={**TEXT, "layer_types": ["full_attention"] * 3},
+        vision_config={**SIGLIP, "num_patches": 64},
+        projector_hidden_size=96,
+    ),
+    "llava": PIXTRAL["llava"],
+    "mistral3": PIXTRAL["mistral3"],
+    "gemma4": lambda: hf.Gemma4Config(
+        text_config={
+            **TEXT,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        vision_config={
+            **SIGLIP,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 840,
+            "standardize": True,
+            "use_clipped_linears": True,
+        },
+        audio_config=None,
+    ),
+}
+MODELS = QWEN | OTHERS
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            folder = made[kind] = tmp_path_factory.mktemp(kind)
+            random_model(MODELS[kind]()).save_pretrained(folder)
+            settings: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.3, 0.2, 0.1]}
+            if kind in QWEN:
+                settings["size"] = PIXELS
+            (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return made[kind]
+
+    return make
+
+
+def _hub_name(name: str) -> str:
+    """Transformers 5 leaves a prefix out in its own files."""
+    for part in ("embeddings.", "encoder.layers.", "post_layernorm."):
+        if name.startswith(f"vision_tower.{part}") and "input_layernorm" not in name:
+            return name.replace("vision_tower.", "vision_tower.vision_model.")
+    return name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny(kind)
+    path = write_mmproj(folder, tmp_path / "mmproj-f32.gguf")
+    with closing(VisionFolder(folder)) as theirs, closing(VisionGguf(path)) as ours:
+        hub = str if kind == "gemma4" else _hub_name
+        names = {hub(name): name for name in theirs.tensors if ".head." not in name}
+        assert set(ours.tensors) == set(names)
+        for name, info in ours.tensors.items():
+            wanted = theirs.tensors[names[name]]
+            assert (info.name, info.shape) == (name, wanted.shape or (1,))
+            values = unpack(theirs.read(names[name])).reshape(info.shape)
+            off = 1e-6 if name.endswith("soft_emb_norm.weight") else 0
+            np.testing.assert_allclose(unpack(ours.read(name)), values, rtol=0, atol=off)
+            if len(info.shape) > 1 and info.shape[0] > 3:
+                part = unpack(ours.read(name, 1, 3))
+                np.testing.assert_allclose(part, values[1:3], rtol=0, atol=off)
+
+
+def _see(source: VisionFolder | VisionGguf, *pictures: Picture) -> list[tuple[Prepared, Seen]]:
+    ops = TorchOps(compute_format="f32", device="cpu")
+    tower = read_tower(source.config, source.processor)
+    units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
+    prepared = [tower.prepare(each) for each in pictures]
+    return [(each, tower.see(each, units, steps)) for each in prepared]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny(kind)
+    path = write_mmproj(folder, tmp_path / "mmproj-f32.gguf")
+    pictures = [picture(60, 60), picture(33, 90)]
+    with closing(VisionFolder(folder)) as theirs, closing(VisionGguf(path)) as ours:
+        towers = [read_tower(source.config, source.processor) for source in (theirs, ours)]
+        assert towers[0].placeholder == towers[1].placeholder
+        assert towers[0].both_ways == towers[1].both_ways
+        assert towers[0].deep_layers == towers[1].deep_layers
+        for (wanted, rows), (prepared, seen) in zip(
+            _see(theirs, *pictures), _see(ours, *pictures), strict=True
+        ):
+            assert prepared.pieces == wanted.pieces
+            np.testing.assert_array_equal(prepared.patches, wanted.patches)
+            assert relative_error(seen.rows, rows.rows) < 1e-6
+            for layer, deep in zip(seen.deep, rows.deep, strict=True):
+                assert relative_error(layer, deep) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+def test_formats(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    config = {**SIGLIP, "hidden_size": 256, "intermediate_size": 512}
+    wide = hf.Idefics3Config(text_config=LLAMA, vision_config=config, scale_factor=2)
+    random_model(wide).save_pretrained(folder)
+    path = write_mmproj(folder, tmp_path / "mmproj.gguf", kind=kind)
+    with closing(VisionGguf(path)) as ours, closing(VisionFolder(folder)) as theirs:
+        name = "vision_model.encoder.layers.0.mlp.fc2.weight"
+        assert ours.tensors[name].format.name.startswith(kind)
+        wanted = unpack(theirs.read(name))
+        assert relative_error(unpack(ours.read(name)), wanted) < (0.2 if kind == "q4_0" else 0.01)
+
+
+def _swapped(name: str) -> str:
+    other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    return ".".join(other.get(part, part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_early_files(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Whose up and down projections have each other's names, and which state no inner size."""
+    inner = {"clip.vision.feed_forward_length": 0}
+    plain = write_mmproj(tiny(kind), tmp_path / "plain.gguf")
+    early = write_mmproj(tiny(kind), tmp_path / "early.gguf", changes=inner, named=_swapped)
+    with closing(VisionGguf(plain)) as theirs, closing(VisionGguf(early)) as ours:
+        assert ours.config == theirs.config
+        assert {name: info.shape for name, info in ours.tensors.items()} == {
+            name: info.shape for name, info in theirs.tensors.items()
+        }
+
+
+def test_audio_is_left_out(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    hears = {"clip.has_audio_encoder": True}
+    path = write_mmproj(
+        tiny("gemma4"),
+        tmp_path / "mmproj.gguf",
+        changes=hears,
+        named=lambda name: "a.norm" if name == "v.std_bias" else name,
+    )
+    with closing(VisionGguf(path)) as ours:
+        assert "a.norm" not in ours.tensors
+        assert "use_bidirectional_attention" not in ours.config["text_config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip.projector_type": "gemma9"}, "the projector type 'gemma9' are not known .known: "),
+        ({"clip.projector_type": None}, "the projector type None are not known"),
+        ({"clip.projector_type": 3}, "is not text"),
+        ({"clip.has_vision_encoder": False}, "holds no vision tower"),
+        ({"clip.vision.block_count": None}, "'clip.vision.block_count' is None, not from 1 to"),
+        ({"clip.vision.patch_size": 0}, "'clip.vision.patch_size' is 0, not from 1 to"),
+        ({"clip.vision.patch_size": 4.5}, "'clip.vision.patch_size' is not a whole number"),
+        ({"clip.vision.image_mean": [0.5]}, "'clip.vision.image_mean' is .0.5., not 3 numbers"),
+        ({"clip.vision.image_std": [0.5, float("nan"), 1.0]}, "not 3 numbers"),
+        ({"clip.vision.image_std": ["x"]}, "is not a list of numbers"),
+        ({"clip.vision.attention.layer_norm_epsilon": -1.0}, "is -1.0, not a number above 0"),
+    ],
+)
+def test_bad_metadata(
+    changes: dict[str, Any], message: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_mmproj(tiny("qwen3_vl"), tmp_path / "mmproj.gguf", changes=changes)
+    with pytest.raises(LocalrtError, match=message):
+        VisionGguf(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "message"),
+    [
+        ("qwen2_vl", "v.blk.1.attn_k.weight", "has no tensor 'v.blk.1.attn_k.weight'"),
+        ("llava", "v.blk.0.attn_q.weight", "attention.q_proj.weight"),
+        ("qwen3_vl", "v.deepstack.2.norm.bias", "deepstack_merger_list.1.norm.bias"),
+    ],
+)
+def test_missing_tensors(
+    kind: str, missing: str, message: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_mmproj(
+        tiny(kind),
+        tmp_path / "mmproj.gguf",
+        named=lambda name: None if name == missing else name,
+    )
+    with pytest.raises(CheckpointError, match=message):  # noqa: SIM117
+        with closing(VisionGguf(path)) as source:
+            _see(source, picture(20, 20))
+
+
+KEYS = [
+    "projector_type",
+    "has_vision_encoder",
+    "use_gelu",
+    "use_silu",
+    "vision.projection_dim",
+    "vision.image_size",
+    "vision.patch_size",
+    "vision.embedding_length",
+    "vision.feed_forward_length",
+    "vision.block_count",
+    "vision.attention.head_count",
+    "vision.attention.layer_norm_epsilon",
+    "vision.image_mean",
+    "vision.image_std",
+    "vision.spatial_merge_size",
+    "vision.projector.scale_factor",
+    "vision.n_wa_pattern",
+    "vision.window_size",
+    "vision.image_min_pixels",
+    "vision.image_max_pixels",
+]
+VALUES = [None, True, False, "", "gemma3", "pixtral", 0, 1, 3, 64, 1 << 19, 1 << 31, -1, 0.0, 0.5]
+VALUES += [
+    float("nan"),
+    float("inf"),
+    1e-40,
+    [0.5],
+    [0.0] * 3,
+    [float("nan")] * 3,
+    ["x"],
+    [1, 2, 3],
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4"])
+@FUZZ
+@given(changes=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES), max_size=3))
+def test_damaged_metadata(
+    kind: str, changes: dict[str, Any], tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own = {f"clip.{key}": value for key, value in changes.items()}
+    path = write_mmproj(tiny(kind), tmp_path / "mmproj.gguf", changes=own)
+
+    def use() -> None:
+        with closing(VisionGguf(path)) as source:
+            read_tower(source.config, source.processor)
+
+    assert is_line(refusal(use))
