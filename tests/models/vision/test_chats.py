@@ -15,8 +15,11 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 import localrt
+from localrt.chat_format.pictures import pictures_of
 from localrt.models.vision.picture import Picture
-from tests.models.vision.oracles import plain
+from tests.models.vision import test_gemma4_vision as gemma4
+from tests.models.vision import test_pixtral as pixtral
+from tests.models.vision.oracles import expanded, plain
 from tests.models.vision.test_siglip import FAMILIES, IMAGE, PICTURES
 
 _TEMPLATE = """{%- for message in messages -%}
@@ -32,14 +35,14 @@ _TEXTS = ["what is this\n\n\nhello world\n\nand this\n"] * 3  # so that new line
 _TILES = [f"row_{row}_col_{column}" for row in (1, 2, 3) for column in (1, 2, 3)]
 
 
-def tokenizer(image: str, placeholder: str, *names: str) -> Any:
+def tokenizer(image: str, placeholder: str, *names: str, first: str = "<|start|>") -> Any:
     """A tokenizer of bytes and their pairs, with ``names`` and ``image`` as control tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=310,
-        special_tokens=["<|start|>", "<|end|>", image, *names],
+        special_tokens=[first, "<|end|>", image, *names],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -101,18 +104,53 @@ def test_chats(name: str, tmp_path: Path) -> None:
             text = theirs.tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True
             )
-            images = [
-                part["image"].image()
-                for turn in chat
-                for part in turn["content"]
-                if "image" in part
-            ]
+            images = [picture.image() for picture in pictures_of(chat)]
             inputs = theirs(images=images or None, text=text, return_tensors="pt")
             (ids,) = inputs["input_ids"].tolist()
             assert plain(model._core.requests.render(chat), IMAGE) == ids
             with torch.no_grad():
                 found = family.model.generate(
                     **inputs, do_sample=False, max_new_tokens=8, min_new_tokens=8
+                )
+            answer = model.generate(chat, temperature=0.0, max_tokens=8, ignore_eos=True)
+            assert list(answer.token_ids) == found[0, len(ids) :].tolist()
+
+
+@pytest.mark.usefixtures("given_rates")
+@pytest.mark.parametrize("name", ["mistral3", "gemma4"])
+def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
+    tiny: Any
+    if name == "mistral3":
+        own = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+        tiny = pixtral.Tiny(name, tmp_path, vocab_size=310)
+    else:
+        names = ("<|image>", "<image|>", "<|start|>")
+        own = tokenizer("<|image|>", "<|image|>", *names, first="<pad>")
+        sizes = {"vocab_size": 310, "vocab_size_per_layer_input": 310}
+        tiny = gemma4.Tiny(tmp_path, own=sizes)
+    own.save_pretrained(tmp_path)
+    with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
+        sight = model._core.engine.sight
+        assert sight is not None
+        tower = sight.tower
+        for chat in CHATS.values():
+            text = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            pictures = pictures_of(chat)
+            begin, *parts = text.split(tower.placeholder)
+            for picture, part in zip(pictures, parts, strict=True):
+                begin += expanded(tower.prepare(picture), tower.placeholder) + part
+            ids = own.encode(begin, add_special_tokens=False)
+            assert plain(model._core.requests.render(chat), IMAGE) == ids
+            inputs = tiny.inputs(*pictures) if pictures else {}
+            inputs.pop("num_soft_tokens_per_image", None)
+            with torch.no_grad():
+                found = tiny.model.generate(
+                    torch.tensor([ids]),
+                    attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                    do_sample=False,
+                    max_new_tokens=8,
+                    min_new_tokens=8,
+                    **inputs,
                 )
             answer = model.generate(chat, temperature=0.0, max_tokens=8, ignore_eos=True)
             assert list(answer.token_ids) == found[0, len(ids) :].tolist()

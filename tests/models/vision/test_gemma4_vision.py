@@ -33,6 +33,7 @@ _VISION: dict[str, Any] = {
     "patch_size": 4,
     "position_embedding_size": 256,
 }
+BOTH_WAYS = {"use_bidirectional_attention": "vision"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"use_clipped_linears": True, "standardize": True},
@@ -41,13 +42,10 @@ KINDS: dict[str, dict[str, Any]] = {
 SHAPES = [(100, 100), (61, 17), (9, 33), (250, 131), (7, 900), (1200, 5)]  # widths and heights
 
 
-def _config(text: str = "gemma4", bidirectional: str | None = None, **vision: Any) -> Any:
-    own = (CONFIGS | MIXTURES)[text]().to_dict() | {
-        "use_bidirectional_attention": bidirectional,
-        "pad_token_id": 0,
-    }
+def _config(text: str = "gemma4", own: dict[str, Any] | None = None, **vision: Any) -> Any:
+    sizes = (CONFIGS | MIXTURES)[text]().to_dict() | {"pad_token_id": 0}
     return hf.Gemma4Config(
-        text_config=own,
+        text_config=sizes | (own or {}),
         vision_config={**_VISION, **vision},
         audio_config=None,
         image_token_id=IMAGE,
@@ -132,8 +130,8 @@ PROMPTS = {
     "changes",
     [
         pytest.param({"text": "gemma4", "use_clipped_linears": True}, id="inputs-of-layers"),
-        pytest.param({"text": "gemma4-keys-as-values", "bidirectional": "vision"}, id="both-ways"),
-        pytest.param({"text": "gemma4-moe", "bidirectional": "vision"}, id="mixture-both-ways"),
+        pytest.param({"text": "gemma4-keys-as-values", "own": BOTH_WAYS}, id="both-ways"),
+        pytest.param({"text": "gemma4-moe", "own": BOTH_WAYS}, id="mixture-both-ways"),
     ],
 )
 def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:
@@ -155,10 +153,10 @@ def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:
 
 
 def test_larger_models_see_pictures_both_ways() -> None:
-    for bidirectional in (None, "vision"):
-        config = json.loads(_config(bidirectional=bidirectional).to_json_string())
+    for own in ({}, BOTH_WAYS):
+        config = json.loads(_config(own=own).to_json_string())
         tower = read_tower(config, {"max_soft_tokens": 70})
-        assert tower.both_ways is (bidirectional is not None)
+        assert tower.both_ways is bool(own)
         assert tower.full_layers_causal
 
 

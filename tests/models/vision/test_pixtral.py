@@ -79,8 +79,10 @@ CONFIGS = {
 class Tiny:
     """A model of a family in ``folder``, and what transformers prepares for it."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **text: Any) -> None:
         config = CONFIGS[family]()
+        for key, value in text.items():
+            setattr(config.text_config, key, value)
         self.folder, self.model = folder, random_model(config)
         self.model.save_pretrained(folder)
         self.merge = getattr(config, "spatial_merge_size", 1)
