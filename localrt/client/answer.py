@@ -210,8 +210,8 @@ def _count(value: Any, otherwise: int) -> int:
 class ListedModel:
     """A model of a server, and its context in tokens; 0 if the server does not say.
 
-    ``state``, ``ram`` in bytes and ``unload_s`` come from localrt's own server: see
-    ``localrt.server.models.Offered``.
+    ``state``, ``ram`` in bytes, ``unload_s`` and ``sees`` come from localrt's own server: see
+    ``localrt.server.models.Offered``. Other servers refuse pictures themselves.
     """
 
     name: str
@@ -219,6 +219,7 @@ class ListedModel:
     state: str = ""
     ram: int = 0
     unload_s: float | None = None
+    sees: bool = True
 
 
 def listed_models(body: bytes, address: Address) -> list[ListedModel]:
@@ -236,13 +237,15 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
 
 def _listed(entry: Mapping[str, Any]) -> ListedModel:
     status = _mapping(entry.get("status"))
-    unload_s = status.get("unload_s")
+    unload_s, told = status.get("unload_s"), entry.get("capabilities")
+    told = told if entry.get("owned_by") == "localrt" else None
     return ListedModel(
         _string(entry, "id"),
         _context(entry),
         _string(status, "value"),
         _count(status.get("ram"), 0),
         float(unload_s) if isinstance(unload_s, int | float) else None,
+        "vision" in told if isinstance(told, list) else True,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.chat import ChatSession
+from localrt.chat_format.messages import check_text_only
 from localrt.chat_format.thinking import split_thinking
 from localrt.client.answer import ListedModel, Reader, events, listed_models, refusal
 from localrt.client.http import Exchange
@@ -165,7 +166,7 @@ class RemoteModel(Closing):
             has_chat_template=True,
             exactness="",
             notes=notes,
-            sees=True,  # the server refuses what its model does not see
+            sees=listed.sees,
         )
 
     @property
@@ -228,7 +229,7 @@ class RemoteModel(Closing):
 
     def open_chat(self) -> _Conversation:
         """Start a new conversation."""
-        return _Conversation(self._address, self.name, self._closed, self._refused_tools)
+        return _Conversation(self._address, self.info, self._closed, self._refused_tools)
 
 
 class _Conversation:
@@ -238,7 +239,11 @@ class _Conversation:
     """
 
     def __init__(
-        self, address: Address, model: str, closed: threading.Event, refused_tools: threading.Event
+        self,
+        address: Address,
+        model: ModelInfo,
+        closed: threading.Event,
+        refused_tools: threading.Event,
     ) -> None:
         self._address = address
         self._model = model
@@ -261,6 +266,8 @@ class _Conversation:
         Raises:
             LocalrtError: the server refuses, fails or disconnects; earlier chunks stay valid.
         """
+        if not self._model.sees:  # localrt's server would show the model words instead
+            check_text_only(messages)
         address = self._address
         reader = Reader(address, _estimated_tokens(messages))
 
@@ -270,7 +277,7 @@ class _Conversation:
             if on_progress is not None and not reader.metrics.completion_tokens:
                 on_progress(Progress("prefill", 0, None, "tokens"))
 
-        body = _body(self._model, messages, read_options(options), options, tools)
+        body = _body(self._model.name, messages, read_options(options), options, tools)
         path = address.base + "/chat/completions"
         try:
             with Exchange(address, "POST", path, body, look=look) as exchange:

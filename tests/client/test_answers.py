@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import localrt
 from localrt.cli import main
@@ -107,6 +108,15 @@ def test_one_answer_at_a_time(server: Running) -> None:
         with pytest.raises(LocalrtError, match="already answering"):
             chat.stream("hi")
         list(stream)
+        chat.send("hi", max_tokens=1)
+
+
+def test_pictures_for_a_model_that_reads_text_only(server: Running) -> None:
+    with connect(server.url) as remote:
+        assert not remote.info.sees
+        chat = remote.chat()
+        with pytest.raises(OptionError, match=r"message 1 has a picture .* reads text only"):
+            chat.send("what is this", images=[Image.new("RGB", (4, 4))])
         chat.send("hi", max_tokens=1)
 
 
