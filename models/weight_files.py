@@ -1,5 +1,5 @@
 """Finds the safetensors files of a Hugging Face folder that hold its weights, and GGUF files beside
-a model's that only draft for it.
+a model's that only draft for it or see for it.
 
 The index decides if there is one, since exporters number shards in many ways. Works on names and
 opens only the index, so that the same code serves hub, cache and folder.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
@@ -21,6 +21,10 @@ _DRAFTS = re.compile(
     r"(?=[-._/]|$)",
     re.IGNORECASE,
 )
+_PROJECTOR = re.compile(r"(^|[-._/])mmproj\b[^/]*\.gguf$", re.IGNORECASE)
+_WORD = re.compile(r"[a-z0-9]+")
+_FORMATS = ("bf16", "f16", "fp16", "f32", "fp32", "q8")
+_NO_WORDS = frozenset((*_FORMATS, "mmproj", "model", "gguf", "0"))
 _OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
 
 
@@ -51,6 +55,34 @@ def is_draft_file(path: str) -> bool:
     model with a block.
     """
     return _DRAFTS.search(path) is not None
+
+
+def is_projector_file(path: str) -> bool:
+    """Whether a GGUF file's name is that of a vision tower beside a model: ``mmproj``."""
+    return _PROJECTOR.search(path) is not None
+
+
+def projector_files(paths: Iterable[str], model: str) -> list[str]:
+    """The vision towers among files beside a ``model``'s, best first.
+
+    First come those that are named after it, of them those of 16 bits, which are the published
+    values, then those of 32 and of 8.
+    """
+
+    def rank(path: str) -> tuple[bool, int, str]:
+        formats = [_FORMATS.index(word) for word in _words(path) if word in _FORMATS]
+        return not is_named_after(path, model), min(formats, default=len(_FORMATS)), path
+
+    return sorted(filter(is_projector_file, paths), key=rank)
+
+
+def is_named_after(path: str, model: str) -> bool:
+    """Whether the model's name has all words of a vision tower's; ``mmproj-F16.gguf`` has none."""
+    return set(_words(path)) - _NO_WORDS <= set(_words(model))
+
+
+def _words(path: str) -> list[str]:
+    return _WORD.findall(path.rpartition("/")[2].lower())
 
 
 def index_shards(folder: Path) -> frozenset[str] | None:

@@ -11,7 +11,13 @@ from localrt.models.checkpoints.gguf.file import split_part
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
-from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, is_draft_file, weight_files
+from localrt.models.weight_files import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    is_draft_file,
+    is_projector_file,
+    weight_files,
+)
 
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 
@@ -73,12 +79,12 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _gguf_models(names: list[str]) -> list[str]:
-    """One file name for each GGUF model; vision towers (``mmproj-...``) are not models, nor are
+    """One file name for each GGUF model; vision towers (``mmproj``) are not models, nor are
     draft heads beside one.
     """
     models: dict[tuple[str, int], str] = {}
     for name in names:
-        if name.endswith(".gguf") and not name.startswith("mmproj"):
+        if name.endswith(".gguf") and not is_projector_file(name):
             split = split_part(Path(name))
             models.setdefault((split[0], split[2]) if split else (name, 0), name)
     found = list(models.values())

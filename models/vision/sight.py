@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import open_picture, read_picture
+from localrt.models.vision.source import VisionSource
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Given, Ops
@@ -61,7 +61,7 @@ class Sight:
     """
 
     def __init__(
-        self, tower: Tower, source: VisionFolder, ops: Ops, token: int, take: Take | None = None
+        self, tower: Tower, source: VisionSource, ops: Ops, token: int, take: Take | None = None
     ) -> None:
         self.tower = tower
         self.token = token
@@ -232,7 +232,7 @@ class LoadedUnits(Units):
     What does not fit beside the model is read for its step alone.
     """
 
-    def __init__(self, source: VisionFolder, ops: Ops, take: Take | None) -> None:
+    def __init__(self, source: VisionSource, ops: Ops, take: Take | None) -> None:
         self._source, self._ops, self._take = source, ops, take
         self._kept: dict[str, Any] = {}
         self._taken = 0

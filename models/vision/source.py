@@ -7,26 +7,73 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
+from localrt.common.errors import LocalrtError
+from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
+from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
+from localrt.models.weight_files import is_named_after, projector_files
+
+VisionSource = VisionFolder | VisionGguf
+"""An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""
 
 
-def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionFolder | None:
+def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource | None:
     """The open tower of the model at ``path`` (a folder, a store or a GGUF file); None if it has
-    none that localrt knows. ``projectors`` are ``mmproj`` files that lie elsewhere.
+    none. ``projectors`` are ``mmproj`` files that lie elsewhere.
+
+    Of those beside a GGUF file, the best one is taken whose rows and family are the model's.
 
     Raises:
         CheckpointError: the tower's files are damaged.
+        UnsupportedModelError: localrt does not know the tower of the model's ``mmproj`` file.
     """
     if (path / MANIFEST_NAME).is_file():
         origin = _origin(path)
         return None if origin is None else vision_source(origin, projectors)
     if (path / "config.json").is_file():
         return VisionFolder(path) if has_tower(read_json(path / "config.json")) else None
+    files = [*projectors, *projectors_beside(path)] if is_gguf(path) else []
+    return _fitting(path, files, projectors) if files else None
+
+
+def projectors_beside(path: Path) -> list[Path]:
+    """The ``mmproj`` files in the folder of the GGUF file at ``path``, or at the top of the
+    snapshot of a hub's repository; best first, whether or not they are for this model.
+    """
+    top = path.parent.parent
+    folders = (path.parent, top) if top.parent.name == "snapshots" else (path.parent,)
+    return [
+        folder / name
+        for folder in folders
+        for name in projector_files((each.name for each in folder.iterdir()), path.name)
+    ]
+
+
+def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGguf | None:
+    """The first tower that is for the model at ``path``; ``own`` are known to be."""
+    with closing(GgufFile(path)) as model:
+        architecture = model.metadata.text("general.architecture")
+        columns = model.metadata.get(f"{architecture}.embedding_length")
+    problem: LocalrtError | None = None
+    for file in files:
+        try:
+            tower = VisionGguf(file)
+        except LocalrtError as error:
+            # It may be another model's, unless its name says that it is this one's.
+            if problem is None and (file in own or is_named_after(file.name, path.name)):
+                problem = error
+            continue
+        if architecture in tower.decoders and tower.columns == columns:
+            return tower
+        tower.close()
+    if problem is not None:
+        raise problem
     return None
 
 

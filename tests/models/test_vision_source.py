@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers as hf
 from safetensors.numpy import save_file
 
+from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision import registry
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.source import projectors_beside, vision_source
+from tests.checkpoints.make_gguf import write_gguf
+from tests.models.make_mmproj import write_mmproj
+from tests.models.tiny import random_model
 
 
 @pytest.fixture
@@ -55,3 +62,83 @@ def test_store(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("origin", [None, "gone", 3, "a" * 9000], ids=["none", "gone", "3", "long"])
 def test_store_whose_source_is_gone(tmp_path: Path, origin: object) -> None:
     assert vision_source(_packed(tmp_path / "packed", origin)) is None
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+VISION = {**WIDE, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+TEXT = {**WIDE, "num_hidden_layers": 1, "vocab_size": 64, "model_type": "llama"}
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smolvlm")
+    random_model(hf.Idefics3Config(text_config=TEXT, vision_config=VISION)).save_pretrained(folder)
+    return folder
+
+
+def _model(path: Path, *, columns: int = 32, architecture: str = "llama") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.ones((1, columns), np.float32)
+    metadata = {f"{architecture}.embedding_length": columns}
+    return write_gguf(path, architecture, metadata, {"output.weight": (values, "f32")})[0]
+
+
+def _found(model: Path, projectors: Sequence[Path] = ()) -> str:
+    source = vision_source(model, projectors)
+    if source is None:
+        return ""
+    source.close()
+    return str(source.path.relative_to(model.parent.parent))
+
+
+def test_beside_a_gguf_file(smolvlm: Path, tmp_path: Path) -> None:
+    model = _model(tmp_path / "here" / "smolvlm-500m-Q4_K_M.gguf")
+    assert _found(model) == ""
+    for name in ("x-mmproj-F16", "mmproj-smolvlm-Q8_0", "mmproj-F32", "mmproj-BF16", "mmproj-F16"):
+        write_mmproj(smolvlm, model.parent / f"{name}.gguf")
+    assert [path.stem for path in projectors_beside(model)] == [
+        "mmproj-BF16",
+        "mmproj-F16",
+        "mmproj-F32",
+        "mmproj-smolvlm-Q8_0",
+        "x-mmproj-F16",
+    ]
+    assert _found(model) == "here/mmproj-BF16.gguf"
+    assert open_checkpoint(model.parent).path == model
+
+
+def test_projector_of_another_model(smolvlm: Path, tmp_path: Path) -> None:
+    wide = _model(tmp_path / "all" / "wide.gguf", columns=64)
+    write_mmproj(smolvlm, tmp_path / "all" / "mmproj-smolvlm.gguf")
+    assert _found(wide) == ""
+    assert _found(_model(tmp_path / "all" / "qwen.gguf", architecture="qwen3vl")) == ""
+    other = {"clip.projector_type": "unknown"}
+    write_mmproj(smolvlm, tmp_path / "all" / "mmproj-other-F16.gguf", changes=other)
+    assert _found(_model(tmp_path / "all" / "llama.gguf")) == "all/mmproj-smolvlm.gguf"
+    with pytest.raises(UnsupportedModelError, match="projector type 'unknown' are not known"):
+        vision_source(_model(tmp_path / "all" / "other-3b.gguf", columns=64))
+
+
+def test_damaged_projector(smolvlm: Path, tmp_path: Path) -> None:
+    model = _model(tmp_path / "here" / "smolvlm.gguf")
+    data = write_mmproj(smolvlm, tmp_path / "whole.gguf").read_bytes()
+    (model.parent / "mmproj-F16.gguf").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        vision_source(model)
+
+
+def test_snapshot_with_folders(smolvlm: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / ("a" * 40)
+    model = _model(snapshot / "BF16" / "smolvlm-BF16.gguf")
+    write_mmproj(smolvlm, snapshot / "mmproj-F16.gguf")
+    assert _found(model) == "mmproj-F16.gguf"
+
+
+def test_projector_elsewhere(smolvlm: Path, tmp_path: Path) -> None:
+    model = _model(tmp_path / "blobs" / "sha256-1")
+    projector = write_mmproj(smolvlm, tmp_path / "blobs" / "sha256-2")
+    assert _found(model, [projector]) == "blobs/sha256-2"
+    unknown = {"clip.projector_type": "mlp"}
+    projector = write_mmproj(smolvlm, tmp_path / "blobs" / "sha256-3", changes=unknown)
+    with pytest.raises(UnsupportedModelError, match="projector type 'mlp'"):
+        vision_source(model, [projector])
