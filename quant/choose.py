@@ -105,6 +105,18 @@ def make_ops(
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
 
 
+def vision_ops(ops: Ops) -> Ops:
+    """What a vision tower beside ``ops`` computes with: the CPU, with our kernels if possible.
+
+    A GPU would be faster, and lacks most steps so far.
+    """
+    if ops.device == "cpu" or find_library() is None:
+        return ops
+    from localrt.quant.cpu.ops import NativeOps
+
+    return NativeOps()
+
+
 def _no_kv_format(name: str | None) -> str:
     return (
         f"{option('kv_format', name)} is for the compiled CPU kernels and a GPU that ours run on, "

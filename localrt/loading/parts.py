@@ -34,7 +34,7 @@ from localrt.engine.sampling import sampling_defaults
 from localrt.loading.describing import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
-from localrt.loading.seeing import load_sight
+from localrt.loading.seeing import Eyes
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.heads import has_prediction_block
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
@@ -86,6 +86,7 @@ def load_parts(
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
+        eyes = Eyes(checkpoint.path)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights, so that they reuse memory freed by building the vocabulary, and the
         # memory check counts what the template engine takes.
@@ -108,8 +109,8 @@ def load_parts(
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
-        if blind := load_sight(checkpoint.path, engine, tokenizer):
-            notes.append(blind)
+        eyes.open_for(engine, tokenizer)
+        notes += eyes.notes
         if problem:
             notes.append(problem)
         if template is None:
@@ -130,7 +131,7 @@ def load_parts(
             system=system,
             fingerprint=fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
-            blind=blind,
+            blind=eyes.problem,
             has_block=(
                 name == "native" and not engine.info.streamed and has_prediction_block(checkpoint)
             ),

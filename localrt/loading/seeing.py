@@ -10,23 +10,49 @@ from localrt.engine.protocol import Engine
 from localrt.models.tokenizers import Tokenizer
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import Sight
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.source import VisionSource, vision_source
+from localrt.models.vision.tower import Tower
+from localrt.quant.choose import vision_ops
 
 
-def load_sight(path: Path, engine: Engine, tokenizer: Tokenizer | None) -> str:
-    """Let ``engine`` see, if the model at ``path`` does; returns why it cannot, or what else is to
-    say of its pictures, or "".
+class Eyes:
+    """The tower of the model at a path, if it has one; ``problem`` says why it cannot be used.
 
     A model whose pictures cannot be used answers to text all the same.
     """
-    if not isinstance(engine, NativeEngine) or tokenizer is None:
-        return ""
-    try:
-        source = vision_source(path)
-        if source is None:
-            return ""
+
+    def __init__(self, path: Path) -> None:
+        self.problem = ""
+        self.tower: Tower | None = None
+        self._source: VisionSource | None = None
         try:
-            tower = read_tower(source.config, source.processor)
+            self._source = vision_source(path)
+            if self._source is None:
+                return
+            # What it takes counts before the model's memory is planned.
+            from PIL import Image
+
+            Image.preinit()
+            self.tower = read_tower(self._source.config, self._source.processor)
+        except LocalrtError as error:
+            self._refuse(error)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to say of the model's pictures."""
+        note = self.problem or (self.tower.note if self.tower is not None else "")
+        return [note] if note else []
+
+    def open_for(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        """Let ``engine`` see."""
+        tower, source = self.tower, self._source
+        if tower is None or source is None:
+            return
+        if not isinstance(engine, NativeEngine) or tokenizer is None:
+            self.close()
+            self.tower = None
+            return
+        try:
             name = tower.row_token or tower.placeholder
             token = tokenizer.token_id(name)
             if token is None:
@@ -35,10 +61,15 @@ def load_sight(path: Path, engine: Engine, tokenizer: Tokenizer | None) -> str:
                 raise UnsupportedModelError(
                     "this model's pictures, whose rows see one another, need device 'cpu' so far"
                 )
-            engine.see(lambda ops, take: Sight(tower, source, ops, token, take))
-        except BaseException:
-            source.close()
-            raise
-    except LocalrtError as error:
-        return f"pictures are refused: {error}"
-    return tower.note
+            engine.see(lambda ops, take: Sight(tower, source, vision_ops(ops), token, take))
+        except LocalrtError as error:
+            self._refuse(error)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._source is not None:
+            self._source.close()
+
+    def _refuse(self, error: LocalrtError) -> None:
+        self.close()
+        self.problem, self.tower = f"pictures are refused: {error}", None

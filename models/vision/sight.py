@@ -8,10 +8,13 @@ is encoded when a pass first needs its rows, and kept while there is room.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes
+from localrt.common.free_memory import return_free_memory
+from localrt.common.option_names import option
 from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.source import VisionSource
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Given, Ops
 from localrt.quant.ops.vision import VisionSteps
 
@@ -32,6 +39,7 @@ Take = Callable[[int], None]
 ``MemoryBudgetError`` if there are not so many.
 """
 
+_NUMBERED = re.compile(r".*?\.\d+\.")
 _PLACED = 256  # pictures whose rows' ids are known
 _MOST_NBYTES = 256 << 20  # of encoded pictures, and of prepared ones that wait
 _Unit = TypeVar("_Unit")
@@ -217,7 +225,7 @@ class Sight:
         if placed.seen is None:
             if not placed.prepared.patches.size:
                 raise OptionError("too many pictures at once: ask again about this one")
-            with self.units:
+            with self.units.beside(placed.prepared.patches):
                 seen = self.tower.see(placed.prepared, self.units, self._steps, check)
             with self._lock:
                 placed.seen, placed.prepared = seen, _without_patches(placed.prepared)
@@ -227,7 +235,7 @@ class Sight:
 
 
 class LoadedUnits(Units):
-    """Units that stay in memory, until the picture is seen where memory is short.
+    """Units that stay in memory; within a budget, until the picture is seen.
 
     What does not fit beside the model is read for its step alone.
     """
@@ -237,12 +245,46 @@ class LoadedUnits(Units):
         self._kept: dict[str, Any] = {}
         self._taken = 0
 
-    def __enter__(self) -> None:
-        return None
+    @contextmanager
+    def beside(self, patches: Floats) -> Iterator[None]:
+        """Have room for a picture's rows (..., P) on their way through the tower, and for units.
 
-    def __exit__(self, *_: object) -> None:
-        if self._take is not None:
+        Raises:
+            MemoryBudgetError: there is too little.
+        """
+        if self._take is None:
+            yield
+            return
+        unit, floats = self._sizes
+        try:
+            rows = patches.size // patches.shape[-1]
+            self._must_take(4 * rows * floats + 2 * unit + patches.nbytes)
+            yield
+        finally:
             self.drop()
+            return_free_memory()
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the largest unit; numbers that a row takes on its way through a block."""
+        units: Counter[str] = Counter()
+        narrow, wide = 1 << 30, 0
+        for name, info in self._source.tensors.items():
+            unit = _NUMBERED.match(name)
+            if len(info.shape) == 2:
+                units[unit[0] if unit else name] += self._ops.weight_nbytes(
+                    (info.shape[0], info.shape[1]), info.format
+                )
+                if unit:
+                    narrow, wide = min(narrow, *info.shape), max(wide, *info.shape)
+        return max(units.values(), default=0), 5 * min(narrow, wide) + 3 * wide
+
+    def _must_take(self, nbytes: int) -> None:
+        if not self._room(nbytes):
+            raise MemoryBudgetError(
+                f"a picture of this size needs {format_bytes(nbytes)} beside the model, and the "
+                f"budget leaves less: make it smaller, or raise {option('ram')}"
+            )
 
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
         unit: _Unit | None = self._kept.get(name)
