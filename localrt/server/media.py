@@ -159,14 +159,14 @@ def _source(part: Mapping[str, Any], name: str) -> _Source:
         if given.get("file_id"):
             raise invalid(f"{name} is a file_id, and there are no files here: send its data")
         given = data or given.get("url")
-    if not isinstance(given, str):
-        raise invalid(f"{name} has neither data nor a URL")
-    if given[:5].lower() != "data:":
-        return _Source(name, given)
-    end = given.find(",", 0, _MOST_HEAD)
-    if end < 0 or not given[:end].lower().endswith(";base64"):
-        raise invalid(f"{name} must be data:image/png;base64,... as a data URI")
-    return _Source(name, given, end + 1)
+    if isinstance(given, str):
+        end = given.find(",", 0, _MOST_HEAD)
+        head = given[: max(end, 8)].lower()
+        if head.startswith("data:") and head.endswith(";base64"):
+            return _Source(name, given, end + 1)
+        if head.startswith(("http://", "https://")):
+            return _Source(name, given)
+    raise invalid(f"{name} must be in base64 (data:image/png;base64,...), or a URL of the web")
 
 
 def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> list[bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import textwrap
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from PIL import Image
 import localrt
 from localrt.common.formatting import format_bytes
 from localrt.server import media
+from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pictures import Fetcher
 from localrt.server.pool import LocalFile, ModelPool
@@ -248,6 +251,10 @@ def looked(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": [shown]}
 
 
+def image_url(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_uri(data)}}
+
+
 TEXT = {"type": "text", "text": "a"}
 CALL = [
     {"role": "user", "content": "hi"},
@@ -362,6 +369,29 @@ def test_stored_response_keeps_its_picture(seeing: Any) -> None:
     assert given(prompts) == [("image", RED)]
 
 
+def test_bytes_are_held_once(seeing: Any) -> None:
+    """Beside the request's own text, which stays until its answer ends."""
+    server, _ = seeing
+    size = 2_000_000
+    call = chat_call(in_chat(image_url(base64.b64encode(bytes(size)).decode()))[1])
+
+    async def traced() -> list[int]:
+        found = [tracemalloc.get_traced_memory()[0]]
+        async with media.with_pictures(call.prompts, server.service, sees=True) as shown:
+            assert len(shown[0]["prompt"][0]["content"][0]["image"]) == size
+            found.append(tracemalloc.get_traced_memory()[0])
+        del shown
+        return [*found, tracemalloc.get_traced_memory()[0]]
+
+    tracemalloc.start()
+    try:
+        before, inside, after = asyncio.run(traced())
+    finally:
+        tracemalloc.stop()
+    assert size <= inside - before < 1.2 * size
+    assert after - before < 0.2 * size
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 URL = "http://127.0.0.1/a.png"
@@ -370,13 +400,15 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_chat({"type": "image_url", "image_url": data_uri("AAA")}), "picture 1 is not valid base64"),
     (in_chat({"type": "image_url", "image_url": data_uri("\u00e9")}), "is not valid base64"),
     (in_chat({"type": "image_url", "image_url": data_uri("")}), "picture 1 is empty"),
-    (in_chat({"type": "image_url", "image_url": "data:image/png,abc"}), ";base64,"),
-    (in_chat({"type": "image_url", "image_url": "data:image/png;base64"}), ";base64,"),
-    (in_chat({"type": "image_url"}), "picture 1 has neither data nor a URL"),
-    (in_chat({"type": "image_url", "image_url": {"url": 3}}), "neither data nor a URL"),
+    (in_chat({"type": "image_url", "image_url": "data:image/png,abc"}), "must be in base64"),
+    (in_chat({"type": "image_url", "image_url": "data:image/png;base64"}), "must be in base64"),
+    (in_chat({"type": "image_url"}), "picture 1 must be in base64"),
+    (in_chat({"type": "image_url", "image_url": {"url": 3}}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": {"url": URL}}), "--fetch-pictures"),
-    (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "--fetch-pictures"),
-    (in_chat({"type": "image", "image": "/etc/passwd"}), "neither data nor a URL"),
+    (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "must be in base64"),
+    (in_chat({"type": "image_url", "image_url": RED64}), "must be in base64"),
+    (in_chat({"type": "image_url", "image_url": "ftp://a/b.png"}), "must be in base64"),
+    (in_chat({"type": "image", "image": "/etc/passwd"}), "must be in base64"),
     (
         in_chat(*[{"type": "image_url", "image_url": data_uri(RED64)}] * 65),
         "the request has 65 pictures: the most is 64",
