@@ -38,7 +38,7 @@ _QWEN3_MERGER = {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"
 _DEEP = {"linear_fc1": "fc1", "linear_fc2": "fc2", "norm": "norm"}
 _SUFFIXES = (".weight", ".bias")
 _OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
-_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
 _CLIPPED = re.compile(r"(.+)\.((?:in|out)put_(?:min|max))")
 
 
