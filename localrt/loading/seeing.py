@@ -57,10 +57,6 @@ class Eyes:
             token = tokenizer.token_id(name)
             if token is None:
                 raise UnsupportedModelError(f"the vocabulary has no token {name!r}")
-            if tower.both_ways and engine.info.device != "cpu":
-                raise UnsupportedModelError(
-                    "this model's pictures, whose rows see one another, need device 'cpu' so far"
-                )
             engine.see(lambda ops, take: Sight(tower, source, vision_ops(ops), token, take))
         except LocalrtError as error:
             self._refuse(error)

@@ -71,7 +71,7 @@ class Attention(Structure):
     """What the kernels of attention read: ``Attention`` in quant/cuda/src/attention.cuh."""
 
     _fields_ = fields(
-        (c_void_p, "q blocks held positions tree sinks out partial stats"),
+        (c_void_p, "q blocks held positions tree ahead sinks out partial stats"),
         (c_int64, "k_at v_at run_stride"),
         (c_int, "n first rows heads per window runs"),
         (c_float, "scale softcap"),
@@ -160,6 +160,7 @@ def attend(
     softcap: float | None,
     mask: Tensor | None,
     longest: int,
+    ahead: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_format: KvFormat = "bf16",
     out: Tensor | None = None,
@@ -175,7 +176,8 @@ def attend(
     The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
     them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 says which of the
     last tokens a new row sees, new ones included: 1 is itself, 2 its parent, and so on, 0 is what
-    it does not see. None is causal. ``longest`` bounds held + n; the grid is cut for it. ``sinks``
+    it does not see. None is causal; ``ahead`` (n,) int32 is then how many of the new rows behind it
+    a row sees too. ``longest`` bounds held + n; the grid is cut for it. ``sinks``
     (H,) are float32.
     """
     n, heads, size = q.shape
@@ -193,7 +195,7 @@ def attend(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, held, positions, mask, sinks, target, partial, stats),
+            *pointers(q, blocks, held, positions, mask, ahead, sinks, target, partial, stats),
             k_at=place.keys_at,
             v_at=place.values_at,
             run_stride=chunk * heads * value,
@@ -383,6 +385,7 @@ class AttentionSteps:
                 window=spec.window,
                 softcap=spec.softcap,
                 mask=step.trees[index],
+                ahead=step.ahead_of(index, windowed=spec.window is not None),
                 longest=step.longest[index],
                 sinks=weights.sinks,
                 kv_format=self.kv_format,

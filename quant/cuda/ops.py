@@ -166,7 +166,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         numbers.fill(batch.tokens, batch.positions, batch.spans)
         parts, _ = numbers.split(upload(numbers.staged, self._device))
         longest = tuple(span.cache.length + span.rows for span in batch.spans)
-        return CudaPass(*parts, batch.spans, longest, batch.axes)
+        ahead = tuple(
+            None if span.ahead is None else upload(span.ahead, self._device) for span in batch.spans
+        )
+        return CudaPass(*parts, batch.spans, longest, batch.axes, ahead)
 
     def begin_plain(self) -> None:
         """A recorded pass begins: it has no adapters."""

@@ -166,9 +166,16 @@ class CudaPass:
     spans: tuple[Span, ...]
     longest: tuple[int, ...]
     axes: npt.NDArray[np.int64] | None = None  # (3, R), on the host
+    ahead: tuple[Tensor | None, ...] = ()  # of each span, (rows,) int32: see ``Span``
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed
+
+    def ahead_of(self, span: int, *, windowed: bool) -> Tensor | None:
+        """How many rows ahead a span's rows see, in a layer with or without a window."""
+        if not self.ahead or (self.spans[span].windows_only and not windowed):
+            return None
+        return self.ahead[span]
 
     def layer_done(self, layer: int) -> None:
         """A recurrent layer's states are made."""

@@ -23,6 +23,7 @@ struct Attention {
     const i64* positions;    // (n,)
     const i16* tree;         // (n, `columns`): of the last tokens, which a new row sees, by how far up it is + 1;
                              // 0: not. Or null: all tokens before it and itself
+    const int* ahead;        // (n,): without a tree, how many of the new rows behind it a row sees too; or null
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
@@ -74,7 +75,7 @@ struct Rows {
         const int fresh = key - old;  // its row, if it is a new one
         if (fresh >= args.n) return false;
         if (!args.tree) {
-            if (fresh > rows.row[i]) return false;
+            if (fresh > rows.row[i] + (args.ahead ? args.ahead[rows.row[i]] : 0)) return false;
         } else if (fresh - args.n + args.columns >= 0) {
             const int up = args.tree[(rows.row[i] + 1) * args.columns + fresh - args.n];
             return up && (!args.window || up <= args.window);

@@ -30,7 +30,7 @@ CLOSE = {"rtol": 1e-2, "atol": 4e-3}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``tree``: each new row's parent, -1 for none."""
+    """``tree``: each new row's parent, -1 for none. ``picture``: new rows that see one another."""
 
     n: int
     held: int
@@ -41,14 +41,26 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     tree: tuple[int, ...] = ()
+    picture: tuple[int, int] | None = None
+
+    def ahead(self) -> Tensor | None:
+        if self.picture is None:
+            return None
+        (begin, end), rows = self.picture, torch.arange(self.n, dtype=torch.int32)
+        return torch.where((rows >= begin) & (rows < end), end - 1 - rows, 0).int()
 
     def mask(self) -> Tensor:
         """(n, n): who sees whom."""
         if not self.tree:
-            return torch.ones(self.n, self.n).tril().bool()
+            seen = torch.ones(self.n, self.n).tril().bool()
+            if self.picture is not None:
+                seen[slice(*self.picture), slice(*self.picture)] = True
+            return seen
         return torch.from_numpy(tree_mask(list(self.tree)))
 
     def positions(self) -> Tensor:
+        if self.picture is not None:
+            return self.held + torch.arange(self.n)
         return self.held + self.mask().sum(1) - 1
 
 
@@ -66,6 +78,7 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
     q, k, v, sinks = inputs(case)
     rows = rows or slice(0, case.n)
     q, positions, held = q[rows], case.positions()[rows], case.held + rows.start
+    ahead = case.ahead()
     cache, blocks = cache_of(k, v)
     result: Tensor = attend(
         q,
@@ -77,6 +90,7 @@ def run(case: Case, *, longest: int | None = None, rows: slice | None = None) ->
         window=case.window,
         softcap=case.softcap,
         mask=seen_from(case.mask()[rows, : rows.stop]) if case.tree else None,
+        ahead=None if ahead is None else ahead[rows].contiguous(),
         longest=longest or case.held + case.n,
         sinks=sinks,
     ).view(len(q), case.heads, -1)
@@ -108,6 +122,10 @@ TREE = (-1, 0, 0, 1, 2, 2)
 @pytest.mark.parametrize(
     "case",
     [
+        Case(n=6, held=37, picture=(1, 5)),
+        Case(n=12, held=0, picture=(0, 12), window=20),
+        Case(n=90, held=3, picture=(20, 70)),
+        Case(n=130, held=200, picture=(5, 121), window=150),
         Case(1, 0),
         Case(1, 600, heads=7, groups=1),
         Case(5, 254),  # new rows in two runs, two tiles of them
