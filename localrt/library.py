@@ -33,6 +33,7 @@ def pull(
     *,
     revision: str | None = None,
     refresh: bool = True,
+    vision: bool = True,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> ResolvedModel:
@@ -41,7 +42,8 @@ def pull(
     Of several GGUF files it takes the largest that runs at reading speed here; a ``Progress`` of
     the stage ``"note"`` says which, and why.
 
-    Without ``refresh`` a downloaded model stays as it is, without any request. ``progress`` is
+    Without ``refresh`` a downloaded model stays as it is, without any request; without ``vision`` a
+    GGUF model's vision tower (``mmproj``) is left out. ``progress`` is
     called with ``Progress`` in bytes, from the calling thread; any thread may set ``cancel``.
 
     Raises:
@@ -57,6 +59,7 @@ def pull(
         settings=settings,
         revision=revision,
         refresh=refresh,
+        vision=vision,
         choose=chooser(settings, say=note_to(progress)),
         progress=progress,
         cancel=cancel,

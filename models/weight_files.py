@@ -76,6 +76,19 @@ def projector_files(paths: Iterable[str], model: str) -> list[str]:
     return sorted(filter(is_projector_file, paths), key=rank)
 
 
+def projectors_beside(path: Path) -> list[Path]:
+    """The ``mmproj`` files in the folder of the GGUF file at ``path``, or at the top of the
+    snapshot of a hub's repository; best first, whether or not they are for this model.
+    """
+    top = path.parent.parent
+    folders = (path.parent, top) if top.parent.name == "snapshots" else (path.parent,)
+    return [
+        folder / name
+        for folder in folders
+        for name in projector_files((each.name for each in folder.iterdir()), path.name)
+    ]
+
+
 def is_named_after(path: str, model: str) -> bool:
     """Whether the model's name has all words of a vision tower's; ``mmproj-F16.gguf`` has none."""
     return set(_words(path)) - _NO_WORDS <= set(_words(model))

@@ -7,7 +7,9 @@ import json
 
 from localrt.cli.help import Examples, ProgressLine
 from localrt.common.errors import ModelNotFoundError
+from localrt.common.formatting import format_bytes
 from localrt.library import find_draft, pull
+from localrt.models.weight_files import projectors_beside
 
 EXAMPLES: Examples = (
     ("localrt pull llama3.2:3b", "a short name: the file that suits this machine"),
@@ -27,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", action="store_true", help="get the head that drafts for it too, if there is one"
     )
+    parser.add_argument(
+        "--no-vision",
+        action="store_true",
+        help="leave out what a GGUF model sees pictures with (mmproj, some hundred MB)",
+    )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -34,18 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Download; returns the exit status. The next call continues an interrupted download."""
     with ProgressLine() as line:
-        found = pull(args.model, revision=args.revision, progress=line)
+        vision = not args.no_vision
+        found = pull(args.model, revision=args.revision, vision=vision, progress=line)
         draft, head = find_draft(found), None
         if args.draft and draft is None:
             raise ModelNotFoundError(f"{found.name} is here; no head was found that drafts for it")
         if args.draft and draft is not None and not draft.here:
             head = pull(draft.name, progress=line)
+    towers = projectors_beside(found.path)[:1] if found.path.suffix == ".gguf" else []
     if args.json:
         result = {
             "name": found.name,
             "path": str(found.path),
             "revision": found.revision,
             "source": found.source,
+            "vision": [str(tower) for tower in towers],
             "downloaded_bytes": line.downloaded,
             "draft": draft and {"name": draft.name, "here": draft.here or head is not None},
         }
@@ -53,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         done = "is here" if line.downloaded else "is up to date"
         print(f"{found.name} {done}: {found.path}")
+        for tower in towers:
+            print(f"{tower.name}, {format_bytes(tower.stat().st_size)}, lets it see pictures")
         if head is not None:
             print(f"{head.name} drafts for it: {head.path}")
         elif draft is not None:

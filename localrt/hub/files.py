@@ -11,7 +11,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from localrt.common.errors import ModelNotFoundError
-from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, is_draft_file, weight_files
+from localrt.models.weight_files import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    is_draft_file,
+    projector_files,
+    weight_files,
+)
 
 DEFAULT_LABEL = "Q4_K_M"
 
@@ -138,6 +144,15 @@ def head_variant(variants: Iterable[GgufVariant], label: str) -> str:
     heads = [each for each in variants if each.drafts and each.complete]
     ranked = sorted(heads, key=lambda each: (each.label != label, each.label != "Q8_0"))
     return ranked[0].files[0] if ranked else ""
+
+
+def variant_projector(variant: GgufVariant, paths: Iterable[str]) -> str:
+    """The vision tower among ``paths``, at the top or beside the model; empty if there is none, and
+    for what only drafts.
+    """
+    folders = ("", variant.files[0].rpartition("/")[0])
+    beside = [] if variant.drafts else [p for p in paths if p.rpartition("/")[0] in folders]
+    return next(iter(projector_files(beside, variant.files[0])), "")
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:

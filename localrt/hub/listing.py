@@ -23,7 +23,13 @@ from localrt.hub.cache import (
     own_stores,
     read_store,
 )
-from localrt.hub.files import gguf_variants, models_among, quantization_label, variant_name
+from localrt.hub.files import (
+    gguf_variants,
+    models_among,
+    quantization_label,
+    variant_name,
+    variant_projector,
+)
 from localrt.hub.known_models import find_known
 from localrt.hub.names import (
     DEMO_NAME,
@@ -50,6 +56,8 @@ class LocalModel:
     ``"localrt"``, ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or
     ``"yours"``. ``packed`` are folders with packed copies that localrt streams from, finished or
     not; ``packed_bytes`` is their size. ``aliases`` are the user's names for it (``config.toml``).
+    ``projector`` is the vision tower's file of a GGUF model in the hub's cache; ``bytes`` include
+    it.
     """
 
     name: str
@@ -62,6 +70,7 @@ class LocalModel:
     packed: tuple[Path, ...] = ()
     packed_bytes: int = 0
     aliases: tuple[str, ...] = ()
+    projector: Path | None = None
 
     @property
     def how_to_delete(self) -> str:
@@ -153,7 +162,10 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
             paths = [snapshot / file for file in variant.files]
             full_name = f"{name}:{variant_name(variant, variants)}"
             label = variant.label if variant.is_labelled else None
-            yield _local(full_name, paths[0], paths, "gguf", label, "hub cache")
+            tower = variant_projector(variant, files)
+            own = [*paths, snapshot / tower] if tower else paths
+            found = _local(full_name, paths[0], own, "gguf", label, "hub cache")
+            yield replace(found, projector=snapshot / tower if tower else None)
 
 
 def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:

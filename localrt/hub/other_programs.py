@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from localrt.common.errors import CheckpointError
 from localrt.common.settings import Settings
-from localrt.hub.files import GgufVariant, gguf_variants, has_safetensors, variant_name
+from localrt.hub.files import (
+    GgufVariant,
+    gguf_variants,
+    has_safetensors,
+    variant_name,
+    variant_projector,
+)
 from localrt.hub.names import client_name
 from localrt.models.weight_files import index_shards
 
@@ -38,12 +44,15 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Settings that Ollama keeps for a model. ``go_template``: a chat template in Go's syntax."""
+    """Settings that Ollama keeps for a model. ``go_template``: a chat template in Go's syntax;
+    ``projectors``: its vision towers.
+    """
 
     go_template: str | None = None
     system: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
+    projectors: tuple[Path, ...] = ()
     license: str | None = None
 
     @property
@@ -113,6 +122,7 @@ class OllamaModel:
             system="\n".join(self._texts("system")) or None,
             params=values,
             adapters=tuple(self.blobs.get("adapter", ())),
+            projectors=tuple(self.blobs.get("projector", ())),
             license="\n".join(self._texts("license")) or None,
         )
 
@@ -219,7 +229,9 @@ def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
                 yield FolderModel(name, home, own, "safetensors", None)
             variants = [each for each in gguf_variants(names) if each.complete]
             for variant in variants:
-                yield _of(variant, f"{name}:{variant_name(variant, variants)}", home)
+                found = _of(variant, f"{name}:{variant_name(variant, variants)}", home)
+                tower = variant_projector(variant, names)
+                yield replace(found, files=(*found.files, home / tower)) if tower else found
 
 
 def llama_cpp_models(folders: Sequence[Path]) -> Iterator[FolderModel]:

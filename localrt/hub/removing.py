@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,18 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
     return Removal(
         name,
         tuple(model.name for model in gone),
-        sum(model.bytes for model in gone),
+        sum(model.bytes for model in gone) - _counted_twice(gone, listed),
         tuple(path for model in models for path in model.packed),
         sum(model.packed_bytes for model in models),
         models[0].place if models else "localrt",
     )
+
+
+def _counted_twice(gone: Sequence[LocalModel], listed: Sequence[LocalModel]) -> int:
+    """Bytes of vision towers that models share: all but one of each, or all where it stays."""
+    kept = {model.projector for model in listed if model not in gone}
+    towers = Counter(model.projector for model in gone if model.projector is not None)
+    return sum((n - (t not in kept)) * t.stat().st_size for t, n in towers.items())
 
 
 def remove_model(name: str, settings: Settings, *, packed_only: bool = False) -> int:

@@ -35,6 +35,7 @@ from localrt.hub.files import (
     models_among,
     safetensors_model_files,
     variant_name,
+    variant_projector,
 )
 from localrt.hub.known_models import close_names, known_repo
 from localrt.hub.listing import list_models, place_of, variants_here
@@ -114,6 +115,7 @@ def resolve(
     offline: bool | None = None,
     download: bool = True,
     refresh: bool = False,
+    vision: bool = True,
     choose: Chooser | None = None,
     progress: ProgressCallback | None = None,
     cancel: Event | None = None,
@@ -122,6 +124,7 @@ def resolve(
 
     ``offline`` overrides ``settings.offline``. Offline, or without ``download``, no request is
     sent. ``refresh`` asks the hub for a newer commit even if the model is on this machine.
+    ``vision``: of a GGUF model that sees, the vision tower (``mmproj``) is downloaded too.
     ``choose`` selects one of a repository's GGUF files; without it, the usual 4-bit file is used
     if there is one.
     ``progress`` is called with the stages ``"download"`` and ``"verify"``, in bytes.
@@ -144,6 +147,7 @@ def resolve(
         progress=progress,
         cancel=cancel,
         name=model,
+        vision=vision,
     )
     model = expand_alias(model, settings)
     if model == DEMO_NAME:
@@ -232,6 +236,7 @@ class _Fetch:
     progress: ProgressCallback | None
     cancel: Event | None
     name: str = ""  # as the user wrote it
+    vision: bool = True
 
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
         found = self._cached(ref)
@@ -255,6 +260,8 @@ class _Fetch:
                 )
             variant = choose_variant(variants, self._wanted(ref, remote, variants), ref.repo)
             names, label = list(variant.files), variant.label
+            if self.vision and (projector := variant_projector(variant, remote.files)):
+                names.append(projector)
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
         download(

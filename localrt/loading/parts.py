@@ -7,7 +7,7 @@ prompts or sessions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,18 +75,20 @@ def load_parts(
     settings: Settings | None = None,
     go_template: str | None = None,
     system: str | None = None,
+    projectors: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LoadedModel:
     """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept.
 
     ``go_template``, in Ollama's language, is used if the model has no template of its own;
-    ``system``, in conversations without a system prompt.
+    ``system``, in conversations without a system prompt. ``projectors`` are vision towers that do
+    not lie beside it.
     """
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
-        eyes = Eyes(checkpoint.path)
+        eyes = Eyes(checkpoint.path, projectors)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights, so that they reuse memory freed by building the vocabulary, and the
         # memory check counts what the template engine takes.

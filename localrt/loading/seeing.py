@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from localrt.common.errors import LocalrtError, UnsupportedModelError
@@ -17,16 +18,17 @@ from localrt.quant.choose import vision_ops
 
 class Eyes:
     """The tower of the model at a path, if it has one; ``problem`` says why it cannot be used.
+    ``projectors`` are those of ``vision_source``.
 
     A model whose pictures cannot be used answers to text all the same.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
         self.problem = ""
         self.tower: Tower | None = None
         self._source: VisionSource | None = None
         try:
-            self._source = vision_source(path)
+            self._source = vision_source(path, projectors)
             if self._source is None:
                 return
             # What it takes counts before the model's memory is planned.

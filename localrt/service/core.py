@@ -93,6 +93,7 @@ def open_core(
             settings=settings,
             go_template=extras.go_template,
             system=extras.system,
+            projectors=extras.projectors,
             progress=progress,
             cancel=cancel,
         ),

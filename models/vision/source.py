@@ -17,7 +17,7 @@ from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
-from localrt.models.weight_files import is_named_after, projector_files
+from localrt.models.weight_files import is_named_after, projectors_beside
 
 VisionSource = VisionFolder | VisionGguf
 """An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""
@@ -40,19 +40,6 @@ def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource |
         return VisionFolder(path) if has_tower(read_json(path / "config.json")) else None
     files = [*projectors, *projectors_beside(path)] if is_gguf(path) else []
     return _fitting(path, files, projectors) if files else None
-
-
-def projectors_beside(path: Path) -> list[Path]:
-    """The ``mmproj`` files in the folder of the GGUF file at ``path``, or at the top of the
-    snapshot of a hub's repository; best first, whether or not they are for this model.
-    """
-    top = path.parent.parent
-    folders = (path.parent, top) if top.parent.name == "snapshots" else (path.parent,)
-    return [
-        folder / name
-        for folder in folders
-        for name in projector_files((each.name for each in folder.iterdir()), path.name)
-    ]
 
 
 def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGguf | None:

@@ -48,7 +48,14 @@ QUANTS = {
     "tiny-Q8_0.gguf": gguf("Q8_0"),
     "tiny-f16-00001-of-00002.gguf": gguf("first"),
     "tiny-f16-00002-of-00002.gguf": gguf("second"),
-    "mmproj-tiny-f16.gguf": gguf("projector"),
+}
+
+SEEING = {
+    "seer-Q4_K_M.gguf": gguf("Q4_K_M"),
+    "seer-Q8_0.gguf": gguf("Q8_0"),
+    "mmproj-seer-Q8_0.gguf": gguf("small"),
+    "mmproj-seer-bf16.gguf": gguf("projector"),
+    "other/mmproj-seer-bf16.gguf": gguf("another"),
 }
 
 
@@ -65,6 +72,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub.add("org/tiny", TINY)
     hub.add("org/tiny", {**TINY, "config.json": b'{"old": true}'}, revision=OLD_COMMIT)
     hub.add("org/quants", QUANTS)
+    hub.add("org/seeing", SEEING)
     hub.add("org/pickles", {"pytorch_model.bin": b"pickle" * 1000})
     server = start(hub)
     yield hub

@@ -101,6 +101,19 @@ def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["downloaded_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
 
 
+def test_pull_of_a_model_that_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(pull_command, "org/seeing:Q8_0", "--no-vision") == 0
+    assert "pictures" not in capsys.readouterr().out
+    assert call(pull_command, "org/seeing:Q8_0") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "mmproj-seer-bf16.gguf, 9 kB, lets it see pictures"
+    assert call(pull_command, "org/seeing:Q8_0", "--json") == 0
+    (tower,) = json.loads(capsys.readouterr().out)["vision"]
+    assert tower.endswith("mmproj-seer-bf16.gguf")
+    assert call(list_command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["models"][0]["projector"] == tower
+
+
 def searches(hub: FakeHub) -> int:
     return sum(each.path == "/api/models" for each in hub.requests)
 

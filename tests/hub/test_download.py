@@ -269,7 +269,16 @@ def test_without_a_choice_a_gguf_repository_gives_q4_k_m(settings: Settings) -> 
 def test_a_quantization_that_is_not_there(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError, match="Q4_K_M, Q8_0, F16") as caught:
         resolve("org/quants:Q2_K", settings=settings)
-    assert "mmproj" not in one_line_error(caught.value)
+    one_line_error(caught.value)
+    with pytest.raises(ModelNotFoundError, match=r"no GGUF file 'BF16' \(there: Q4_K_M, Q8_0\)"):
+        resolve("org/seeing:BF16", settings=settings)
+
+
+def test_a_vision_tower_comes_along(settings: Settings) -> None:
+    found = resolve("org/seeing:Q8_0", settings=settings, vision=False)
+    assert files_below(found.path.parent) == {"seer-Q8_0.gguf"}
+    found = resolve("org/seeing:Q8_0", settings=settings, refresh=True)
+    assert files_below(found.path.parent) == {"seer-Q8_0.gguf", "mmproj-seer-bf16.gguf"}
 
 
 def test_several_files_and_no_favourite(hub: FakeHub, settings: Settings) -> None:

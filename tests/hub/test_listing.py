@@ -13,7 +13,8 @@ from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.cache import forget_use, last_used, note_use
-from tests.hub.conftest import QUANTS, TINY, WEIGHTS
+from localrt.hub.removing import plan_removal
+from tests.hub.conftest import QUANTS, SEEING, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub
 
 
@@ -138,6 +139,23 @@ def test_remove_one_quantization(settings: Settings) -> None:
     assert remove_model("org/quants:f16", settings) == sum(len(QUANTS[name]) for name in parts)
     assert names(settings) == ["org/quants:Q8_0"]
     assert remove_model("org/quants:Q8_0", settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    assert not list(settings.hub_cache.glob("models--*"))
+
+
+def test_a_vision_tower_goes_with_the_last_model(settings: Settings) -> None:
+    resolve("org/seeing:Q4_K_M", settings=settings)
+    resolve("org/seeing:Q8_0", settings=settings)
+    model, tower = (len(SEEING[name]) for name in ("seer-Q8_0.gguf", "mmproj-seer-bf16.gguf"))
+    listed = {each.name: each for each in list_models(settings)}
+    assert listed["org/seeing:Q8_0"].bytes == model + tower
+    assert str(listed["org/seeing:Q8_0"].projector).endswith("mmproj-seer-bf16.gguf")
+    assert plan_removal("org/seeing", settings).bytes == blob_bytes(settings)
+
+    assert plan_removal("org/seeing:Q8_0", settings).bytes == model
+    assert remove_model("org/seeing:Q8_0", settings) == model
+    rest = blob_bytes(settings)
+    assert plan_removal("org/seeing:Q4_K_M", settings).bytes == rest
+    assert remove_model("org/seeing:Q4_K_M", settings) == rest
     assert not list(settings.hub_cache.glob("models--*"))
 
 

@@ -76,6 +76,7 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
         },
         license="Apache",
         adapter=b"GGUF adapter",
+        projector=b"GGUF projector",
     )
     extras = resolve("pirate", settings=here, download=False).extras
     assert extras is not None
@@ -83,6 +84,7 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
     assert extras.options == {"temperature": 0.2, "repetition_penalty": 1.1, "stop": ["<end>"]}
     assert (extras.ctx, extras.license) == (2048, "Apache")
     assert [path.parent for path in extras.adapters] == [blob.parent]
+    assert [path.read_bytes() for path in extras.projectors] == [b"GGUF projector"]
 
 
 def test_a_single_stop_text_and_no_limit() -> None:
@@ -132,6 +134,8 @@ def test_lm_studio_and_llama_cpp(here: Settings, tmp_path: Path) -> None:
         "lmstudio:maker/Model-GGUF:Q4_K_M",
         "lmstudio:maker/Model-GGUF:Q8_0",
     ]
+    sizes = {each.name: each.bytes for each in list_models(here)}
+    assert sizes["lmstudio:maker/Model-GGUF:Q8_0"] == 8  # with its vision tower
     found = resolve("lmstudio:maker/model-gguf:q8_0", settings=here, download=False)
     assert found.path == home / "Model-Q8_0.gguf"
     assert resolve("llamacpp:alone", settings=here, download=False).path == flat / "alone.gguf"

@@ -15,7 +15,8 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision import registry
-from localrt.models.vision.source import projectors_beside, vision_source
+from localrt.models.vision.source import vision_source
+from localrt.models.weight_files import projectors_beside
 from tests.checkpoints.make_gguf import write_gguf
 from tests.models.make_mmproj import write_mmproj
 from tests.models.tiny import random_model
