@@ -57,7 +57,9 @@ async def with_pictures(
     try:
         fetched = await _fetched(sources, service, take)
         async with service.seeing:
-            pictures = iter(await asyncio.to_thread(_decoded, sources, fetched))
+            decoded: list[bytes] = []  # as a result, the task's cycle would keep them for a while
+            await asyncio.to_thread(lambda: decoded.extend(_decoded(sources, fetched)))
+            pictures = iter(decoded)
             yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
     finally:
         service.bodies.take(-taken)
@@ -169,8 +171,9 @@ def _source(part: Mapping[str, Any], name: str) -> _Source:
     raise invalid(f"{name} must be in base64 (data:image/png;base64,...), or a URL of the web")
 
 
-def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> list[bytes]:
-    return [fetched[one.text] if one.start is None else one.decoded() for one in sources]
+def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> Iterator[bytes]:
+    for one in sources:
+        yield fetched[one.text] if one.start is None else one.decoded()
 
 
 async def _fetched(
