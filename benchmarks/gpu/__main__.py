@@ -49,6 +49,7 @@ CHECKS = {
     "heads": ("heads", "check_heads"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
+    "pictures": ("pictures", "check_pictures"),
     "mixture-attention": ("attention", "check_mixture_attention"),
     "experts": ("grouped", "check_grouped"),
     "recurrent": ("recurrent", "check_recurrent"),

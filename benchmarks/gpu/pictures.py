@@ -1,0 +1,78 @@
+"""Rows from pictures in a decoder on our kernels, for ``scripts/gpu_check``: rows in the place of
+embeddings and behind the first layer, positions on three axes, rows that see one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.configs import (
+    ARCHITECTURES,
+    SMALLEST,
+    TINY,
+    largest_error,
+    random_ids,
+    random_model,
+)
+from benchmarks.gpu.timing import Result
+from localrt.models.decoder import Decoder
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.protocol import Batch, Given, Span
+from localrt.quant.reference.ops import TorchOps
+
+_BOUND = 0.05
+_SIDE = 6  # rows of a picture: 6 x 6
+_SECTIONS = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+
+
+def check_pictures(device: str) -> list[Result]:
+    """Logits behind pictures beside the CPU's float32, also in passes that cut one."""
+    results = []
+    for name, extra in (("Qwen2ForCausalLM", _SECTIONS), ("Gemma3ForCausalLM", {})):
+        config = {**TINY, **ARCHITECTURES[name], **extra}
+        if not device.startswith("cuda"):
+            config |= {**SMALLEST, "num_hidden_layers": 2}
+        both_ways = name.startswith("Gemma")
+        cuts = [100] if both_ways else [60, 17]
+        reference = random_model(name, config, TorchOps(compute_format="f32", device="cpu"))
+        wanted = _logits(reference, cuts[0], both_ways=both_ways)
+        model = random_model(name, config, CudaOps(device=device))
+        found = [_logits(model, cut, both_ways=both_ways) for cut in cuts]
+        values: dict[str, Any] = {"bound": _BOUND}
+        values["relative_error"] = error = max(largest_error(each, wanted) for each in found)
+        values["rows_bitwise_equal"] = same = all(np.array_equal(e, found[0]) for e in found)
+        results.append(Result(f"pictures {name}", error < _BOUND and same, values=values))
+    return results
+
+
+def _logits(model: Decoder, most: int, *, both_ways: bool) -> np.ndarray:
+    """Of a text with a picture in it, at most so many rows a pass."""
+    config, rows = model.config, _SIDE * _SIDE
+    ids = np.asarray(random_ids({"vocab_size": config.vocab_size}, 60 + rows), np.int64)
+    begin, end = 20, 20 + rows
+    seen = np.random.default_rng(1).standard_normal((rows, config.hidden_size), np.float32)
+    axes = np.repeat(np.arange(len(ids))[None], 3, 0)
+    axes[:, begin:end] = begin + np.stack(
+        [np.zeros(rows, int), np.arange(rows) // _SIDE, np.arange(rows) % _SIDE]
+    )
+    axes[:, end:] += _SIDE - rows
+    ahead = np.zeros(len(ids), np.int32)
+    if both_ways:
+        ahead[begin:end] = end - 1 - np.arange(begin, end)
+    cache, parts = model.cache(256), []
+    for first in range(0, len(ids), most):
+        last = min(len(ids), first + most)
+        index = np.arange(max(first, begin), min(last, end))
+        given = None
+        if len(index):
+            own = seen[index - begin]
+            given = Given(index - first, own, (0.1 * own,))
+        span = Span(cache, last - first, None, ahead[first:last] if both_ways else None)
+        places = np.arange(first, last) if both_ways else axes[0, first:last].copy()
+        batch = Batch(
+            ids[first:last], places, (span,), given, None if both_ways else axes[:, first:last]
+        )
+        parts.append(model.forward(batch))
+    return np.concatenate(parts)
