@@ -123,6 +123,7 @@ class AttentionArgs(Structure):
         (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
         (c_int32, "gated head_gates norms_last most_chosen"),
         (c_float, "eps scale softcap"),
+        (c_void_p, "place_cos place_sin"),
     )
 
 

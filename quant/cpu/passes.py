@@ -76,6 +76,8 @@ class NativePass:
     tables: RopeTables = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
     places: list[_Places] = field(default_factory=list)  # addresses of the above
+    in_cache: npt.NDArray[np.int64] | None = None  # rows' places in their caches
+    place_turns: RopeTables = field(default_factory=dict)  # see place_tables
 
     def span_args(self, layer: int) -> int:
         """The address of every sequence's cache of a layer, and of what its rows see.
@@ -137,6 +139,19 @@ class NativePass:
             tables = self.tables[id(rope), back] = rope, cos, sin
         return tables[1].address, tables[2].address
 
+    def place_tables(self, rope: Rope) -> tuple[int, int] | tuple[None, None]:
+        """The same for rows' places in their caches, where any row's position is another."""
+        batch = self.batch
+        if self.in_cache is None:
+            self.in_cache = np.concatenate(list(map(_places_in_cache, batch.spans)))
+        if batch.axes is None and np.array_equal(self.in_cache, batch.positions):
+            return None, None
+        tables = self.place_turns.get((id(rope), 0))
+        if tables is None:
+            cos, sin = map(NativeVector, rope.turns(self.in_cache))
+            tables = self.place_turns[id(rope), 0] = rope, cos, sin
+        return tables[1].address, tables[2].address
+
 
 def attention_args(
     weights: AttentionWeights,
@@ -147,8 +162,9 @@ def attention_args(
 ) -> AttentionArgs:
     """Of both steps: the second finds them in the pass. ``turns`` if keys lack their bias."""
     args = step.attention = kept_args(weights.qkv, weights, spec, _attention_args)
-    if turns is not None:
+    if turns is not None and spec.rope is not None:
         args.near_turns, args.far_turns = turns.addresses(step.reach)
+        args.place_cos, args.place_sin = step.place_tables(spec.rope)
     args.cos, args.sin = step.rope_tables(spec.rope)
     args.spans, args.positions = step.span_args(layer), step.positions
     args.rows, args.span_count = step.rows, len(step.spans)
@@ -303,6 +319,14 @@ def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | N
         rows=span.rows,
         extra=0 if span.mask is None else span.mask.shape[1] - span.rows,
     )
+
+
+def _places_in_cache(span: Span) -> npt.NDArray[np.int64]:
+    """Where each row of a sequence lies; those of a tree as if the path to them lay alone."""
+    held = span.cache.length
+    if span.mask is None:
+        return np.arange(held, held + span.rows)
+    return np.asarray(held + span.rows - span.mask.shape[1] + span.mask.sum(1) - 1)
 
 
 def native_cache(span: Span) -> NativeKVCache:

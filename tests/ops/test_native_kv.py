@@ -256,6 +256,33 @@ def test_tree(kv_format: CacheFormat, sinks: bool) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4"])
+def test_positions_behind_a_picture(kv_format: CacheFormat) -> None:
+    """Which are not the places in the cache: quantized keys keep what that changes of a bias."""
+    layer, count, before = Layer.random(spec_of(), bias=2.0), 274, 100
+    x = np.random.default_rng(1).standard_normal((count, HIDDEN)).astype(np.float32)
+    positions = np.arange(count)
+    positions[before:] = np.maximum(before, positions[before:] - 60)  # of 60 rows at one position
+    ops = NativeOps(threads=2, kv_format=kv_format)
+    cache, other = ops.kv_cache([layer.spec], count), ops.kv_cache([layer.spec], count)
+    alone = layer.run(ops, x[:70], ops.begin(Batch.extend([(other, [0] * 70)])))
+    outputs = []
+    for start, stop in pairwise((0, 70, 140, 273, 274)):
+        beside = start == 70  # another sequence, which has no picture
+        parts = [(cache, [0] * (stop - start)), *([(other, [0] * 70)] * beside)]
+        batch = Batch.extend(parts)
+        batch.positions[: stop - start] = positions[start:stop]
+        rows = np.concatenate([x[start:stop], x[:70]]) if beside else x[start:stop]
+        y = layer.run(ops, rows, ops.begin(batch))
+        outputs.append(y[: stop - start])
+        if beside:
+            np.testing.assert_array_equal(y[70:], alone)
+        cache.advance(stop - start)
+    seen = np.tri(count, dtype=bool)
+    exact = layer.expected(x, positions, seen, None)
+    assert relative_error(np.concatenate(outputs), exact) < BOUNDS[kv_format]
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
 def test_outlier(kv_format: CacheFormat) -> None:
     """One number of every value is fifty times the others, which share scales with it."""
     layer, count = Layer.random(spec_of()), 100

@@ -97,6 +97,7 @@ struct AttentionArgs {
     int32_t norms_last;   // heads are normed behind their rotation
     int32_t most_chosen;
     float eps, scale, softcap;  // softcap 0: none
+    const float *place_cos, *place_sin;  // (R, rotary / 2), of rows' places in their caches, if positions differ, or null
 };
 
 // An indexer: see quant/ops/attention.py.

@@ -202,7 +202,8 @@ inline void append(const Span& span, int group, int slot, int size, const float*
 // its token's position p, the bias adds to a score, for each rotary pair j,
 //     (q1 b1 + q2 b2) cos(p t_j) + (q2 b1 - q1 b2) sin(p t_j),
 // which is one more product with a table of cosines and sines of 256 positions, once the query's pairs are turned back
-// by the position of the block. The table is (16 tiles, pairs, 2, 16).
+// by the position of the block. The table is (16 tiles, pairs, 2, 16). A token's position is taken to be its place in the
+// cache; a row of which that is not so (behind a picture) keeps the difference between its bias at both.
 struct KeyBias {
     const float *near_turns, *far_turns, *bias;  // bias (E) of a group; null where keys have none, or keep it
     int half;
@@ -217,6 +218,13 @@ struct KeyBias {
     void take_off(float* key) const {
         if (bias)
             for (int e = 0; e < 2 * half; e++) key[e] -= bias[e];
+    }
+    // Of a rotated key, the bias as it is at its place.
+    void take_off(float* key, const float* cos, const float* sin) const {
+        for (int j = 0; bias && j < half; j++) {
+            key[j] -= bias[j] * cos[j] - bias[j + half] * sin[j];
+            key[j + half] -= bias[j + half] * cos[j] + bias[j] * sin[j];
+        }
     }
     // (half, 2) factors of a query (size), which is kept rotated, for the 256 positions from 256 * block on.
     void turn(const float* rotated, int format, int size, int block, float* factors) const {

@@ -128,7 +128,12 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             const int slot = span.held + index;
             float* values = copies ? copies + (size_t)row * groups * size : line + (heads + groups) * size;
             if (copies) copy_floats(line + heads * size, groups * size, values);
-            for (int g = 0; g < own; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
+            const int half = args.rotary / 2;
+            const size_t turn = (size_t)row * half, turned = half * sizeof(float);
+            // Decided for each row: its bits must not depend on other rows.
+            const bool moved = args.place_cos && (__builtin_memcmp(args.cos + turn, args.place_cos + turn, turned) ||
+                                                  __builtin_memcmp(args.sin + turn, args.place_sin + turn, turned));
+            for (int g = 0; g < own && !moved; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
             auto norm_head = [&](int h) {
                 const float* norm = h < heads ? args.q_norm : args.k_norm;
                 if (norm) rms_norm(line + h * size, norm, args.eps, size, line + h * size);
@@ -140,10 +145,9 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             for (int h = 0; h < heads + own; h++) {
                 float* head = line + h * size;
                 if (!args.joint_norms && !args.norms_last) norm_head(h);
-                if (args.cos) {
-                    const int half = args.rotary / 2;
-                    rotate(head, args.cos + (size_t)row * half, args.sin + (size_t)row * half, half);
-                }
+                if (args.cos) rotate(head, args.cos + turn, args.sin + turn, half);
+                if (moved && h >= heads)
+                    KeyBias(args, span, h - heads).take_off(head, args.place_cos + turn, args.place_sin + turn);
                 if (args.norms_last) norm_head(h);
             }
             if (args.v_norm)

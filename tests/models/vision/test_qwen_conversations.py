@@ -97,7 +97,7 @@ def test_logits(kind: str, count: int, tiny_vl: Callable[[str], tuple[Path, Any]
     with opened(folder, torch_ops()) as engine:
         ids = prompt(engine, pictures)
         theirs = wanted(folder, model, ids, pictures)
-        for ends in ([len(ids)], range(1, len(ids) + 1), range(2, len(ids), 9)):
+        for ends in ([len(ids)], range(2, len(ids), 9)):
             ours = said(engine, ids, list(ends))
             assert relative_error(ours, theirs[[end - 1 for end in ends]]) < 1e-4
 
@@ -114,6 +114,22 @@ def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any
         assert relative_error(ours, wanted(folder, model, ids, PICTURES)) < 0.02
         for cuts in ([len(ids)], list(range(6, len(ids), 11))):
             np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
+
+
+@compiled
+@pytest.mark.parametrize(("kv_format", "bound"), [("int8", 0.02), ("int4", 0.15)])
+def test_quantized_cache(
+    kv_format: Any, bound: float, tiny_vl: Callable[[str], tuple[Path, Any]]
+) -> None:
+    """Keys whose bias is kept apart, as if their place in the cache were their position."""
+    folder, model = tiny_vl("qwen2_5_vl")
+    with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:
+        ids = prompt(engine, PICTURES)
+        theirs = wanted(folder, model, ids, PICTURES)
+        ends = list(range(1, len(ids) + 1))
+        ours = said(engine, ids, ends)
+        assert relative_error(ours, theirs) < bound
+        np.testing.assert_array_equal(said(engine, ids, [9, 20, len(ids)]), ours[[8, 19, -1]])
 
 
 def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:

@@ -16,7 +16,7 @@ from localrt.models.vision.picture import Picture
 
 TEXT = {
     "vocab_size": 120,
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 40,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -25,10 +25,10 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CHUNKED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 3]}
+CHUNKED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 3]}
 MIXED = {**CHUNKED, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 IDS = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112}
-VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 48}
+VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
 LEARNED = {**VISION, "intermediate_size": 56, "num_position_embeddings": 49, "patch_size": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DELTA = {
@@ -44,7 +44,7 @@ TINY: dict[str, Callable[[], Any]] = {
         vision_config={
             "depth": 3,
             "embed_dim": 32,
-            "hidden_size": 48,
+            "hidden_size": 64,
             "mlp_ratio": 2,
             "num_heads": 2,
             "patch_size": 4,
