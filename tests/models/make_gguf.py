@@ -73,7 +73,9 @@ _NEWER = {
 _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 _INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
 
-_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model)\..*")
+_OTHERS = re.compile(
+    r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector|vision_model)\..*"
+)
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(
     r"\.experts\.(gate_up|down)_proj(_bias)?|block_sparse_moe\.input_linear\.weight"

@@ -20,6 +20,7 @@ from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import LoadedUnits, Sight
+from localrt.models.vision.source import vision_source
 from localrt.models.vision.tower import Prepared, Seen, Tower
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -77,7 +78,7 @@ Prompt: TypeAlias = Sequence[Picture | Sequence[int]]
 
 
 class Seeing:
-    """An engine that sees with the model in a folder, and computes in float32.
+    """An engine that sees with the model in a folder or a GGUF file, and computes in float32.
 
     A picture's row stands as ``token`` for what knows no pictures, ``tokens`` are the ids of the
     texts among its pieces. Passes have at most ``rows`` rows.
@@ -88,7 +89,8 @@ class Seeing:
     ) -> None:
         engine = load_parts(folder, LoadOptions(ctx=1024, format="f32", device="cpu")).engine
         assert isinstance(engine, NativeEngine)
-        source = VisionFolder(folder)
+        source = vision_source(folder)
+        assert source is not None
         tower = read_tower(source.config, source.processor)
         engine.see(lambda ops, take: Sight(tower, source, ops, token, take))
         engine.pass_rows = rows

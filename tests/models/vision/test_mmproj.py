@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -24,9 +25,11 @@ from localrt.models.vision.tower import Prepared, Seen
 from localrt.quant.formats import unpack
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
+from tests.models.make_gguf import write_tiny_gguf
 from tests.models.make_mmproj import write_mmproj
 from tests.models.tiny import random_model, relative_error
-from tests.models.vision.oracles import picture
+from tests.models.tiny_configs import CONFIGS
+from tests.models.vision.oracles import Seeing, picture
 from tests.models.vision.test_pixtral import CONFIGS as PIXTRAL
 from tests.models.vision.tiny_qwen import PIXELS, TEXT
 from tests.models.vision.tiny_qwen import TINY as QWEN
@@ -43,7 +46,9 @@ SIGLIP = {
 LLAMA = {**TEXT, "model_type": "llama"}
 OTHERS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: hf.Gemma3Config(
-        text_config={**TEXT, "head_dim": 12}, vision_config=SIGLIP, mm_tokens_per_image=16
+        text_config={**TEXT, "head_dim": 12, "query_pre_attn_scalar": 12},
+        vision_config=SIGLIP,
+        mm_tokens_per_image=16,
     ),
     "idefics3": lambda: hf.Idefics3Config(text_config=LLAMA, vision_config=SIGLIP, scale_factor=2),
     "lfm2_vl": lambda: hf.Lfm2VlConfig(
@@ -54,12 +59,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "llava": PIXTRAL["llava"],
     "mistral3": PIXTRAL["mistral3"],
     "gemma4": lambda: hf.Gemma4Config(
-        text_config={
-            **TEXT,
-            "hidden_size_per_layer_input": 0,
-            "use_bidirectional_attention": "vision",
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        },
+        text_config={**CONFIGS["gemma4"]().to_dict(), "use_bidirectional_attention": "vision"},
         vision_config={
             **SIGLIP,
             "num_key_value_heads": 2,
@@ -144,6 +144,31 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
             assert relative_error(seen.rows, rows.rows) < 1e-6
             for layer, deep in zip(seen.deep, rows.deep, strict=True):
                 assert relative_error(layer, deep) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("qwen2_5_vl", "qwen2.5-vl"),
+        ("qwen3_vl", "qwen3-vl"),
+        ("gemma3", "gemma3"),
+        ("gemma4", "gemma4"),
+        ("mistral3", "mistral3"),
+        ("lfm2_vl", "lfm2"),
+    ],
+)
+def test_logits(kind: str, text: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a GGUF model with its ``mmproj`` file, and of the folder that both were made of."""
+    folder = tiny(kind)
+    model = write_tiny_gguf(folder, tmp_path / "tiny-F32.gguf", text)
+    write_mmproj(folder, tmp_path / "mmproj-F32.gguf")
+    shown = picture(33, 60)
+    found = []
+    for path in (folder, model):
+        with Seeing(path, 9, defaultdict(lambda: 10)) as seeing:
+            found.append(seeing.logits([[3, 4, 5], shown, [6, 7]]))
+    for theirs, ours in zip(*found, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
