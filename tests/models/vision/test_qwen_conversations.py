@@ -23,6 +23,7 @@ from localrt.models.vision.sight import Sight
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.reference.ops import TorchOps
+from localrt.speculative.tree import TokenTree
 from tests.models.tiny import relative_error, tokens
 from tests.models.vision.tiny_qwen import IDS, TINY, picture, processor_of
 
@@ -143,3 +144,44 @@ def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
         for length in (len(ids) - 2, len(TEXTS[0]) + 3, 2):
             assert session.trim(length) == length
             assert relative_error(session.extend(ids[length:]), theirs) < 1e-4
+
+
+@compiled
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_sessions_together(
+    kind: str, kv_format: Any, tiny_vl: Callable[[str], tuple[Path, Any]]
+) -> None:
+    """Two pictures and a text in the same passes: the bits of each alone."""
+    with opened(tiny_vl(kind)[0], NativeOps(threads=2, kv_format=kv_format)) as engine:
+        prompts = [prompt(engine, PICTURES), prompt(engine, PICTURES[1:]), TEXTS[2] * 3]
+        alone = [said(engine, ids, [len(ids) - 8, len(ids) - 1, len(ids)]) for ids in prompts]
+        sessions = [engine.session(512) for _ in prompts]
+        for place, (first, end) in enumerate([(None, -8), (-8, -1), (-1, None)]):
+            parts = [(s, ids[first:end]) for s, ids in zip(sessions, prompts, strict=True)]
+            logits = engine.extend_batch(parts, wanted=range(3))
+            np.testing.assert_array_equal(logits, [each[place] for each in alone])
+
+
+@compiled
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_tree_behind_pictures(kv_format: Any, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    """Its accepted path has the bits of tokens one after another."""
+    folder, _ = tiny_vl("qwen2_5_vl")
+    with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:
+        ids = [*prompt(engine, PICTURES), 5, 6, 7, 8]
+        plain = said(engine, ids, range(len(ids) - 4, len(ids) + 1))
+        session = engine.session(512)
+        session.extend(ids[:-4])
+        tree = TokenTree(
+            tokens=np.array([9, 6, 7]),
+            parents=np.array([-1, -1, 1]),
+            depths=np.array([1, 1, 2]),
+            scores=np.zeros(3),
+            origins=np.zeros(3, np.uint8),
+            sources=(),
+        )
+        logits = session.extend_tree(5, tree)
+        np.testing.assert_array_equal(logits[[0, 2, 3]], plain[1:4])
+        session.keep([0, 2, 3])
+        np.testing.assert_array_equal(session.extend([8]), plain[4])
