@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
@@ -141,3 +144,30 @@ def test_saved_caches_keep_their_name() -> None:
 def test_wrong_number_of_sections() -> None:
     with pytest.raises(ValueError, match="2 sections for 1 frequencies"):
         Rope((1.0,), sections=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ([3, 2], "must be three integers"),
+        ([3, 2, "3"], "must be three integers"),
+        ([3, 2, 4], r"must add up to 8, is \[3, 2, 4\]"),
+        ([9, -2, 1], "must add up to 8"),
+    ],
+)
+def test_bad_sections(
+    section: list[Any],
+    message: str,
+    tmp_path: Path,
+    tiny_vl: Callable[[str], tuple[Path, Any]],
+) -> None:
+    folder = shutil.copytree(tiny_vl("qwen2_vl")[0], tmp_path / "folder")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = section
+    path.write_text(json.dumps(config))
+    with (
+        closing(open_checkpoint(folder)) as checkpoint,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        read_config(checkpoint)
