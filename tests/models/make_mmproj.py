@@ -69,6 +69,9 @@ def write_mmproj(
         for key, value in state.items()
         for name, array in _made(model, key, value, config)
     }
+    if _PROJECTORS[model] == "pixtral":  # a row of the decoder's embeddings
+        columns = config["text_config"]["hidden_size"]
+        tensors["v.token_embd.img_break"] = np.ones(columns, np.float32)
     metadata = {**_metadata(folder, config), **changes}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][0]
