@@ -115,11 +115,13 @@ class WeightLoader:
         if not fits or sum(s[0] for s in shapes) != shape[0]:
             self._mismatch(names, shapes, shape)
 
-    def array(self, shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
-        """A tensor's values on the host."""
+    def array(
+        self, shape: tuple[int, ...], name: str, first: int = 0, end: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """A tensor's values on the host, of a matrix the rows from ``first`` to ``end``."""
         self.check(shape, name)
         self._used.add(name)
-        return self._values(name).reshape(shape)
+        return self._values(name, first, end).reshape(-1, *shape[1:])
 
     def transposed(self, shape: tuple[int, int], name: str) -> Weight:
         """A matrix whose tensor is stored as (in, out), in float32."""
@@ -169,8 +171,8 @@ class WeightLoader:
                 if self._on_bytes is not None:
                     self._on_bytes(block.nbytes)
 
-    def _values(self, name: str) -> npt.NDArray[np.float32]:
-        packed = self._checkpoint.read(name)
+    def _values(self, name: str, first: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
+        packed = self._checkpoint.read(name, first, end)
         if self._on_bytes is not None:
             self._on_bytes(packed.nbytes)
         return unpack(packed).reshape(-1)
@@ -217,7 +219,9 @@ class AskedTensors(WeightLoader):
         self.ask((1,), name)
         return 1.0
 
-    def array(self, shape: tuple[int, ...], name: str) -> Any:
+    def array(
+        self, shape: tuple[int, ...], name: str, first: int = 0, end: int | None = None
+    ) -> Any:
         self.ask(shape, name)
 
     def transposed(self, shape: tuple[int, int], name: str) -> Any:

@@ -322,6 +322,15 @@ class SourcedCheckpoint:
         return self._sources[name]
 
 
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor whose further axes are joined: a convolution's kernel becomes a row,
+    the rows of several matrices one matrix.
+    """
+    if len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 3 else shape
+
+
 def _flat(source: RowSource) -> RowSource:
     """Small tensors of recurrent layers as vectors, others unchanged."""
     info = source.info

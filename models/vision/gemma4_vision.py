@@ -208,11 +208,11 @@ class _Embedding:
     def load(cls, config: Gemma4VisionConfig, weights: WeightLoader) -> _Embedding:
         prefix, hidden = "vision_tower.patch_embedder.", config.block.hidden
         shape = (hidden, 3 * config.patch**2)
-        table = weights.array(
-            (2, config.positions * hidden), f"{prefix}position_embedding_table"
-        ).reshape(2, config.positions, hidden)
-        # Far fewer positions than published are within the budget.
-        columns, rows = table[:, : config.longest].copy()
+        # The table of columns, then that of rows; pictures have far fewer than published.
+        tables = (2 * config.positions, hidden), f"{prefix}position_embedding_table"
+        columns, rows = (
+            weights.array(*tables, first, first + config.longest) for first in (0, config.positions)
+        )
         return cls(Linear.load(weights, shape, f"{prefix}input_proj", bias=False), columns, rows)
 
 

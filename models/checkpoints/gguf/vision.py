@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import DerivedRows, RowSource, SourcedCheckpoint
+from localrt.models.checkpoints.base import DerivedRows, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.gguf.vision_families import (
     BLOCK,
@@ -129,8 +129,7 @@ class _Reading:
             new, made = self._named(name, deep), self._made(name, tensor)
             if new in found:
                 raise CheckpointError(f"{self.path}: tensor {name!r} appears twice")
-            shape = made.info.shape
-            shape = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
+            shape = matrix_shape(made.info.shape)
             found[new] = replace(made, info=replace(made.info, name=new, shape=shape))
         return found
 

@@ -1,19 +1,18 @@
 """The vision tower in a Hugging Face folder: the tensors that are not the decoder's.
 
-They keep the publisher's names, without a leading ``model.``. A convolution's kernel is a matrix,
-its row all that one output reads.
+They keep the publisher's names, without a leading ``model.``, and have two axes at most (see
+``matrix_shape``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint
+from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.checkpoints.safetensors.header import (
     is_raw,
     read_header,
@@ -66,9 +65,7 @@ class VisionFolder(SourcedCheckpoint):
                 if isinstance(tensor, str) or is_raw(tensor.info.format):
                     kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
                     raise unread_type_error(file.path, name, kind)
-                shape = tensor.info.shape or (1,)
-                if len(shape) > 2:
-                    shape = (shape[0], math.prod(shape[1:]))
+                shape = matrix_shape(tensor.info.shape or (1,))
                 info = replace(tensor.info, name=plain, shape=shape)
                 located[plain] = replace(tensor, info=info)
         if not located:
