@@ -83,6 +83,7 @@ def test_client_sends_pictures(seeing: Any, dialect: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_model_that_reads_text_only(server: Running, dialect: str) -> None:
+    server.service._noted.clear()
     question = Question("hi", pictures=(RED,), most=4)
     answer = DIALECTS[dialect](server.url, server.name, question)
     between = "\n" if dialect in ("chat", "responses") else "\n\n"
@@ -375,17 +376,16 @@ def test_bytes_are_held_once(seeing: Any) -> None:
     size = 2_000_000
     call = chat_call(in_chat(image_url(base64.b64encode(bytes(size)).decode()))[1])
 
-    async def traced() -> list[int]:
-        found = [tracemalloc.get_traced_memory()[0]]
+    async def traced() -> int:
         async with media.with_pictures(call.prompts, server.service, sees=True) as shown:
             assert len(shown[0]["prompt"][0]["content"][0]["image"]) == size
-            found.append(tracemalloc.get_traced_memory()[0])
-        del shown
-        return [*found, tracemalloc.get_traced_memory()[0]]
+            return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
     try:
-        before, inside, after = asyncio.run(traced())
+        before = tracemalloc.get_traced_memory()[0]
+        inside = asyncio.run(traced())
+        after = tracemalloc.get_traced_memory()[0]  # the thread that decoded has ended
     finally:
         tracemalloc.stop()
     assert size <= inside - before < 1.2 * size
