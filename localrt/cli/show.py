@@ -84,6 +84,7 @@ def _lines(model: ModelDescription) -> list[tuple[str, str]]:
         ("where", f"{_PLACES.get(model.place, model.place)}: {shown_path(model.path)}"),
         ("context", f"{model.context} tokens" if model.context else ""),
         ("template", f"{model.template}{abilities}"),
+        ("pictures", _pictures(model)),
         ("system", one_line(model.system or "", _SYSTEM)),
         ("parameters", parameters),
         ("adapters", ", ".join(shown_path(path) for path in model.adapters)),
@@ -94,6 +95,13 @@ def _lines(model: ModelDescription) -> list[tuple[str, str]]:
         ),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _pictures(model: ModelDescription) -> str:
+    if not model.vision_bytes:
+        return ""
+    size = format_bytes(model.vision_bytes)
+    return f"some {model.picture_tokens} tokens for 896 x 896 pixels; the vision tower has {size}"
 
 
 def _value(value: object) -> str:

@@ -12,7 +12,10 @@ import pytest
 from localrt.cli import main
 from tests.conftest import write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
+from tests.models.make_mmproj import write_mmproj
+from tests.models.tiny import random_model
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.vision.test_mmproj import MODELS
 
 
 def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +68,27 @@ def test_mtp_block(
         (line,) = capsys.readouterr().err.splitlines()
         assert "holds only the MTP block of a model" in line
         assert line.endswith("with --draft mtp-m.gguf")
+
+
+def test_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random_model(MODELS["gemma3"]()).save_pretrained(tmp_path / "folder")
+    model = write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", "gemma3")
+    assert main(["show", str(model)]) == 0
+    assert "pictures" not in capsys.readouterr().out
+    write_mmproj(tmp_path / "folder", tmp_path / "mmproj-F32.gguf")
+    for path in (model, tmp_path / "folder"):
+        assert main(["show", str(path)]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "pictures some 16 tokens for 896 x 896 pixels" in out
+    assert main(["show", str(model), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["picture_tokens"] == 16
+    assert record["vision_bytes"] > 1000
+    write_mmproj(
+        tmp_path / "folder", tmp_path / "mmproj-F32.gguf", changes={"clip.projector_type": "other"}
+    )
+    assert main(["show", str(model)]) == 0
+    assert "pictures are refused: " in capsys.readouterr().out
 
 
 def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
