@@ -25,6 +25,7 @@ _ACTIVATIONS: Mapping[str, VisionActivation] = {
     "silu": "silu",
 }
 _FILTERS = 5
+_LEAST_STD, _MOST_MEAN = 1e-6, 1e6
 _LARGEST = 1 << 20
 
 
@@ -104,12 +105,14 @@ class Scaling:
         if not processor.get("do_normalize", True):
             return cls(np.full(3, scale, np.float32), np.zeros(3, np.float32))
         means, deviations = (
-            np.asarray(own if (own := processor.get(key)) is not None else default, np.float32)
+            np.asarray(own if (own := processor.get(key)) is not None else default, np.float64)
             for key, default in (("image_mean", mean), ("image_std", std))
         )
-        if not means.shape == deviations.shape == (3,) or not (deviations > 0).all():
+        sound = means.shape == deviations.shape == (3,) and (deviations > _LEAST_STD).all()
+        if not sound or not (np.abs(means) < _MOST_MEAN).all():
             raise ValueError("image_mean and image_std must be three numbers each")
-        return cls(np.float32(scale) / deviations, -means / deviations)
+        factor, offset = scale / deviations, -means / deviations
+        return cls(factor.astype(np.float32), offset.astype(np.float32))
 
     def __call__(self, pixels: Pixels) -> Floats:
         """Float32 pixels of the same shape, (height, width, 3)."""
