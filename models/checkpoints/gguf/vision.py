@@ -64,12 +64,12 @@ class VisionGguf(SourcedCheckpoint):
             family = self._family()
             stored = self._stored()
             shapes: Shapes = {name: tensor.info.shape for name, tensor in stored.items()}
-            self.columns = metadata.count("vision.projection_dim")
             self.decoders = family.decoders
             self.architecture = family.kind
             self.config: Mapping[str, Any]
             self.processor: Mapping[str, Any]
             self.config, self.processor = vision_config(family, metadata, shapes)
+            self.columns: int = self.config["text_config"]["hidden_size"]
             heads = metadata.count("vision.attention.head_count")
             super().__init__(_Reading(family, path, heads, stored).sources())
         except BaseException:

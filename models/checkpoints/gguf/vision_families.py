@@ -41,7 +41,8 @@ class Family:
     ``decoders`` are the architectures of GGUF files that go with it.
 
     ``names`` are the tower's tensors, ``block`` those of a block below ``prefix``; a name's ending
-    follows. ``keys`` makes the config's further keys, and those of its image processor.
+    follows. ``out`` is the last matrix, whose rows are the decoder's columns. ``keys`` makes the
+    config's further keys, and those of its image processor.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Family:
     prefix: str
     block: Mapping[str, str]
     names: Mapping[str, str]
+    out: str
     keys: Callable[[ClipMetadata, Mapping[str, Any], Shapes], dict[str, Any]]
     deep: str = ""  # the prefix of a merger of deeper rows
     joined: bool = False  # queries, keys and values are one matrix
@@ -126,9 +128,10 @@ def vision_config(
         "patch_size": metadata.count("vision.patch_size"),
         "layer_norm_eps": eps,
         "hidden_act": metadata.activation(),
+        "out_hidden_size": _columns(family, metadata, shapes),
     }
     text: dict[str, Any] = {
-        "hidden_size": metadata.count("vision.projection_dim"),
+        "hidden_size": vision["out_hidden_size"],
         "rms_norm_eps": eps,
     }
     config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
@@ -144,6 +147,13 @@ def vision_config(
     text |= own.pop("text_config", {})
     processor |= own.pop("processor", {})
     return {**config, **own}, processor
+
+
+def _columns(family: Family, metadata: ClipMetadata, shapes: Shapes) -> int:
+    """The decoder's columns; some early files say another ``projection_dim``."""
+    if len(shape := shapes.get(family.out, ())) != 2:
+        raise CheckpointError(f"{metadata.pairs.path} has no matrix {family.out!r}")
+    return shape[1 if family.kind == "gemma3" else 0]  # Gemma 3's is transposed
 
 
 def _inner(shapes: Shapes, size: int) -> int:
@@ -196,7 +206,6 @@ def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> 
     own = {
         "depth": layers,
         "num_heads": vision["num_attention_heads"],
-        "out_hidden_size": metadata.count("vision.projection_dim"),
         "spatial_merge_size": merge,
         "temporal_patch_size": 2 if SECOND_KERNEL in shapes else 1,
     }
@@ -219,7 +228,7 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
     found = _qwen(metadata, vision, shapes)
     found["vision_config"] |= {
         "embed_dim": vision["hidden_size"],
-        "hidden_size": found["vision_config"]["out_hidden_size"],
+        "hidden_size": vision["out_hidden_size"],
         "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
     }
     return found
@@ -298,6 +307,7 @@ _QWEN2_NAMES = {
 }
 _QWEN2 = Family(
     kind="qwen2_vl",
+    out="mm.2.weight",
     decoders=("qwen2vl",),
     prefix="visual.blocks.",
     block=_QWEN,
@@ -310,6 +320,7 @@ FAMILIES: Mapping[str, Family] = {
     # by the name of clip.projector_type
     "gemma3": Family(
         kind="gemma3",
+        out="mm.input_projection.weight",
         decoders=("gemma3",),
         prefix="vision_tower.vision_model.encoder.layers.",
         block=_SIGLIP,
@@ -324,6 +335,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4v": Family(
         kind="gemma4",
+        out="mm.input_projection.weight",
         decoders=("gemma4",),
         prefix="vision_tower.encoder.layers.",
         block={
@@ -373,6 +385,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "pixtral": Family(
         kind="llava",
+        out="mm.2.weight",
         decoders=("llama", "mistral3"),
         prefix="vision_tower.transformer.layers.",
         block={
@@ -394,6 +407,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "idefics3": Family(
         kind="idefics3",
+        out="mm.model.fc.weight",
         decoders=("llama",),
         prefix="vision_model.encoder.layers.",
         block=_SIGLIP,
@@ -405,6 +419,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "lfm2": Family(
         kind="lfm2_vl",
+        out="mm.2.weight",
         decoders=("lfm2", "lfm2moe"),
         prefix="vision_tower.vision_model.encoder.layers.",
         block=_SIGLIP,

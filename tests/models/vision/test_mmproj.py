@@ -192,8 +192,8 @@ def _swapped(name: str) -> str:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
 def test_early_files(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """Whose up and down projections have each other's names, and which state no inner size."""
-    inner = {"clip.vision.feed_forward_length": 0}
+    """Whose up and down projections have each other's names, and which state no sizes of theirs."""
+    inner = {"clip.vision.feed_forward_length": 0, "clip.vision.projection_dim": 0}
     plain = write_mmproj(tiny(kind), tmp_path / "plain.gguf")
     early = write_mmproj(tiny(kind), tmp_path / "early.gguf", changes=inner, named=_swapped)
     with closing(VisionGguf(plain)) as theirs, closing(VisionGguf(early)) as ours:
@@ -243,6 +243,7 @@ def test_bad_metadata(
 @pytest.mark.parametrize(
     ("kind", "missing", "message"),
     [
+        ("gemma3", "mm.input_projection.weight", "no matrix 'mm.input_projection.weight'"),
         ("qwen2_vl", "v.blk.1.attn_k.weight", "has no tensor 'v.blk.1.attn_k.weight'"),
         ("llava", "v.blk.0.attn_q.weight", "attention.q_proj.weight"),
         ("qwen3_vl", "v.deepstack.2.norm.bias", "deepstack_merger_list.1.norm.bias"),
