@@ -7,6 +7,7 @@ tokens) is None or an estimate. No other URL is ever contacted.
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from localrt.common.formatting import one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.options import Options, read_options
 from localrt.engine.types import Chunk, Message
+from localrt.history.pictures import read_picture
 from localrt.service.status import ModelInfo
 
 _LOCAL_ANSWER_S = 10.0  # for a server on this machine
@@ -325,7 +327,14 @@ def _text_tokens(text: str) -> int:
 
 
 def _estimated_tokens(messages: Sequence[Message]) -> int:
-    return sum(_text_tokens(str(message.get("content") or "")) + 4 for message in messages)
+    return sum(_text_tokens(_text(message.get("content"))) + 4 for message in messages)
+
+
+def _text(content: Any) -> str:
+    """Return a message's text; what pictures take differs between models."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content)
+    return str(content or "")
 
 
 class _StoppedError(Exception):
@@ -386,11 +395,24 @@ def _thinking(options: Options) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a message in a server's form: no earlier thinking, None for a call's empty text."""
+    """Return a message in a server's form: no earlier thinking, None for a call's empty text,
+    pictures as data URIs.
+    """
     found: dict[str, Any] = dict(message)
+    if isinstance(found["content"], list):
+        found["content"] = [_part(part) for part in found["content"]]
     if found["role"] == "assistant" and isinstance(found["content"], str):
         if found.get("tool_calls"):
             found["content"] = found["content"] or None
         else:
             found["content"] = split_thinking(found["content"]).answer
     return found
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if "image" not in part:
+        return dict(part)
+    picture = read_picture(part["image"])
+    data = base64.b64encode(picture.data).decode("ascii")
+    url = f"data:{picture.media_type};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -101,6 +101,31 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
     )
 
 
+def read_picture(given: Any, *, name: str = "", place: int = 0) -> KeptPicture:
+    """The picture in a path, bytes, or pixels.
+
+    Raises:
+        OptionError: it cannot be read, is no picture, or too large.
+    """
+    if isinstance(given, bytes | bytearray | memoryview):
+        data = bytes(given)
+    elif isinstance(given, str | Path):
+        path = Path(given).expanduser()
+        name = name or path.name
+        try:
+            with path.open("rb") as file:
+                data = file.read(LARGEST_PICTURE + 1)
+        except OSError as error:
+            raise OptionError(f"cannot read {path}: {error.strerror or error}") from error
+    else:
+        from localrt.models.vision.picture import open_picture  # pixels bring numpy
+
+        stream = io.BytesIO()
+        open_picture(given).image().save(stream, "PNG")
+        data = stream.getvalue()
+    return new_picture(data, name=name, place=place)
+
+
 def split_content(
     content: str | Sequence[Mapping[str, Any]],
 ) -> tuple[str, tuple[KeptPicture, ...]]:
@@ -116,8 +141,8 @@ def split_content(
         if isinstance(part.get("text"), str):
             text += part["text"]
         elif "image" in part:
-            data, name = _file(part["image"])
-            pictures.append(new_picture(data, name=part.get("name") or name, place=len(text)))
+            name = part.get("name") or ""
+            pictures.append(read_picture(part["image"], name=name, place=len(text)))
         else:
             raise OptionError("a message's parts are texts and images")
     return text, tuple(pictures)
@@ -188,21 +213,3 @@ def keep_pictures(
             connection.execute("INSERT INTO picture (digest, data) VALUES (?, ?)", row)
         link = "INSERT OR IGNORE INTO turn_picture (turn, picture) VALUES (?, ?)"
         connection.execute(link, (turn, picture.digest))
-
-
-def _file(given: Any) -> tuple[bytes, str]:
-    """The file of a picture that is a path, bytes, or pixels; and its name."""
-    if isinstance(given, bytes | bytearray | memoryview):
-        return bytes(given), ""
-    if isinstance(given, str | Path):
-        path = Path(given).expanduser()
-        try:
-            with path.open("rb") as file:
-                return file.read(LARGEST_PICTURE + 1), path.name
-        except OSError as error:
-            raise OptionError(f"cannot read {path}: {error.strerror or error}") from error
-    from localrt.models.vision.picture import open_picture  # pixels bring numpy
-
-    stream = io.BytesIO()
-    open_picture(given).image().save(stream, "PNG")
-    return stream.getvalue(), ""

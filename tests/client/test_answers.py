@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 import time
@@ -147,6 +148,26 @@ def test_sent_options() -> None:
     assert first["stop"] == ["x"]
     assert set(second) == {"temperature", "repetition_penalty"} | always
     assert "authorization" not in running.asked[0].headers
+
+
+def test_sent_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "red.jpg"
+    image = Image.new("RGB", (4, 2), "red")
+    image.save(path)
+    reply = HEAD + delta("stop", content="Red.") + DONE
+    with saying(reply) as running, connect(running.url) as remote:
+        chat = remote.chat()
+        text = {"type": "text", "text": "What color?"}
+        given = [{"type": "image", "image": each} for each in (path, path.read_bytes(), image)]
+        chat.messages = [{"role": "user", "content": [*given, text]}]
+        assert remote.count(chat.messages) == remote.count("What color?") + 4
+        assert chat.send().text == "Red."
+        (message,) = running.asked[1].body["messages"]
+    jpeg = "data:image/jpeg;base64," + base64.b64encode(path.read_bytes()).decode()
+    *pictures, last = message["content"]
+    assert pictures[:2] == [{"type": "image_url", "image_url": {"url": jpeg}}] * 2
+    assert pictures[2]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert last == text
 
 
 def test_local_options() -> None:
