@@ -29,6 +29,7 @@ from localrt.tui.chat.bars import Phase
 from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
+from localrt.tui.chat.thumbnails import Graphics, find_graphics
 from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
@@ -55,7 +56,9 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
     folder = config_folder()
     toolbox = Toolbox.open(folder)
     arguments |= {"history": History, "config": folder, "toolbox": toolbox}
-    app = ChatApp(load, type_ahead=_line_waiting(), **arguments)
+    type_ahead = _line_waiting()
+    graphics = "" if type_ahead else find_graphics()
+    app = ChatApp(load, type_ahead=type_ahead, graphics=graphics, **arguments)
     spare_collector()
     try:
         app.run()
@@ -101,6 +104,7 @@ class ChatApp(App[None]):
         load_options: budgets and other options of ``load``, to plan for other models.
         config: the folder of preferences; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
+        graphics: how the terminal draws pictures.
     """
 
     TITLE = "localrt"
@@ -124,6 +128,7 @@ class ChatApp(App[None]):
         load_options: Mapping[str, Any] | None = None,
         config: Path | None = None,
         toolbox: Toolbox | None = None,
+        graphics: Graphics = "",
     ) -> None:
         super().__init__()
         register(self)
@@ -162,6 +167,7 @@ class ChatApp(App[None]):
             toolbox or Toolbox(ToolServers(())),
             model=short_name(model_name),
             type_ahead=type_ahead,
+            graphics=graphics,
         )
 
     def get_default_screen(self) -> Screen[Any]:

@@ -2,17 +2,20 @@
 
 It covers how a line is read, completed, and shown in help. ``//`` sends a message that begins with
 a slash. ``@notes.txt`` attaches that file when the message is sent: a name begins after a space or
-a bracket, so an e-mail address is text, and text in backticks is code. Checks whether files exist;
-reads none.
+a bracket, so an e-mail address is text, and text in backticks is code. A picture is also attached
+by its path alone, as terminals paste it. Checks whether files exist; reads none.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from localrt.common.option_names import flag_value, on_command_line
 
@@ -98,7 +101,7 @@ COMMANDS = (
     Entry("branch", "[prev]", "show the next branch, or the previous one"),
     Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
     Entry("fold", "", "show or hide thinking, pasted text and tool results", "fold", idle=False),
-    Entry("attach", "PATH", "put a text file into the message", idle=False, path=True),
+    Entry("attach", "PATH", "put a text file or a picture into the message", idle=False, path=True),
     Entry("editor", "", "write the message in $VISUAL or $EDITOR", "editor", idle=False),
     Entry("system", "[TEXT]", "show or set the system prompt"),
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),
@@ -229,8 +232,9 @@ def _files(start: str) -> Iterator[str]:
 
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
-_MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_NAME}+)(?=[\s)\]}}>]|\Z))""")
-_BEGUN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_NAME}*)\Z""")
+_BARE = rf"(?:\\ |{_NAME})"  # as in shells, a space may have a backslash before it
+_MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_BARE}+)(?=[\s)\]}}>]|\Z))""")
+_BEGUN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_BARE}*)\Z""")
 _AFTER = ".,;:!?"  # may end a sentence after a name
 _LIKE_A_FILE = re.compile(r"[/\\]|\w\.[A-Za-z][A-Za-z0-9]{0,3}\Z")
 
@@ -253,9 +257,10 @@ def mentions(text: str) -> Iterator[Mention]:
         if quoted:
             yield Mention(match.start(), match.end(), quoted)
             continue
-        path = bare if _there(bare) else bare.rstrip(_AFTER)
+        name = bare if _there(_unescaped(bare)) else bare.rstrip(_AFTER)
+        path = _unescaped(name)
         if path and (_there(path) or _LIKE_A_FILE.search(path)):
-            yield Mention(match.start(), match.start() + 1 + len(path), path)
+            yield Mention(match.start(), match.start() + 1 + len(name), path)
 
 
 def begun(text: str) -> str | None:
@@ -263,7 +268,11 @@ def begun(text: str) -> str | None:
     match = _BEGUN.search(text)
     if match is None or _in_code(text, match.start()):
         return None
-    return match.group(1).lstrip('"')
+    return _unescaped(match.group(1).lstrip('"'))
+
+
+def _unescaped(name: str) -> str:
+    return name.replace("\\ ", " ")
 
 
 def written(path: str) -> str:
@@ -271,6 +280,49 @@ def written(path: str) -> str:
     if re.fullmatch(f"{_NAME}+", path):
         return f"@{path}"
     return f'@"{path}' if path.endswith("/") else f'@"{path}"'
+
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+"""How names of pictures end."""
+
+_ABSOLUTE = re.compile(
+    r"""(?<!\S)(?:'[^'\n]+'|"[^"\n]+"|file://\S+|(?:/|[A-Za-z]:\\)(?:\\ |\S)+)"""
+)
+
+
+def dropped(text: str) -> list[str]:
+    """The paths of pictures if the text is nothing else.
+
+    Terminals paste what is dropped on them, in quotes, with escapes or as ``file://`` URLs.
+    """
+    if not text.strip(" \n\"'").lower().endswith(PICTURES):
+        return []
+    posix = os.name == "posix"
+    try:
+        words = [word if posix else word.strip("\"'") for word in shlex.split(text, posix=posix)]
+    except ValueError:
+        words = []
+    paths = [url2pathname(urlsplit(w).path) if w.startswith("file://") else w for w in words]
+    for found in (paths, [text.strip()]):
+        if found and all(map(_is_picture, found)):
+            return found
+    return []
+
+
+def with_mentions(text: str) -> str:
+    """The text with ``@`` before whole paths of pictures."""
+    if paths := dropped(text):
+        return " ".join(map(written, paths))
+
+    def mention(match: re.Match[str]) -> str:
+        paths = [] if _in_code(text, match.start()) else dropped(match.group())
+        return " ".join(map(written, paths)) or match.group()
+
+    return _ABSOLUTE.sub(mention, text)
+
+
+def _is_picture(path: str) -> bool:
+    return path.lower().endswith(PICTURES) and Path(path).is_absolute() and _there(path)
 
 
 def _in_code(text: str, place: int) -> bool:

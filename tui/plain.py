@@ -19,11 +19,12 @@ from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.commands import Command, in_app, read_line
+from localrt.tui.commands import Command, in_app, read_line, with_mentions
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import answer_note
+from localrt.tui.conversation.pictures import caption
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.plain_answers import PlainAnswers, beginning
 from localrt.tui.preferences import config_folder
@@ -96,7 +97,7 @@ class PlainChat:
             ("retry", "", "answer the last message again, as a branch", self._retry),
             ("edit", "TEXT", "send TEXT instead of the last message, as a branch", self._edit),
             ("branch", "[prev]", "show the next branch, or the previous one", self._branch),
-            ("attach", "PATH", "attach a text file to the next message", self._attach),
+            ("attach", "PATH", "attach a text file or picture to the next message", self._attach),
             ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
             ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
             ("tools", "[retry]", "list MCP servers and tools; restart failed ones", self._tools),
@@ -181,7 +182,7 @@ class PlainChat:
             return "\n".join([*lines, line])
 
     def _take(self, text: str) -> None:
-        line = read_line(text.strip())
+        line = read_line(with_mentions(text.strip()))
         try:
             if isinstance(line, Command):
                 self._run(line)
@@ -194,7 +195,7 @@ class PlainChat:
         """Send a message after its attachments."""
         self._read_others()
         conversation, draft = self.state.conversation, self._draft(text)
-        turn = conversation.add("user", draft.text, after=conversation.end, info=draft.info)
+        turn = conversation.add("user", draft.content, after=conversation.end, info=draft.info)
         self._answer(turn)
 
     def _draft(self, text: str) -> Draft:
@@ -203,9 +204,23 @@ class PlainChat:
         for line in filter(None, (file.note for _, file in read)):
             self.say(line)
         text = self._attachments.labelled(text, read)
-        draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
+        text = " ".join([*self._attached, text]).strip()
+        draft = self._attachments.expanded(text)
+        if draft.pictures:
+            self._check_sees(draft, text)
         self._attached.clear()
+        for picture in draft.pictures:
+            self.say(f"Picture: {caption(picture)}")
         return draft
+
+    def _check_sees(self, draft: Draft, text: str) -> None:
+        try:
+            self._session.check_sees()
+        except OptionError as error:
+            for picture in draft.pictures:
+                text = text.replace(self._attachments.add_picture(picture), picture.name)
+            self._attached[:] = [text]
+            raise OptionError(f"{error}; an empty line sends it without them") from error
 
     def _run(self, command: Command) -> None:
         does = next((does for name, *_, does in self._commands if name == command.name), None)
@@ -309,6 +324,8 @@ class PlainChat:
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
                 self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
+            for picture in turn.pictures:
+                self.say(f"Picture: {caption(picture)}")
 
     def _thinking(self, argument: str) -> None:
         turns = self.state.conversation.turns
@@ -322,7 +339,10 @@ class PlainChat:
         return question
 
     def _retry(self, argument: str) -> None:
-        self._answer(self._question())
+        question = self._question()
+        if question.pictures:
+            self._session.check_sees()
+        self._answer(question)
 
     def _edit(self, text: str) -> None:
         if not text:
@@ -330,7 +350,7 @@ class PlainChat:
         conversation = self.state.conversation
         before = conversation.before(self._question().id) or 0
         draft = self._draft(text)
-        self._answer(conversation.add("user", draft.text, after=before, info=draft.info))
+        self._answer(conversation.add("user", draft.content, after=before, info=draft.info))
 
     def _branch(self, argument: str) -> None:
         conversation = self.state.conversation
@@ -342,6 +362,8 @@ class PlainChat:
 
     def _attach(self, argument: str) -> None:
         file = read_attachment(argument)
+        if file.picture is not None:
+            self._session.check_sees()
         self._attached.append(self._attachments.add_file(file))
         self.say(
             " ".join(filter(None, (file.note, f"{file.name} is attached to the next message.")))

@@ -48,7 +48,7 @@ class PlainAnswers:
 
     def answer(self, conversation: OpenConversation, chat: ChatSession, question: Turn) -> None:
         """Answer a user's turn: calls of tools are run, and the model goes on after them."""
-        reply = Reply(chat, conversation, self._toolbox, question.id, question.content)
+        reply = Reply(chat, conversation, self._toolbox, question.id)
         while True:
             self._tell(reply)
             self._answer(reply)

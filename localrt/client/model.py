@@ -7,7 +7,6 @@ tokens) is None or an estimate. No other URL is ever contacted.
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 import time
@@ -412,7 +411,4 @@ def _message(message: Message) -> dict[str, Any]:
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if "image" not in part:
         return dict(part)
-    picture = read_picture(part["image"])
-    data = base64.b64encode(picture.data).decode("ascii")
-    url = f"data:{picture.media_type};base64,{data}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": read_picture(part["image"]).data_uri}}

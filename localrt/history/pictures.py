@@ -6,13 +6,14 @@ between ``{"type": "text", "text": ...}``. Decodes no more than a picture's head
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ class KeptPicture:
         except StorageError:
             return {"type": "text", "text": f"[{self.name}: this picture is lost]"}
 
+    @property
+    def data_uri(self) -> str:
+        """The file as text.
+
+        Raises:
+            StorageError: the history cannot be read.
+        """
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode('ascii')}"
+
 
 def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
     """A picture that no history holds yet.
@@ -86,8 +96,11 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
         try:
             with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:
                 (width, height), kind = image.size, str(image.format)
-                if image.getexif().get(_ORIENTATION) in _TURNED:
+                # That of PNG decodes the whole picture to look for more.
+                if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
                     width, height = height, width
+        except Image.DecompressionBombError as error:
+            raise OptionError(f"{shown} has too many pixels") from error
         except Exception as error:  # Pillow's decoders raise anything
             raise OptionError(f"{shown} is not a PNG, JPEG, WebP or GIF picture") from error
     return KeptPicture(
@@ -102,28 +115,18 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
 
 
 def read_picture(given: Any, *, name: str = "", place: int = 0) -> KeptPicture:
-    """The picture in a path, bytes, or pixels.
+    """The picture in a path, bytes, a data URI, or pixels.
 
     Raises:
         OptionError: it cannot be read, is no picture, or too large.
     """
-    if isinstance(given, bytes | bytearray | memoryview):
-        data = bytes(given)
-    elif isinstance(given, str | Path):
-        path = Path(given).expanduser()
-        name = name or path.name
-        try:
-            with path.open("rb") as file:
-                data = file.read(LARGEST_PICTURE + 1)
-        except OSError as error:
-            raise OptionError(f"cannot read {path}: {error.strerror or error}") from error
-    else:
-        from localrt.models.vision.picture import open_picture  # pixels bring numpy
+    if isinstance(given, KeptPicture):
+        return replace(given, place=place)
+    from localrt.models.vision.picture import picture_bytes  # brings numpy
 
-        stream = io.BytesIO()
-        open_picture(given).image().save(stream, "PNG")
-        data = stream.getvalue()
-    return new_picture(data, name=name, place=place)
+    if isinstance(given, str | Path) and not str(given).startswith("data:"):
+        name = name or Path(given).name
+    return new_picture(picture_bytes(given), name=name, place=place)
 
 
 def split_content(
@@ -148,14 +151,18 @@ def split_content(
     return text, tuple(pictures)
 
 
-def joined_content(text: str, pictures: Iterable[KeptPicture]) -> str | list[dict[str, Any]]:
+def joined_content(
+    text: str,
+    pictures: Iterable[KeptPicture],
+    part: Callable[[KeptPicture], dict[str, Any]] = lambda picture: picture.part,
+) -> str | list[dict[str, Any]]:
     """The opposite of ``split_content``: parts where there are pictures."""
     parts: list[dict[str, Any]] = []
     last = 0
     for picture in pictures:
         if picture.place > last:
             parts.append({"type": "text", "text": text[last : picture.place]})
-        parts.append(picture.part)
+        parts.append(part(picture))
         last = max(picture.place, last)
     if parts and text[last:]:
         parts.append({"type": "text", "text": text[last:]})
@@ -169,6 +176,17 @@ def stored_info(info: Mapping[str, Any], pictures: Iterable[KeptPicture]) -> str
         for each in pictures
     ]
     return json.dumps({**info, _PICTURES: records} if records else dict(info))
+
+
+def joined_text(
+    text: str, pictures: Iterable[KeptPicture], label: Callable[[KeptPicture], str]
+) -> str:
+    """The text with a label in the place of each picture."""
+    pieces, last = [], 0
+    for picture in pictures:
+        pieces += [text[last : picture.place], label(picture)]
+        last = picture.place
+    return "".join([*pieces, text[last:]])
 
 
 def split_info(

@@ -411,7 +411,7 @@ def test_bad_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None
     talk = history.new(model="m")
     with pytest.raises(OptionError, match="not a PNG"):
         talk.add("user", asking(b"text"))
-    with pytest.raises(OptionError, match="cannot read"):
+    with pytest.raises(OptionError, match="does not exist"):
         talk.add("user", [{"type": "image", "image": "nowhere.png"}])
     with pytest.raises(OptionError, match="parts are texts and images"):
         talk.add("user", [{"type": "audio"}])

@@ -46,7 +46,7 @@ class FakeChat:
 
     def __init__(self, model: FakeModel, system: str | None = None, **options: Any) -> None:
         self.model = model
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.options: dict[str, Any] = {}
         self.system = system
         self.closed = False
@@ -90,7 +90,7 @@ class FakeChat:
 
     def stream(
         self,
-        text: str | None,
+        text: str | None = None,
         *,
         tools: Sequence[Any] = (),
         on_progress: ProgressCallback | None = None,
@@ -105,7 +105,7 @@ class FakeChat:
         model = self.model
         pieces: list[str] = []
         calls = model.calls.pop(0) if model.calls else ()
-        prompt = sum(len(m["content"].split()) for m in self.messages) + len(text.split())
+        prompt = sum(map(_words, self.messages)) + len(text.split())
         if on_progress is not None:
             for done in model.prefill:
                 on_progress(Progress("prefill", done, 100, "tokens"))
@@ -126,11 +126,16 @@ class FakeChat:
             return
         if model.error is not None and reason != "cancelled":
             raise model.error
-        self.messages += [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": "".join(pieces)},
-        ]
+        if text:
+            self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
         yield Chunk("", (), _metrics(prompt, len(pieces), model.memory), reason)
+
+
+def _words(message: dict[str, Any]) -> int:
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return sum(len(part.split()) for part in parts)
 
 
 def _metrics(prompt: int, completion: int, memory: str | None) -> Metrics:
@@ -209,7 +214,7 @@ class FakeModel:
         self.close()
 
     def count(self, messages: Sequence[dict[str, str]]) -> int:
-        return sum(len(m["content"].split()) for m in messages)
+        return sum(map(_words, messages))
 
     def close(self) -> None:
         self.closed = True

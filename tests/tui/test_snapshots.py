@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
@@ -221,3 +222,16 @@ def test_settings(snap_compare: Compare) -> None:
 
     app = app_for(FakeLoader(WatchedModel()))
     assert snap_compare(app, terminal_size=(90, 34), run_before=before)
+
+
+def test_picture(snap_compare: Compare, tmp_path: Path) -> None:
+    """A thumbnail in half blocks, below the message that it is in."""
+    path = tmp_path / "gradient.png"
+    red = Image.linear_gradient("L").resize((16, 32))
+    Image.merge("RGB", (red, red.transpose(Image.Transpose.ROTATE_180), red)).save(path)
+
+    async def before(pilot: Pilot[Any]) -> None:
+        await answered(pilot, f"What is in @{path}?")
+
+    model = FakeModel(answer=["A gradient."], sees=True)
+    assert snap_compare(app_for(FakeLoader(model)), run_before=before)

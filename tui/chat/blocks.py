@@ -28,12 +28,16 @@ from localrt.tui.chat.markdown import (
     code_blocks,
     without_marks,
 )
+from localrt.tui.chat.thumbnails import Graphics, Thumbnail, cells
 from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
+from localrt.tui.conversation.pictures import caption
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
     from textual.widget import Widget
+
+    from localrt import KeptPicture
 
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
@@ -64,9 +68,11 @@ class Styles:
     mark: Style
     thinking: Style
     attachment: Style
+    graphics: Graphics
+    colors: bool
 
 
-def styles_of(widget: Widget) -> Styles:
+def styles_of(widget: Widget, graphics: Graphics = "") -> Styles:
     """The styles of ``widget``'s component classes in the present theme."""
 
     def full(part: str) -> Style:
@@ -91,6 +97,8 @@ def styles_of(widget: Widget) -> Styles:
         console=markdown.console(),
         markdown=markdown,
         base=widget.visual_style.rich_style,
+        graphics=graphics,
+        colors=not widget.app.no_color,
         **{name.replace("-", "_"): full(name) for name in _FULL},
         **{name.replace("-", "_"): ink(name) for name in _PLAIN},
     )
@@ -191,15 +199,24 @@ class Block:
 
 
 class UserTurn(Block):
-    """What the person wrote, as written; ``waiting`` until it is sent."""
+    """What the person wrote, as written, above its pictures; ``waiting`` until it is sent."""
 
     role = "user"
 
-    def __init__(self, text: str, *, waiting: bool = False, folds: Sequence[Fold] = ()) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        waiting: bool = False,
+        folds: Sequence[Fold] = (),
+        pictures: Sequence[KeptPicture] = (),
+    ) -> None:
         super().__init__()
         self.message = text
         self.waiting = waiting
         self.folds = tuple(folds)
+        self.thumbnails = [Thumbnail(picture) for picture in pictures]
+        self._escapes: dict[int, str] = {}
 
     @property
     def source(self) -> str:
@@ -220,23 +237,41 @@ class UserTurn(Block):
         return styles.waiting if self.waiting else styles.user
 
     def shown(self, styles: Styles | None = None) -> Text:
-        """The message with its folds by name."""
+        """The message with its folds and pictures by name."""
         text, place = Text(), 0
-        for fold in () if self._unfolded else self.folds:
-            text.append(clean(self.message[place : fold.start]))
-            text.append(f"▸ {clean(fold.label)}", styles.attachment if styles else None)
-            place = fold.end
+        folds = () if self._unfolded else self.folds
+        labels = [(fold.start, fold.end, f"▸ {clean(fold.label)}") for fold in folds]
+        pictures = [thumbnail.picture for thumbnail in self.thumbnails]
+        labels += [(each.place, each.place, f"▣ {clean(each.name)}") for each in pictures]
+        for start, end, label in sorted(labels):
+            text.append(clean(self.message[place:start]))
+            text.append(label, styles.attachment if styles else None)
+            place = end
         return text.append(clean(self.message[place:]))
 
     @property
     def readable(self) -> str:
-        return self.shown().plain
+        captions = (caption(thumbnail.picture) for thumbnail in self.thumbnails)
+        return "\n".join([self.shown().plain, *captions])
 
     def estimate(self, width: int) -> int:
-        return estimated(self.readable, width) + bool(self.note)
+        rows = sum(cells(each.picture, width - 1)[1] for each in self.thumbnails)
+        return estimated(self.readable, width) + rows + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        return [*wrapped(self.shown(styles), width - 1, styles), *self.note_lines(width, styles)]
+        lines = wrapped(self.shown(styles), width - 1, styles)
+        self._escapes.clear()
+        for thumbnail in self.thumbnails:
+            if styles.colors:
+                drawn = thumbnail.lines(width - 1, styles.graphics)
+                self._escapes |= enumerate(thumbnail.escapes, len(lines))
+                lines += drawn
+            lines += wrapped(Text(caption(thumbnail.picture), styles.mark), width - 1, styles)
+        return [*lines, *self.note_lines(width, styles)]
+
+    def escape(self, row: int) -> str:
+        """What is written over a row from its first column on: pixels of a picture."""
+        return self._escapes.get(row, "")
 
 
 class Notice(Block):

@@ -25,7 +25,15 @@ from textual.widgets.text_area import Selection
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import write_text
-from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
+from localrt.tui.commands import (
+    Suggestion,
+    as_typed,
+    completion,
+    dropped,
+    read_line,
+    suggestions,
+    written,
+)
 from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.themes import FAINT
 
@@ -127,7 +135,7 @@ class Composer(TextArea):
             self.selection = Selection((0, 0), end)
 
     def attach(self, label: str) -> None:
-        """Put the label of a long text at the cursor."""
+        """Put the label of a long text or a picture at the cursor."""
         line = self.document.get_line(self.cursor_location[0])[: self.cursor_location[1]]
         self.insert(("" if not line or line.endswith(" ") else " ") + label + " ")
 
@@ -159,7 +167,11 @@ class Composer(TextArea):
         event.prevent_default()
 
     async def _on_paste(self, event: Paste) -> None:
-        if Attachments.is_long(event.text):
+        if paths := dropped(event.text):
+            event.prevent_default()
+            event.stop()
+            self.attach(" ".join(map(written, paths)))
+        elif Attachments.is_long(event.text):
             event.prevent_default()
             event.stop()
             self.attach(self.attachments.add("pasted", event.text))

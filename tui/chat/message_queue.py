@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from localrt.tui.conversation.open_conversation import OpenConversation, answer_
 from localrt.tui.text import explained
 
 if TYPE_CHECKING:
-    from localrt import ChatSession, Turn
+    from localrt import ChatSession, KeptPicture, Turn
 
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # seconds between two looks at a thread
@@ -121,6 +121,11 @@ class MessageQueue:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def next_pictures(self) -> Sequence[KeptPicture]:
+        """Those of the message to be sent next."""
+        return self._waiting[0].draft.pictures if self._waiting else ()
+
     def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
         """Put a message at the end of the queue; ``waiting`` shows it as not sent yet.
 
@@ -128,7 +133,7 @@ class MessageQueue:
         """
         if after is not None:
             self._show_until(after)
-        block = UserTurn(draft.text, waiting=waiting, folds=draft.folds)
+        block = _user_turn(draft, waiting=waiting)
         self._view.add(block)
         self._view.follow()
         self._waiting.append(_Waiting(block, draft, after))
@@ -151,7 +156,7 @@ class MessageQueue:
         after = self.conversation.end if first.after is None else first.after
         self._show_until(after)
         draft = first.draft
-        turn = self.conversation.add("user", draft.text, after=after, info=draft.info)
+        turn = self.conversation.add("user", draft.content, after=after, info=draft.info)
         block = first.block
         block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
         block.waiting = False
@@ -165,7 +170,7 @@ class MessageQueue:
         place = next(place for place, turn in enumerate(turns) if turn.id == question)
         before = turns[place + 1].id if place + 1 < len(turns) else None
         self._show_until(question)
-        self._start(chat, question, Draft(turns[place].content), None, before=before)
+        self._start(chat, question, draft_of(turns[place]), None, before=before)
 
     def look(self) -> AnswerUpdate | None:
         """Draw and return the text since the last look; None if there is nothing to do yet.
@@ -338,7 +343,7 @@ class MessageQueue:
         *,
         before: int | None = None,
     ) -> None:
-        reply = Reply(chat, self.conversation, self._toolbox, question, draft.text)
+        reply = Reply(chat, self.conversation, self._toolbox, question)
         answer = self._new_answer(reply, block or self._view.turn(question))
         self._now = _Running(reply, before, block, draft, answer, time.monotonic())
         reply.work.start()
@@ -388,12 +393,15 @@ class MessageQueue:
                 now.thought_s = seconds
 
 
+def _user_turn(draft: Draft, *, waiting: bool = False) -> UserTurn:
+    return UserTurn(draft.text, waiting=waiting, folds=draft.folds, pictures=draft.pictures)
+
+
 def _block_of(turn: Turn) -> Block:
     """The block that shows a turn."""
     block: Block
     if turn.role == "user":
-        draft = draft_of(turn)
-        block = UserTurn(draft.text, folds=draft.folds)
+        block = _user_turn(draft_of(turn))
     else:
         block = Answer() if turn.role == "assistant" else CallBlock(call_line(turn.info))
         _fill(block, turn)

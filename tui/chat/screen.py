@@ -7,7 +7,7 @@ are windows of the app.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,6 +34,7 @@ from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import CommandMenu, Composer, edited
 from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.panel import LivePanel
+from localrt.tui.chat.thumbnails import Graphics
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
@@ -48,7 +49,7 @@ from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
 
 if TYPE_CHECKING:
-    from localrt import Turn
+    from localrt import KeptPicture, Turn
 
 _STARTING_SECONDS = 0.3  # seconds in which keys meant for the composer may still arrive
 _TOOLS_SECONDS = 1.0  # seconds between checks of MCP servers
@@ -73,10 +74,11 @@ class ChatScreen(Screen[None]):
         *,
         model: str,
         type_ahead: bool = False,
+        graphics: Graphics = "",
     ) -> None:
         super().__init__(id="chat")
         self.state = state
-        self.view = ConversationView()
+        self.view = ConversationView(graphics=graphics)
         self.queue = MessageQueue(self.view, state.conversation, toolbox, self._ask_about_call)
         self.loading_line = LoadingLine()
         self.menu = CommandMenu()
@@ -240,17 +242,33 @@ class ChatScreen(Screen[None]):
             text = self.composer.attachments.labelled(text, read)
             for line in filter(None, (file.note for _, file in read)):
                 self.say(line)
+        draft = self.composer.attachments.expanded(text)
+        session = self.state.session
+        if draft.pictures and session is not None:
+            session.check_sees()
         editing, self._editing = self._editing, None
         after = None if editing is None else self.state.conversation.before(editing)
         self.view.mark(None)
-        busy = self.state.session is None or self.queue.answering
-        self.queue.add(self.composer.attachments.expanded(text), waiting=busy, after=after)
+        busy = session is None or self.queue.answering
+        self.queue.add(draft, waiting=busy, after=after)
         self.send_next()
 
     def send_next(self) -> None:
         session = self.state.session
+        if not self._takes(self.queue.next_pictures):
+            self.composer.put_back(self.queue.take_back())
         if session is not None and self.queue.send_next(session.chat):
             self._begin_watching()
+
+    def _takes(self, pictures: Sequence[KeptPicture]) -> bool:
+        """Whether the model sees pictures, or there are none; says so if not."""
+        if pictures and self.state.session is not None:
+            try:
+                self.state.session.check_sees()
+            except OptionError as error:
+                self.say(one_line(error), "error")
+                return False
+        return True
 
     def _begin_watching(self) -> None:
         self.footer.change(phase=Phase.PREFILL, percent=None, metrics=None)
@@ -409,6 +427,8 @@ class ChatScreen(Screen[None]):
     def action_retry(self) -> None:
         if (turn := self._question("retry")) is None:
             return
+        if not self._takes(turn.pictures):
+            return
         self.view.mark(None)
         self.queue.answer_again(self._session.chat, turn.id)
         self.view.follow()
@@ -504,7 +524,8 @@ class ChatScreen(Screen[None]):
         self.composer.attach(self.composer.attachments.add_file(file))
         if file.note:
             self.say(file.note)
-        self.hint.flash(f"{file.name} is attached; Tab after its label inserts its text")
+        more = "" if file.picture else "; Tab after its label inserts its text"
+        self.hint.flash(f"{file.name} is attached{more}")
 
     async def action_export(self, argument: str = "") -> None:
         conversation = self.state.conversation

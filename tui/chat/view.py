@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.segment import ControlType, Segment
 from textual.events import Click, Resize
 from textual.geometry import Region, Size
 from textual.message import Message
@@ -26,9 +27,11 @@ from localrt.tui.chat.blocks import (
     Kind,
     Notice,
     Styles,
+    UserTurn,
     styles_of,
 )
 from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Place, TextPlace
+from localrt.tui.chat.thumbnails import Graphics
 
 _WIDEST = 110  # columns of text
 _BAR_STEPS = 2  # steps of the scroll bar in a line
@@ -45,8 +48,9 @@ class ConversationView(ScrollView, can_focus=False):
 
         block: Block
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, *, graphics: Graphics = "", id: str | None = None) -> None:
         super().__init__(id=id)
+        self._graphics = graphics
         self.marked: Block | None = None
         self._copied: tuple[Answer | None, int] | None = None  # the code block copied last
         self._column = BlockColumn()
@@ -333,7 +337,7 @@ class ConversationView(ScrollView, can_focus=False):
 
     def _style(self) -> Styles:
         if self._styles_now is None:
-            self._styles_now = styles_of(self)
+            self._styles_now = styles_of(self, self._graphics)
         return self._styles_now
 
     # -- drawing ---------------------------------------------------------------------------------
@@ -347,9 +351,22 @@ class ConversationView(ScrollView, can_focus=False):
             for line_filter in filters:
                 strip = strip.apply_filter(line_filter, background)
             strips.append(strip)
+        if self._graphics == "sixel" and self.screen.is_active:
+            strips = [self._with_pixels(y, strip) for y, strip in enumerate(strips, crop.y)]
         if crop.column_span != (0, self.size.width):
             return [strip.crop(*crop.column_span) for strip in strips]
         return strips
+
+    def _with_pixels(self, y: int, strip: Strip) -> Strip:
+        """A line of the view, with what a picture has there drawn over it."""
+        line = self.scroll_offset.y + y
+        block, row = self._column.row(line) if line < self._column.height else (None, 0)
+        pixels = block.escape(row) if isinstance(block, UserTurn) else ""
+        if not pixels:
+            return strip
+        back = strip.cell_length - GUTTER
+        escape = f"\x1b7\x1b[{back}D{pixels}\x1b8"
+        return Strip([*strip, Segment(escape, None, [(ControlType.HOME,)])], strip.cell_length)
 
     def render_line(self, y: int) -> Strip:
         """A line of the view, with the mouse's selection on it."""

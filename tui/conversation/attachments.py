@@ -1,10 +1,10 @@
-"""Long texts in a message under a short label: pasted text and attached files.
+"""Long texts and pictures in a message under a short label: pasted text and attached files.
 
 While a message is written its attachments are labels in brackets; when it is sent each is replaced
-by its text, and its place is kept, so that the conversation shows the label too.
+by its text or picture, and its place is kept, so that the conversation shows the label too.
 
-What goes with a message, as text: a file in a fence under its name, a folder as the list of its
-files.
+What goes with a message: a text file in a fence under its name, a folder as the list of its files,
+a picture as it is.
 
 Text is UTF-8, else the encoding of its byte order mark, else that of this system or Windows, which
 a ``note`` names. Knows files, neither labels nor the composer.
@@ -16,19 +16,21 @@ import codecs
 import locale
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.formatting import format_bytes
-from localrt.tui.commands import Mention, mentions
+from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
+from localrt.tui.commands import PICTURES, Mention, mentions
+from localrt.tui.conversation.pictures import caption, small_image
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
-    from localrt import Turn
+    from localrt import KeptPicture, Turn
 
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
@@ -45,10 +47,18 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A message as it is sent, and its folded parts."""
+    """A message as it is sent, its folded parts and its pictures, by their places in the text."""
 
     text: str
     folds: tuple[Fold, ...] = ()
+    pictures: tuple[KeptPicture, ...] = ()
+
+    @property
+    def content(self) -> str | Sequence[Mapping[str, Any]]:
+        """Text, or the content parts of a message with pictures."""
+        return joined_content(
+            self.text, self.pictures, lambda each: {"type": "image", "image": each}
+        )
 
     @property
     def info(self) -> dict[str, Any]:
@@ -58,10 +68,11 @@ class Draft:
 
 
 class Attachments:
-    """The labels of one composer, ``[notes.txt, 120 lines]``, and the text of each."""
+    """The labels of one composer, ``[notes.txt, 120 lines]``, and the text or picture of each."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
+        self._pictures: dict[str, KeptPicture] = {}
 
     @staticmethod
     def is_long(text: str) -> bool:
@@ -75,17 +86,28 @@ class Attachments:
             count = len(text.encode(errors="replace"))
             size = f"{lines} lines" if lines > 1 else format_bytes(count)
         label, number = f"[{name}, {size}]", 1
-        while self._texts.get(label, text) != text:
+        while label in self._pictures or self._texts.get(label, text) != text:
             number += 1
             label = f"[{name} {number}, {size}]"
         self._texts[label] = text
         return label
 
+    def add_picture(self, picture: KeptPicture) -> str:
+        label, number = f"[{caption(picture)}]", 1
+        while label in self._texts or self._pictures.get(label, picture).digest != picture.digest:
+            number += 1
+            label = f"[{number}: {caption(picture)}]"
+        self._pictures[label] = picture
+        return label
+
     def add_file(self, file: AttachedFile) -> str:
+        if file.picture is not None:
+            return self.add_picture(file.picture)
         return self.add(file.name, file.text, file.size)
 
     def text_of(self, label: str) -> str:
-        return self._texts[label]
+        """What Tab puts in the place of a label; a picture keeps it."""
+        return self._texts.get(label, label)
 
     def before(self, line: str, column: int) -> str:
         """The label that ends at ``column`` of a line, or that it is in; empty for none."""
@@ -95,19 +117,24 @@ class Attachments:
         return ""
 
     def expanded(self, text: str) -> Draft:
-        """The message with the text of every label in its place."""
+        """The message with the text or picture of every label in its place."""
         pieces: list[str] = []
         folds: list[Fold] = []
+        pictures: list[KeptPicture] = []
         place = length = 0
         for match in self._found(text):
-            inside = self._texts[match.group()]
+            label = match.group()
+            inside = self._texts.get(label, "")
             before = text[place : match.start()]
             start = length + len(before)
             length = start + len(inside)
             pieces += [before, inside]
-            folds.append(Fold(start, length, match.group()[1:-1]))
+            if label in self._pictures:
+                pictures.append(replace(self._pictures[label], place=start))
+            else:
+                folds.append(Fold(start, length, label[1:-1]))
             place = match.end()
-        return Draft("".join([*pieces, text[place:]]), tuple(folds))
+        return Draft("".join([*pieces, text[place:]]), tuple(folds), tuple(pictures))
 
     def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with a label in the place of each file that it names (``read_mentioned``)."""
@@ -115,20 +142,22 @@ class Attachments:
         return _replaced(text, found)
 
     def folded(self, draft: Draft) -> str:
-        """A sent message as it was written, its folds as labels again; other text may have the
-        same label by now.
+        """A sent message as it was written, its folds and pictures as labels again; other text may
+        have the same label by now.
         """
-        found = []
+        found = [(each.place, each.place, self.add_picture(each)) for each in draft.pictures]
         for fold in draft.folds:
             name, _, size = fold.label.rpartition(", ")
             label = self.add(name or "text", draft.text[fold.start : fold.end], size)
             found.append((fold.start, fold.end, label))
-        return _replaced(draft.text, found)
+        return _replaced(draft.text, sorted(found, key=lambda each: each[:2]))
 
     def _found(self, text: str) -> Iterable[re.Match[str]]:
-        if not self._texts or "[" not in text:
+        if "[" not in text:
             return ()
-        names = sorted(self._texts, key=len, reverse=True)
+        names = sorted([*self._texts, *self._pictures], key=len, reverse=True)
+        if not names:
+            return ()
         return re.finditer("|".join(map(re.escape, names)), text)
 
 
@@ -143,7 +172,8 @@ def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:
 
 def draft_of(turn: Turn) -> Draft:
     """A user's turn as it was written."""
-    return Draft(turn.content, read_folds(turn.info.get("folds"), len(turn.content)))
+    folds = read_folds(turn.info.get("folds"), len(turn.content))
+    return Draft(turn.content, folds, turn.pictures)
 
 
 def read_folds(value: Any, length: int) -> tuple[Fold, ...]:
@@ -173,12 +203,13 @@ _NO_TEXT = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 
 @dataclass(frozen=True, slots=True)
 class AttachedFile:
-    """``text`` is what the model reads; ``size`` is the file's, ``"120 lines"``."""
+    """``text`` or ``picture`` is what the model gets; ``size`` is the file's, ``"120 lines"``."""
 
     name: str
     text: str
     size: str
     note: str = ""
+    picture: KeptPicture | None = None
 
 
 def read_attachment(argument: str) -> AttachedFile:
@@ -189,7 +220,7 @@ def read_attachment(argument: str) -> AttachedFile:
         StorageError: it cannot be read.
     """
     if not argument:
-        raise OptionError("/attach needs the path of a text file or folder")
+        raise OptionError("/attach needs the path of a text file, picture or folder")
     path = Path(argument.strip("'\"")).expanduser()
     name = clean(str(path.name if path.is_absolute() else path)).replace("\n", " ")
     try:
@@ -197,6 +228,8 @@ def read_attachment(argument: str) -> AttachedFile:
             return _listed(path, name)
         if path.exists() and not path.is_file():
             raise OptionError(f"{path} is not a regular file")
+        if path.suffix.lower() in PICTURES:
+            return _picture(path)
         size = path.stat().st_size
         if size > LARGEST_FILE:
             raise OptionError(
@@ -252,7 +285,15 @@ def _decoded(data: bytes, path: Path) -> tuple[str, str]:
             continue
         if not _NO_TEXT.search(text):
             return text, "" if encoding == "utf-8-sig" else encoding
-    raise OptionError(f"{path} is not a text file: only text can be attached")
+    raise OptionError(f"{path} is not a text file: only text and pictures can be attached")
+
+
+def _picture(path: Path) -> AttachedFile:
+    with path.open("rb") as file:
+        data = file.read(LARGEST_PICTURE + 1)
+    picture = new_picture(data, name=clean(path.name).replace("\n", " "))
+    small_image(picture, 1, 1)  # a damaged one is told before it is sent
+    return AttachedFile(picture.name, "", "", picture=picture)
 
 
 def _listed(folder: Path, name: str) -> AttachedFile:

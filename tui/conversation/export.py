@@ -1,26 +1,29 @@
 """A conversation as a file to read (Markdown) or to load again (JSON).
 
-The JSON is what ``ChatSession.load`` takes, plus title and times. Knows turns, no widget.
+Pictures of Markdown are files in a folder beside it. The JSON is what ``ChatSession.load`` takes,
+plus title and times; its pictures are data URIs. Knows turns, no widget.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from localrt import split_thinking
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.files import write_text
+from localrt.common.files import write_bytes, write_text
+from localrt.history.pictures import joined_content, joined_text
 from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import short_name
 
 if TYPE_CHECKING:
-    from localrt import Turn
+    from localrt import KeptPicture, Turn
 
 
 class Exporter:
@@ -46,15 +49,37 @@ class Exporter:
             self._asked = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         json_file = path.suffix.lower() == ".json"
-        text = as_json(conversation) if json_file else as_markdown(conversation)
+        if json_file:
+            text = as_json(conversation)
+        else:
+            text = as_markdown(conversation, _PicturesBeside(path))
         write_text(path, text, private=True)
         self._asked = None
         self._written.add(path)
         return path
 
 
-def as_markdown(conversation: OpenConversation) -> str:
-    """Title, model, system prompt, and every turn of the shown branch under a heading."""
+class _PicturesBeside:
+    """Writes pictures into a folder beside ``path``, each once, and links to them."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.with_name(f"{path.stem}-pictures")
+        self._written: dict[str, str] = {}
+
+    def __call__(self, picture: KeptPicture) -> str:
+        name = self._written.get(picture.digest)
+        if name is None:
+            kept = re.sub(r"[^\w.-]+", "-", picture.name).strip("-.")
+            name = self._written[picture.digest] = f"{len(self._written) + 1}-{kept}"
+            write_bytes(self._folder / name, picture.data, private=True, folder=True)
+        return f"![{name}]({quote(f'{self._folder.name}/{name}')})"
+
+
+def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], str]) -> str:
+    """Title, model, system prompt, and every turn of the shown branch under a heading.
+
+    ``link`` is what stands for a picture.
+    """
     turns = conversation.turns_now()
     title = conversation.title or _first_line(turns) or "Conversation"
     begun = f", {datetime.fromtimestamp(turns[0].created):%Y-%m-%d %H:%M}" if turns else ""
@@ -63,7 +88,7 @@ def as_markdown(conversation: OpenConversation) -> str:
         parts += ["## System prompt", conversation.system]
     for turn in turns:
         if turn.role == "user":
-            parts += ["## You", turn.content]
+            parts += ["## You", joined_text(turn.content, turn.pictures, link)]
             continue
         if turn.role == "tool":
             fence = "```" if "```" not in turn.content else "~~~~"
@@ -89,7 +114,8 @@ def as_json(conversation: OpenConversation) -> str:
         messages.append({"role": "system", "content": conversation.system})
     turns = conversation.turns_now()
     for turn in turns:
-        messages.append(dict(turn.message))
+        content = joined_content(turn.content, turn.pictures, _as_data)
+        messages.append({**turn.message, "content": content})
     record = {
         "version": 1,
         "title": conversation.title,
@@ -102,6 +128,10 @@ def as_json(conversation: OpenConversation) -> str:
         ],
     }
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
+
+
+def _as_data(picture: KeptPicture) -> dict[str, Any]:
+    return {"type": "image", "image": picture.data_uri, "name": picture.name}
 
 
 def _default_path(title: str) -> Path:

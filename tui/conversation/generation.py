@@ -145,20 +145,19 @@ class AnswerUpdate:
 class Generation(Task[bool]):
     """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``.
 
-    ``text`` is None where the results of tools are answered. The model is offered the tools of
-    ``toolbox``, once its servers have started; ``last`` says that it may call no more of them.
+    The model is offered the tools of ``toolbox``, once its servers have started; ``last`` says that
+    it may call no more of them.
     """
 
     def __init__(
         self,
         chat: ChatSession,
-        text: str | None,
         writer: AnswerWriter,
         toolbox: Toolbox,
         *,
         last: bool = False,
     ) -> None:
-        super().__init__(lambda task: self._stream(text), name="localrt-answer")
+        super().__init__(lambda task: self._stream(), name="localrt-answer")
         self._chat, self._writer, self._toolbox, self._last = chat, writer, toolbox, last
         self._lock = threading.Lock()
         self._pieces: list[str] = []
@@ -180,14 +179,14 @@ class Generation(Task[bool]):
         super().show(progress)
         self._cancel_again()
 
-    def _stream(self, text: str | None) -> bool:
+    def _stream(self) -> bool:
         tools: Sequence[Mapping[str, Any]] = ()
         if self._chat.takes_tools:
             if self._toolbox.starting:
                 self.show(Progress(SERVERS, 0, None, ""))
             self._toolbox.wait(self.cancelled)
             tools = self._toolbox.definitions()
-        for chunk in () if self.cancelled.is_set() else self._chunks(text, tools):
+        for chunk in () if self.cancelled.is_set() else self._chunks(tools):
             with self._lock:
                 self._pieces.append(chunk.text)
                 self._chunk = chunk
@@ -195,20 +194,20 @@ class Generation(Task[bool]):
             self._cancel_again()
         return True
 
-    def _chunks(self, text: str | None, tools: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
+    def _chunks(self, tools: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
         """The chunks of the answer; if a server refuses tools, it is asked again without them."""
         if tools:
             choice = {"tool_choice": "none"} if self._last else {}
             began = False
             try:
-                for chunk in self._chat.stream(text, tools=tools, on_progress=self.show, **choice):
+                for chunk in self._chat.stream(tools=tools, on_progress=self.show, **choice):
                     began = True
                     yield chunk
                 return
             except LocalrtError:
                 if began or self._chat.takes_tools:
                     raise
-        yield from self._chat.stream(text, on_progress=self.show)
+        yield from self._chat.stream(on_progress=self.show)
 
     def _cancel_again(self) -> None:
         # A cancel that came before the chat had begun to answer did not reach it.
@@ -229,19 +228,16 @@ class Reply:
         conversation: OpenConversation,
         toolbox: Toolbox,
         question: int,
-        text: str,
     ) -> None:
         self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
         self.rounds = 0  # of calls, before this answer
-        chat.messages = conversation.messages(before=question)
-        self._prepare(question, text)
+        self._prepare(question)
 
-    def _prepare(self, after: int, text: str | None) -> None:
+    def _prepare(self, after: int) -> None:
         self.calls: list[CallTurn] = []
         self.writer = self._conversation.answer(after=after)
-        if text is None:
-            self.chat.messages = self._conversation.messages(before=self.writer.turn)
-        self.work = Generation(self.chat, text, self.writer, self._toolbox, last=self.last)
+        self.chat.messages = self._conversation.messages(before=self.writer.turn)
+        self.work = Generation(self.chat, self.writer, self._toolbox, last=self.last)
 
     @property
     def last(self) -> bool:
@@ -281,7 +277,7 @@ class Reply:
 
     def go_on(self) -> None:
         self.rounds += 1
-        self._prepare(self.calls[-1].turn, None)
+        self._prepare(self.calls[-1].turn)
 
     def cancel(self) -> None:
         """Stop the answer, keeping its text so far, or the running call."""

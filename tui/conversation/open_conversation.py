@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
 from localrt.history.history import copy_to_memory, end_answer, merge
+from localrt.history.pictures import joined_text
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
@@ -36,7 +37,7 @@ class OpenConversation:
 
     ``turns`` is the branch last read, so that only visible turns are sent to the model; ``refresh``
     brings what other windows have added. A branch that another window begins stays beside the one
-    that is shown here.
+    that is shown here. Unless the model ``sees``, it gets the names of pictures in their places.
 
     Args:
         stored: the conversation.
@@ -53,6 +54,7 @@ class OpenConversation:
         on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
         on_problem: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self.sees = True
         self._stored = stored
         self._memory = memory
         self._file: Conversation | None = None  # the stored one while this is in memory
@@ -142,16 +144,13 @@ class OpenConversation:
         if self.system:
             messages.append({"role": "system", "content": self.system})
         turns = self.turns
-        question: list[Message] = []  # that follows
         for turn, following in zip(turns, (*turns[1:], None), strict=True):
             if before is not None and turn.id == before:
-                question = [turn.message] if turn.role == "user" else []
                 break
             if turn.role != "tool" and (unanswered(turn, following) or _is_nothing(turn)):
                 continue
-            messages.append(turn.message)
-        messages = with_answers([*with_results(messages), *question])
-        return messages[: len(messages) - len(question)]
+            messages.append(turn.message if self.sees else _without_pictures(turn))
+        return with_answers(with_results(messages))
 
     @property
     def end(self) -> int:
@@ -185,7 +184,12 @@ class OpenConversation:
         self._change(lambda: self._stored.set(**changes))
 
     def add(
-        self, role: str, content: str, *, after: int, info: Mapping[str, Any] | None = None
+        self,
+        role: str,
+        content: str | Sequence[Mapping[str, Any]],
+        *,
+        after: int,
+        info: Mapping[str, Any] | None = None,
     ) -> Turn:
         """Add a turn after turn ``after``, 0 for the beginning, and show it."""
         self.save()
@@ -304,6 +308,13 @@ def with_answers(messages: Sequence[Message]) -> list[Message]:
             message = {**message, "content": _NO_ANSWER}
         whole.append(message)
     return whole
+
+
+def _without_pictures(turn: Turn) -> Message:
+    if not turn.pictures:
+        return turn.message
+    text = joined_text(turn.content, turn.pictures, lambda picture: f"[{picture.name}]")
+    return {"role": turn.role, "content": text}
 
 
 def _cut(id: str) -> Message:

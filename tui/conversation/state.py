@@ -47,12 +47,25 @@ class Session:
         except OptionError as error:  # kept by another version
             self.notes = (f"Options of this conversation are ignored: {error}",)
         self.chat: ChatSession = chat
+        conversation.sees = self.sees
+        if not self.sees and any(turn.pictures for turn in conversation.turns):
+            self.notes += ("This model cannot see: of earlier pictures it gets the names",)
         if conversation.model != model.info.name:
             if conversation.model and conversation.turns:
                 self.notes += (
                     f"So far with {conversation.model}, from here with {model.info.name}",
                 )
             conversation.set(model=model.info.name)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees pictures; a server may refuse them."""
+        return self.model.info.sees
+
+    def check_sees(self) -> None:
+        """Raise ``OptionError`` if the model cannot see pictures."""
+        if not self.sees:
+            raise OptionError(f"{self.title} cannot see pictures: the message was not sent")
 
     def describe(self) -> str:
         info = self.model.info
@@ -278,9 +291,10 @@ class ChatState:
         conversation.set(options={**options, **self.options})
         last = 0
         for message, info in zip(messages, _infos(messages), strict=True):
-            role, content = message["role"], str(message["content"] or "")
+            role, content = message["role"], message["content"]
+            content = content if isinstance(content, list) else str(content or "")
             if role == "system":
-                conversation.set(system=self.system or content)
+                conversation.set(system=self.system or str(content))
             else:
                 last = conversation.add(role, content, after=last, info=info).id
         self._open(conversation)
