@@ -20,11 +20,16 @@ from localrt.common.progress import NOTE, Progress
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import Command, in_app, read_line, with_mentions
-from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
+from localrt.tui.conversation.attachments import (
+    Attachments,
+    Draft,
+    draft_of,
+    read_attachment,
+    read_mentioned,
+)
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import answer_note
-from localrt.tui.conversation.pictures import caption
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.plain_answers import PlainAnswers, beginning
 from localrt.tui.preferences import config_folder
@@ -206,16 +211,18 @@ class PlainChat:
         text = self._attachments.labelled(text, read)
         text = " ".join([*self._attached, text]).strip()
         draft = self._attachments.expanded(text)
-        if draft.pictures:
-            self._check_sees(draft, text)
+        draft = self._measured(draft, text)
         self._attached.clear()
-        for picture in draft.pictures:
-            self.say(f"Picture: {caption(picture)}")
+        self._say_pictures(draft)
         return draft
 
-    def _check_sees(self, draft: Draft, text: str) -> None:
+    def _say_pictures(self, draft: Draft) -> None:
+        for line in draft.captions:
+            self.say(f"Picture: {line}")
+
+    def _measured(self, draft: Draft, text: str) -> Draft:
         try:
-            self._session.check_sees()
+            return self._session.measured(draft)
         except OptionError as error:
             for picture in draft.pictures:
                 text = text.replace(self._attachments.add_picture(picture), picture.name)
@@ -324,8 +331,7 @@ class PlainChat:
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
                 self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
-            for picture in turn.pictures:
-                self.say(f"Picture: {caption(picture)}")
+            self._say_pictures(draft_of(turn))
 
     def _thinking(self, argument: str) -> None:
         turns = self.state.conversation.turns

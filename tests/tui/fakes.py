@@ -134,8 +134,9 @@ class FakeChat:
 
 def _words(message: dict[str, Any]) -> int:
     content = message["content"]
-    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return sum(len(part.split()) for part in parts)
+    if isinstance(content, str):
+        return len(content.split())
+    return sum(64 if "image" in part else len(part["text"].split()) for part in content)
 
 
 def _metrics(prompt: int, completion: int, memory: str | None) -> Metrics:

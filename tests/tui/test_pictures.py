@@ -15,7 +15,7 @@ from textual.events import Paste
 
 from localrt import History, KeptPicture, OptionError
 from localrt.history.pictures import new_picture
-from localrt.tui.chat.blocks import GUTTER, UserTurn
+from localrt.tui.chat.blocks import GUTTER
 from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import dropped, mentions, with_mentions
@@ -64,7 +64,7 @@ async def test_send_picture(seeing: FakeModel, photo: Path) -> None:
         assert message["content"] == parts("What is in ", photo.read_bytes(), "?")
         shown = screen.shown(app)
         assert "What is in ▣ my photo.png?" in shown
-        assert "my photo.png, 8 x 4" in shown
+        assert "my photo.png, 8 x 4, 64 tokens" in shown
         assert "▀" * 8 in shown
         await asked(pilot, "And now?")
         assert [m["role"] for m in seeing.seen[1].messages] == ["user", "assistant", "user"]
@@ -85,6 +85,21 @@ async def test_paste_picture(seeing: FakeModel, photo: Path) -> None:
         composer.put("")
         app.post_message(Paste("'/not/there.png'"))
         await until(pilot, lambda: composer.text == "'/not/there.png'")
+
+
+async def test_tokens_are_kept(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
+    def history() -> History:
+        return History(tmp_path / "history.db")
+
+    async with running(seeing, history=history) as (_, pilot):
+        await asked(pilot, f'@"{photo}"')
+    async with running(
+        FakeLoader(seeing, held=True), ready=False, history=history, resume=True
+    ) as (
+        app,
+        pilot,
+    ):
+        assert "my photo.png, 8 x 4, 64 tokens" in screen.shown(app)
 
 
 async def test_attach_command(seeing: FakeModel, photo: Path) -> None:
@@ -242,8 +257,7 @@ def test_lost_picture_is_a_line(photo: Path) -> None:
     with History(":memory:") as history:
         turn = history.new(model="m").add("user", [{"type": "image", "image": photo}])
         history._database.rows("DELETE FROM turn_picture")
-        block = UserTurn("", pictures=turn.pictures)
-        assert "my photo.png, 8 x 4" in block.readable
+        assert draft_of(turn).captions == ["my photo.png, 8 x 4"]
         assert Thumbnail(turn.pictures[0]).lines(40, "") == []
 
 
@@ -343,7 +357,7 @@ def test_plain_chat(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
         parts(data, " again"),
     ]
     assert "my photo.png is attached to the next message." in out
-    assert out.count("Picture: my photo.png, 8 x 4") == 6
+    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 6
     with History(tmp_path / "history.db") as history:
         (row,) = history._database.rows("SELECT count(*) AS n FROM picture")
         assert row["n"] == 1

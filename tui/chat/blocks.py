@@ -31,7 +31,6 @@ from localrt.tui.chat.markdown import (
 from localrt.tui.chat.thumbnails import Graphics, Thumbnail, cells
 from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
-from localrt.tui.conversation.pictures import caption
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
@@ -210,12 +209,14 @@ class UserTurn(Block):
         waiting: bool = False,
         folds: Sequence[Fold] = (),
         pictures: Sequence[KeptPicture] = (),
+        captions: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.message = text
         self.waiting = waiting
         self.folds = tuple(folds)
         self.thumbnails = [Thumbnail(picture) for picture in pictures]
+        self._captions = captions
         self._escapes: dict[int, str] = {}
 
     @property
@@ -251,8 +252,7 @@ class UserTurn(Block):
 
     @property
     def readable(self) -> str:
-        captions = (caption(thumbnail.picture) for thumbnail in self.thumbnails)
-        return "\n".join([self.shown().plain, *captions])
+        return "\n".join([self.shown().plain, *self._captions])
 
     def estimate(self, width: int) -> int:
         rows = sum(cells(each.picture, width - 1)[1] for each in self.thumbnails)
@@ -261,12 +261,12 @@ class UserTurn(Block):
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         lines = wrapped(self.shown(styles), width - 1, styles)
         self._escapes.clear()
-        for thumbnail in self.thumbnails:
+        for thumbnail, line in zip(self.thumbnails, self._captions, strict=True):
             if styles.colors:
                 drawn = thumbnail.lines(width - 1, styles.graphics)
                 self._escapes |= enumerate(thumbnail.escapes, len(lines))
                 lines += drawn
-            lines += wrapped(Text(caption(thumbnail.picture), styles.mark), width - 1, styles)
+            lines += wrapped(Text(line, styles.mark), width - 1, styles)
         return [*lines, *self.note_lines(width, styles)]
 
     def escape(self, row: int) -> str:

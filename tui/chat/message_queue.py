@@ -394,7 +394,13 @@ class MessageQueue:
 
 
 def _user_turn(draft: Draft, *, waiting: bool = False) -> UserTurn:
-    return UserTurn(draft.text, waiting=waiting, folds=draft.folds, pictures=draft.pictures)
+    return UserTurn(
+        draft.text,
+        waiting=waiting,
+        folds=draft.folds,
+        pictures=draft.pictures,
+        captions=draft.captions,
+    )
 
 
 def _block_of(turn: Turn) -> Block:

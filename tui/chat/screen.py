@@ -245,7 +245,7 @@ class ChatScreen(Screen[None]):
         draft = self.composer.attachments.expanded(text)
         session = self.state.session
         if draft.pictures and session is not None:
-            session.check_sees()
+            draft = await asyncio.to_thread(session.measured, draft)
         editing, self._editing = self._editing, None
         after = None if editing is None else self.state.conversation.before(editing)
         self.view.mark(None)

@@ -52,6 +52,7 @@ class Draft:
     text: str
     folds: tuple[Fold, ...] = ()
     pictures: tuple[KeptPicture, ...] = ()
+    tokens: tuple[int, ...] = ()  # of the pictures, if they are known
 
     @property
     def content(self) -> str | Sequence[Mapping[str, Any]]:
@@ -64,7 +65,15 @@ class Draft:
     def info(self) -> dict[str, Any]:
         """What the history keeps with the text; ``draft_of`` reads it."""
         folds = [[fold.start, fold.end, fold.label] for fold in self.folds]
-        return {"folds": folds} if folds else {}
+        kept = {"folds": folds, "picture_tokens": list(self.tokens)}
+        return {name: values for name, values in kept.items() if values}
+
+    @property
+    def captions(self) -> list[str]:
+        """A line for each picture."""
+        unknown = [0] * len(self.pictures)
+        tokens = self.tokens if len(self.tokens) == len(unknown) else unknown
+        return [caption(*each) for each in zip(self.pictures, tokens, strict=True)]
 
 
 class Attachments:
@@ -173,7 +182,10 @@ def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:
 def draft_of(turn: Turn) -> Draft:
     """A user's turn as it was written."""
     folds = read_folds(turn.info.get("folds"), len(turn.content))
-    return Draft(turn.content, folds, turn.pictures)
+    tokens = turn.info.get("picture_tokens")
+    if not isinstance(tokens, list) or not all(isinstance(each, int) for each in tokens):
+        tokens = []
+    return Draft(turn.content, folds, turn.pictures, tuple(tokens))
 
 
 def read_folds(value: Any, length: int) -> tuple[Fold, ...]:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 _MOST_PIXELS = 64_000_000  # as a model sees them
 
 
-def caption(picture: KeptPicture) -> str:
-    """``photo.png, 640 x 480``."""
-    return f"{clean(picture.name)}, {picture.width:,} x {picture.height:,}"
+def caption(picture: KeptPicture, tokens: int = 0) -> str:
+    """``photo.png, 640 x 480, 256 tokens``; 0: it is not known how many."""
+    size = f"{clean(picture.name)}, {picture.width:,} x {picture.height:,}"
+    return f"{size}, {tokens:,} tokens" if tokens else size
 
 
 def small_image(picture: KeptPicture, width: int, height: int) -> Image.Image:

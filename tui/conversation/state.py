@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import localrt
 from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.commands import OPTIONS
+from localrt.tui.conversation.attachments import Draft
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.preferences import Preset, PresetsFile
 from localrt.tui.text import human_count, short_name
@@ -66,6 +67,22 @@ class Session:
         """Raise ``OptionError`` if the model cannot see pictures."""
         if not self.sees:
             raise OptionError(f"{self.title} cannot see pictures: the message was not sent")
+
+    def measured(self, draft: Draft) -> Draft:
+        """The message with the tokens that its pictures take; takes a moment for each.
+
+        Raises:
+            OptionError: the model cannot see pictures, or not one of these.
+        """
+        if not draft.pictures:
+            return draft
+        self.check_sees()
+        text = self.model.count([{"role": "user", "content": "a"}])
+        tokens = []
+        for picture in draft.pictures:
+            content = [picture.part, {"type": "text", "text": "a"}]
+            tokens.append(self.model.count([{"role": "user", "content": content}]) - text)
+        return replace(draft, tokens=tuple(tokens))
 
     def describe(self) -> str:
         info = self.model.info
