@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import select
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,6 +183,9 @@ class ChatApp(App[None]):
             self.chat.view.add_notice(note, "error")
         self._watch(self._loading)
         self.chat.watch_tools()
+        if self.is_web:  # its server may be killed
+            server = os.getppid()
+            self.set_interval(1.0, lambda: None if os.getppid() == server else self.exit())
 
     def _resume(self) -> None:
         try:

@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-c", "--continue", dest="resume", action="store_true", help=resume)
     add("--load", metavar="PATH", type=Path, help="continue a saved chat (default: a new one)")
     add("--plain", action="store_true", help=plain)
+    browser = "open the app in a tab of the browser on this machine"
+    add("--browser", action="store_true", help=browser)
     parser.set_defaults(json=False, stats=False)
     add_endpoint_arguments(parser)
     add_load_arguments(parser)
@@ -65,7 +67,14 @@ def run(args: argparse.Namespace) -> int:
     choose_model(args)
     if args.resume and args.load is not None:
         raise OptionError("give either --continue or --load, not both")
-    if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
+    in_tab = args.browser and "TEXTUAL_DRIVER" in os.environ  # set by textual-serve
+    if args.browser and (args.plain or args.prompt is not None):
+        raise OptionError("--browser is for the app: leave out --plain and --prompt")
+    if args.browser and not in_tab:
+        from localrt.tui.browser import serve_browser
+
+        return serve_browser([sys.executable, "-m", "localrt", *sys.argv[1:]])
+    if args.prompt is not None or not (args.plain or in_tab or sys.stdin.isatty()):
         if args.resume:
             raise OptionError(
                 "--continue is for the app: for a single answer use localrt run --continue"
@@ -90,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
     is_remote = args.endpoint is not None and not args.note
     more: dict[str, Any] = {}
-    if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if args.plain or not (terminal or in_tab):
         from localrt.tui.plain import run_plain as chat  # neither imports the other's toolkit
     else:
         from localrt.tui import run_chat as chat

@@ -1,0 +1,154 @@
+"""The app in a tab of a browser: ``textual-serve`` draws there what runs in a process here.
+
+Only this machine is served, and only at URLs that begin with a random token: any program and any
+user of the machine can reach a port, but the app reads files and runs tools. One tab is open at a
+time, since each has a process with its own model. The page may load nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from localrt.common.errors import MissingExtraError
+
+try:
+    from aiohttp import web
+    from textual_serve.app_service import AppService
+    from textual_serve.server import Server, to_int
+except ImportError as error:
+    raise MissingExtraError(
+        "the app in a browser needs textual-serve: pip install 'localrt[browser]'"
+    ) from error
+
+if TYPE_CHECKING:
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_HOST = "127.0.0.1"
+_GOODBYE_SECONDS = 60.0  # seconds in which an app may save its conversation
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self' 'unsafe-inline' data: blob:; connect-src 'self' ws://{host}; "
+        "frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def serve_browser(
+    command: Sequence[str], *, show: Callable[[str], object] = webbrowser.open
+) -> int:
+    """Serve the app that ``command`` starts until Ctrl+C; ``show`` gets the URL.
+
+    Returns:
+        The process's exit status.
+    """
+    with socket.create_server((_HOST, 0)) as listening:
+        server = TabServer(command, listening.getsockname()[1])
+        print(f"localrt: the app is at {server.page} (Ctrl+C ends it)", flush=True)
+        show(server.page)
+        web.run_app(server.application(), sock=listening, print=None, access_log=None)
+    return 0
+
+
+class TabServer(Server):
+    """Serves one tab at a time at ``page``; whoever opens another ends it."""
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        posix = sys.platform != "win32"
+        # exec: no shell stands between the app and this process, whose end the app watches.
+        line = f"exec {shlex.join(command)}" if posix else subprocess.list2cmdline(command)
+        super().__init__(line, host=_HOST, port=port, title="localrt")
+        self._token = secrets.token_urlsafe(32)
+        self._tab: asyncio.Task[None] | None = None
+
+    @property
+    def page(self) -> str:
+        """The URL of the app."""
+        return f"{self.public_url}/{self._token}/"
+
+    async def application(self) -> web.Application:
+        """All routes of ``textual-serve`` below the token."""
+        inner = await self._make_app()
+        inner.on_startup.clear()  # it prints a banner
+        outer = web.Application(middlewares=[self._guard])
+        outer.add_subapp(f"/{self._token}", inner)
+        # The page asks for downloads at the root, by a key of 122 random bits that is valid once.
+        outer.router.add_get("/download/{key}", self.handle_download)
+        return outer
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """The connection of a tab, for which a process is started."""
+        before, self._tab = self._tab, asyncio.current_task()
+        await _end(before)
+        websocket = web.WebSocketResponse(heartbeat=15)
+        await websocket.prepare(request)
+
+        async def close() -> None:
+            await websocket.close()
+
+        app = AppService(
+            self.command,
+            write_bytes=websocket.send_bytes,
+            write_str=websocket.send_str,
+            close=close,
+            download_manager=self.download_manager,
+        )
+        width, height = (to_int(request.query.get(side, ""), 80) for side in ("width", "height"))
+        await app.start(width, height)
+        try:
+            await self._process_messages(websocket, app)
+        except asyncio.CancelledError:
+            await websocket.close()
+        finally:
+            await app.stop()
+            await _ended(app)
+        return websocket
+
+    async def on_shutdown(self, app: web.Application) -> None:
+        await _end(self._tab)
+
+    async def handle_download(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await super().handle_download(request)
+        except web.HTTPNotFound as error:
+            raise web.HTTPForbidden from error
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        first = request.path.split("/")[1]
+        known = hmac.compare_digest(first.encode(), self._token.encode()) or first == "download"
+        if not known or request.host != f"{_HOST}:{self.port}":
+            raise web.HTTPForbidden
+        response = await handler(request)
+        if not response.prepared:
+            for name, value in _HEADERS.items():
+                response.headers[name] = value.format(host=request.host)
+        return response
+
+
+async def _ended(app: AppService) -> None:
+    """Wait for the app's process: the next one needs its memory."""
+    process = app._process
+    if process is not None:
+        try:
+            await asyncio.wait_for(process.communicate(), _GOODBYE_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _end(tab: asyncio.Task[None] | None) -> None:
+    """End a tab, and wait until its app has saved what there is to save."""
+    if tab is not None and not tab.done():
+        tab.cancel()
+        await asyncio.wait([tab])
