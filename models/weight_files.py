@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
@@ -82,11 +83,12 @@ def projectors_beside(path: Path) -> list[Path]:
     """
     top = path.parent.parent
     folders = (path.parent, top) if top.parent.name == "snapshots" else (path.parent,)
-    return [
-        folder / name
-        for folder in folders
-        for name in projector_files((each.name for each in folder.iterdir()), path.name)
-    ]
+    found: list[Path] = []
+    for folder in folders:
+        with suppress(OSError):  # it cannot be listed, though a file in it can be read
+            names = [each.name for each in folder.iterdir()]
+            found += [folder / name for name in projector_files(names, path.name)]
+    return found
 
 
 def is_named_after(path: str, model: str) -> bool:

@@ -135,6 +135,16 @@ def test_snapshot_with_folders(smolvlm: Path, tmp_path: Path) -> None:
     assert _found(model) == "mmproj-F16.gguf"
 
 
+def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(tmp_path / "here" / "smolvlm.gguf")
+
+    def refuse(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert vision_source(model) is None
+
+
 def test_projector_elsewhere(smolvlm: Path, tmp_path: Path) -> None:
     model = _model(tmp_path / "blobs" / "sha256-1")
     projector = write_mmproj(smolvlm, tmp_path / "blobs" / "sha256-2")
