@@ -29,7 +29,7 @@ from localrt.common.errors import MissingExtraError
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
-_ABI_VERSION = 23
+_ABI_VERSION = 24
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -109,7 +109,9 @@ class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
     _fields_ = fields(
-        (c_void_p, "data mask"), (c_int64, "stride"), (c_int32, "format held rows extra")
+        (c_void_p, "data mask ahead"),
+        (c_int64, "stride"),
+        (c_int32, "format held rows windows_only extra"),
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import UnsupportedModelError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
     RECURRENT_KINDS,
@@ -310,10 +309,10 @@ def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> Recurrent
 
 def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | None) -> SpanArgs:
     """Without what differs from layer to layer."""
-    if span.ahead is not None:
-        raise UnsupportedModelError("the CPU's kernels do not let a picture's rows see one another")
     return SpanArgs(
         mask=_address(mask),
+        ahead=_address(span.ahead),
+        windows_only=span.windows_only,
         format=_CACHE_FORMATS.index(cache.kv_format),
         held=cache.length,
         rows=span.rows,

@@ -73,8 +73,10 @@ enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4, KV_ROWS_BF16, KV_ROWS_INT8 
 struct Span {
     uint8_t* data;        // blocks of 256 tokens, see kv.h
     const uint8_t* mask;  // (rows, extra + rows) or null for causal
+    const int32_t* ahead; // (rows): how many of the rows behind it a row sees too, or null; not with a mask
     int64_t stride;       // from one block to the next
     int32_t format, held, rows;
+    int32_t windows_only; // rows see those ahead only in layers with a window
     int32_t extra;        // of the tokens held, so many of the last are a tree's rows, which the mask covers
 };
 

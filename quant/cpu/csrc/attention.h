@@ -356,7 +356,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     const int together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
     const int chunks = (queries + together - 1) / together;
     const size_t listed = 1 + (size_t)args.most_chosen;
-    const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span);
+    const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span, args.window);
     const int blocks = (tree.longest() + KEYS - 1) / KEYS;
     const float* q = args.q + (size_t)first_row * args.heads * size;
     auto describe = [&](int group, int index) {
@@ -365,7 +365,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         query.q = q + ((size_t)row * args.heads + head) * size;
         query.row = row;
         query.last = tree.last(row);
-        query.first = args.window ? most(0, query.last - args.window) : 0;
+        query.first = args.window ? most(0, query.last - tree.ahead(row) - args.window) : 0;
         return query;
     };
     // Few queries over a long cache: share out its blocks too. Results are the same either way.

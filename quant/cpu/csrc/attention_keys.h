@@ -42,12 +42,14 @@ struct Tree {
     const Span& span;
     int base;         // tokens before the tree, which all rows see
     int width;        // tokens that a row may see of others, at most
+    const int* far = nullptr;  // (rows): how many of the rows behind it a row sees too
     const int* path;  // (rows, 1 + width): how many of those from `base` on a row sees, and which
 
     // `chosen` (rows, 1 + most) lists all that rows see.
     Tree(const Span& span, const int* chosen, int most) : span(span), base(0), width(most), path(chosen) {}
-    Tree(Context& context, const Span& span)
+    Tree(Context& context, const Span& span, bool windowed = false)
         : span(span), base(span.held - (span.mask ? span.extra : 0)), width(span.extra + span.rows), path(nullptr) {
+        if (windowed || !span.windows_only) far = span.ahead;
         if (!span.mask) return;
         int* to = scratch<int>(context.tasks, (size_t)span.rows * (1 + width));
         path = to;
@@ -58,7 +60,10 @@ struct Tree {
                 if (mask[i]) to[1 + to[0]++] = i;
         }
     }
-    int last(int row) const { return path ? base + path[(size_t)row * (1 + width)] : span.held + row + 1; }
+    int last(int row) const {
+        return path ? base + path[(size_t)row * (1 + width)] : span.held + row + 1 + ahead(row);
+    }
+    int ahead(int row) const { return far && !path ? far[row] : 0; }
     // Where the i-th token lies that a row sees.
     int slot(int row, int i) const { return path && i >= base ? base + path[(size_t)row * (1 + width) + 1 + i - base] : i; }
     int longest() const {
