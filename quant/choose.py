@@ -16,6 +16,7 @@ from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops
 from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.vision import VisionSteps
 
 _WIDEST = 512  # most numbers of a head, latents or rotary: MAX_HEAD in quant/cpu/csrc/kv.h
 
@@ -115,6 +116,17 @@ def vision_ops(ops: Ops) -> Ops:
     from localrt.quant.cpu.ops import NativeOps
 
     return NativeOps()
+
+
+def vision_steps(ops: Ops) -> VisionSteps:
+    """The steps of vision towers on ``ops``: our kernels on a CPU, else numpy between products."""
+    if ops.name != "native":
+        return VisionSteps(ops)
+    from localrt.quant.cpu.ops import NativeOps
+    from localrt.quant.cpu.vision import NativeVision
+
+    assert isinstance(ops, NativeOps)
+    return NativeVision(ops)
 
 
 def _no_kv_format(name: str | None) -> str:

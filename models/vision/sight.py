@@ -29,9 +29,9 @@ from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.source import VisionSource
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
+from localrt.quant.choose import vision_steps
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Given, Ops
-from localrt.quant.ops.vision import VisionSteps
 
 Tokens = npt.NDArray[np.int64]
 Take = Callable[[int], None]
@@ -75,7 +75,7 @@ class Sight:
         self.token = token
         self._source = source
         self.units = LoadedUnits(source, ops, take)
-        self._steps = VisionSteps(ops)
+        self._steps = vision_steps(ops)
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id

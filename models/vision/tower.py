@@ -291,11 +291,11 @@ class Block:
     def __call__(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
         """The rows (R, D) behind the block."""
         config, names = self.config, self.config.names
-        x = x + self._normed(names.post_norm1, self._attention(x, places, steps), steps)
+        x = steps.add(x, self._normed(names.post_norm1, self._attention(x, places, steps), steps))
         inner = self.up(self.norm2(x, steps), steps)
         if len(names.up) == 2:
             inner = steps.gated(inner, config.activation)
-        return x + self._normed(names.post_norm2, self.down(inner, steps), steps)
+        return steps.add(x, self._normed(names.post_norm2, self.down(inner, steps), steps))
 
     def _attention(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
         config, names = self.config, self.config.names

@@ -54,6 +54,8 @@ _LAYOUTS = {
     **_numbered("int4b int8b int4z int8z nf4-f32 e4m3", 37),
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
+VISION_STEPS = _numbered("linear norm rotate gate add attention")
+VISION_ACTIVATIONS = {None: 0, **_numbered("gelu gelu_tanh quick_gelu silu", 1)}
 RECURRENT_KINDS = _numbered("delta ssm conv ngram")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
@@ -279,6 +281,18 @@ class HeadArgs(Structure):
     )
 
 
+class VisionArgs(Structure):
+    """A step of a vision tower."""
+
+    _fields_ = fields(
+        (c_void_p, "x y z out weight bias ends"),
+        (Stack, "matrix"),
+        (c_int64 * 3, "strides"),
+        (c_int32, "rows heads size activation rms segments"),
+        (c_float, "eps scale"),
+    )
+
+
 class Step(Structure):
     """A step of a list that ``lrt_run`` runs: a kernel's arguments, or two rows that are added."""
 
@@ -353,6 +367,7 @@ _SIGNATURES = {
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_set_adapters": (None, (c_void_p, POINTER(AdapterArgs))),
     "lrt_pack_low_rank": (None, (c_void_p, POINTER(LowRankPack), POINTER(LowRankArgs))),
+    "lrt_vision": (None, (c_void_p, c_int, POINTER(VisionArgs))),
     "lrt_set_codebook": (None, (c_int, c_int, c_int, c_void_p)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
 }

@@ -17,8 +17,10 @@ from localrt.common.cores import default_threads
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
+    VISION_STEPS,
     HeadArgs,
     SearchArgs,
+    VisionArgs,
     find_library,
     load_library,
 )
@@ -528,6 +530,10 @@ class NativeOps(StreamSteps):
             out = np.empty((x.shape[0], weight.stack.rows), np.float32)
         self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
         return out
+
+    def run_vision(self, step: str, args: VisionArgs) -> None:
+        """A step of a vision tower: one of ``VISION_STEPS``."""
+        self._api.lrt_vision(self._handle, VISION_STEPS[step], args)
 
     def search_scales(self, args: SearchArgs) -> None:
         self._api.lrt_search_scales(self._handle, args)

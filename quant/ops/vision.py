@@ -62,6 +62,10 @@ class VisionSteps:
             out += self.values(bias, columns)
         return out if activation is None else activate(out, activation)
 
+    def add(self, x: Floats, y: Floats) -> Floats:
+        """The sum of x and y (R, D)."""
+        return x + y
+
     def values(self, vector: Vector, size: int) -> Floats:
         """A vector's values (size,)."""
         out = np.empty(size, np.float32)

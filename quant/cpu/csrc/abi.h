@@ -270,6 +270,23 @@ struct HeadArgs {
     float eps, softcap;
 };
 
+// The steps of a vision tower: see quant/ops/vision.py and vision.h.
+enum VisionStep : int32_t { VISION_LINEAR, VISION_NORM, VISION_ROTATE, VISION_GATE, VISION_ADD, VISION_ATTENTION, VISION_STEPS };
+enum VisionActivation : int32_t { NO_ACTIVATION, EXACT_GELU, TANH_GELU, QUICK_GELU, VISION_SILU };
+
+// What each takes of it: rows of x, y and z, which lie `strides` apart where they have heads.
+struct VisionArgs {
+    const float *x, *y, *z;
+    float* out;
+    const float *weight, *bias;  // or null
+    const int32_t* ends;         // (segments), rows at which attention's segments end
+    Stack matrix;
+    int64_t strides[3];
+    int32_t rows, heads, size;   // of a head
+    int32_t activation, rms, segments;
+    float eps, scale;
+};
+
 // A step of a list that is run at once: a kernel's arguments, or `x` (count) = (x + scale * y) * total.
 enum StepKind : int32_t { STEP_READ_ROWS, STEP_QKV, STEP_ATTENTION, STEP_MLP, STEP_HEAD, STEP_ADD };
 struct Step {

@@ -47,6 +47,26 @@ inline F16L softplus16(F16L x) {
     return (s + s).fma(p, x.max(F16L::zero()));
 }
 
+// erf, to within 2e-7 (Abramowitz and Stegun, 7.1.26).
+inline F16L erf16(F16L x) {
+    const F16L one = F16L::set1(1.f), size = x.max(negated(x)), t = one / F16L::set1(0.3275911f).fma(size, one);
+    F16L p = F16L::set1(1.061405429f).fma(t, F16L::set1(-1.453152027f)).fma(t, F16L::set1(1.421413741f));
+    p = p.fma(t, F16L::set1(-0.284496736f)).fma(t, F16L::set1(0.254829592f));
+    const F16L y = negated(p * t).fma(exp16(negated(x * x)), one);
+    return x.above(F16L::zero(), y, negated(y));
+}
+
+// A tower's activations: NO_ACTIVATION, GELU, its approximations, SiLU.
+inline F16L activate_vision(F16L x, int activation) {
+    const F16L one = F16L::set1(1.f);
+    if (activation == NO_ACTIVATION) return x;
+    if (activation == EXACT_GELU) return x * F16L::set1(0.5f) * (one + erf16(x * F16L::set1(0.70710678f)));
+    F16L z = x;
+    if (activation == QUICK_GELU) z = x * F16L::set1(1.702f);
+    if (activation == TANH_GELU) z = (x * x * x).fma(F16L::set1(0.044715f), x) * F16L::set1(1.5957691216f);
+    return x / (one + exp16(negated(z)));
+}
+
 // Whether a stack's first half gates the other; else the activation is that of all.
 inline bool has_gate(int activation) { return activation != RELU2; }
 

@@ -42,4 +42,5 @@ struct Kernels {
     void (*add_ngrams)(Context&, const NgramArgs&);
     void (*choose_tokens)(Context&, const IndexArgs&);
     void (*pack_low_rank)(const LowRankPack&, const LowRank&);
+    void (*vision[VISION_STEPS])(Context&, const VisionArgs&);
 };

@@ -1,4 +1,4 @@
-// x86-64 with AVX-512 VNNI and AMX's products of whole numbers.
+// x86-64 with AVX-512 VNNI and AMX's products of whole numbers and of bf16.
 #define LRT_AMX 1
 #include "kernels.h"
 #if LRT_AMX_COMPILES
@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <unistd.h>
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16,avx512bf16")
 #include "vec_avx512.h"
 #define KERNELS kernels_amx
 #include "steps.h"
@@ -29,6 +29,7 @@ void try_tiles() {
     _tile_loadd(6, bytes, 64);
     _tile_zero(0);
     _tile_dpbsud(0, 4, 6);
+    _tile_dpbf16ps(0, 4, 6);
     _tile_stored(0, bytes, 64);
 }
 
@@ -39,9 +40,9 @@ namespace {
 
 // Linux lends the tile registers on request, and a hypervisor may list what it does not let run: a child tries first.
 bool tiles_work() {
-    constexpr unsigned TILE_AND_INT8 = 3u << 24;
+    constexpr unsigned TILE_INT8_BF16 = 3u << 24 | 1u << 22;
     unsigned a, b, c, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_INT8) != TILE_AND_INT8) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_INT8_BF16) != TILE_INT8_BF16) return false;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA)) return false;
     const pid_t child = fork();

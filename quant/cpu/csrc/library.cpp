@@ -46,7 +46,7 @@ const Choice* choices(int* count) {
     static const Choice list[] = {
 #if defined(__x86_64__)
 #if LRT_AMX_COMPILES
-        {"amx", &kernels_amx, [] { return has_avx512() && amx_works(); }},
+        {"amx", &kernels_amx, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_works(); }},
 #endif
         {"avx512", &kernels_avx512, has_avx512},
 #if defined(LRT_EVEX)
@@ -156,6 +156,7 @@ LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->k
 // Of the passes from now on; `rows` 0 for none.
 LRT_API void lrt_set_adapters(Runtime* r, const AdapterArgs* args) { r->context.adapters = *args; }
 LRT_API void lrt_pack_low_rank(Runtime* r, const LowRankPack* from, const LowRank* to) { r->kernels.pack_low_rank(*from, *to); }
+LRT_API void lrt_vision(Runtime* r, int step, const VisionArgs* args) { r->kernels.vision[step](r->context, *args); }
 // The entries (count, width) of a layout's codebook, before any matrix has it: what they stand for, plus the zero point.
 LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* entries) {
     Codebook& book = codebooks[layout - FIRST_CODEBOOK];

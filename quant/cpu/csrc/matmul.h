@@ -118,10 +118,12 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 }  // namespace
 
 #include "panel.h"
+#include "blocks.h"
 #include "activation.h"
 
 namespace {
 
+constexpr int FLOAT_PANEL_ROWS = 12, FLOAT_ROWS = 192, FLOAT_TILES = 4, FLOAT_COLUMNS = 256;  // of matrices of floats
 // Of a task with many rows; of gated ones with few; of a task, if its totals fit.
 constexpr int TASK_TILES = 8, PIECE_TILES = 32, MOST_TILES = 32;
 constexpr int TOTALS = ROW_CHUNK * TASK_TILES, PIECE_TOTALS = 4 * PIECE_TILES;
@@ -150,6 +152,23 @@ inline void store_some(F16L x, int count, float* to) {
 #include "adapters.h"
 
 namespace {
+
+// What follows a product in place, before others take the cache: a bias, a tower's activation.
+struct Finish {
+    const float* bias;  // of all columns, or null
+    int activation;
+
+    // Rows of `count` numbers, which are all columns' from `column` on.
+    void operator()(float* out, size_t stride, int rows, int column, int count) const {
+        if (!bias && activation == NO_ACTIVATION) return;
+        for (int row = 0; row < rows; row++, out += stride)
+            for (int i = 0; i < count; i += 16) {
+                F16L y = load_some(out + i, count - i);
+                if (bias) y = y + load_some(bias + column + i, count - i);
+                store_some(activate_vision(y, activation), count - i, out + i);
+            }
+    }
+};
 
 // Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
 struct Target {
@@ -318,6 +337,12 @@ template <class Float> struct Plain {
     static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
                          const Target& target) {
         const int first = runs[range.first].start, last = least(acts.rows, first + range.rows(runs));
+        if (last - first >= FLOAT_PANEL_ROWS) {
+            for (int t = tile; t < tile + count; t += FLOAT_TILES)
+                for (int row = first; row < last; row += FLOAT_ROWS)
+                    multiply_panels(m, t, least(FLOAT_TILES, tile + count - t), acts, row, least(FLOAT_ROWS, last - row), target);
+            return;
+        }
         for (int t = tile; t < tile + count; t++) {
             const uint8_t* p = m.data + t * tile_bytes(m);
             F16L sums[4];
@@ -328,6 +353,42 @@ template <class Float> struct Plain {
                 for (int r = 0; r < at_once; r++, row++) target.put(sums[r], row, t);
             }
         }
+    }
+    // Many rows: PANEL_TILES tiles become floats, FLOAT_COLUMNS at a time, and meet all rows. The sums are those of
+    // `float_rows`, in the same order: four, of every fourth column each.
+    static LRT_NOINLINE void multiply_panels(const Matrix& m, int tile, int count, const Acts& acts, int row, int rows,
+                                             const Target& target) {
+        constexpr int WIDE = 16 * PANEL_TILES, STRIDE = 16 * FLOAT_TILES;
+        alignas(64) float panel[FLOAT_COLUMNS * WIDE], sums[4][FLOAT_ROWS * STRIDE];
+        const float* x = acts.x + (size_t)row * acts.cols;
+        for (auto& some : sums) fill_floats(some, rows * STRIDE, 0.f);
+        for (int column = 0; column < m.cols; column += FLOAT_COLUMNS) {
+            const int columns = least(FLOAT_COLUMNS, m.cols - column), fours = columns / 4;
+            for (int t = 0; t < count; t += PANEL_TILES) {
+                for (int part = 0; part < PANEL_TILES; part++) {
+                    const uint8_t* p = m.data + (tile + least(t + part, count - 1)) * tile_bytes(m) + (size_t)column * Float::BYTES;
+                    for (int k = 0; k < columns; k++) {
+                        const int place = k < 4 * fours ? k % 4 * fours + k / 4 : k;
+                        Float::load(p + (size_t)k * Float::BYTES).store(panel + place * WIDE + 16 * part);
+                    }
+                }
+                for (int r = 0; r < rows; r += BLOCK_ROWS) {
+                    const int some = least(BLOCK_ROWS, rows - r);
+                    const float* a = x + (size_t)r * acts.cols + column;
+                    for (int i = 0; i < 4; i++)
+                        multiply_rows<PANEL_TILES>(some, {a + i, (size_t)acts.cols, 4, panel + i * fours * WIDE, WIDE, fours,
+                                                          sums[i] + r * STRIDE + 16 * t, STRIDE});
+                    if (columns % 4)
+                        multiply_rows<PANEL_TILES>(some, {a + 4 * fours, (size_t)acts.cols, 1, panel + 4 * fours * WIDE, WIDE,
+                                                          columns % 4, sums[0] + r * STRIDE + 16 * t, STRIDE});
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < count; t++) {
+                const auto sum = [&](int i) { return F16L::load(sums[i] + r * STRIDE + 16 * t); };
+                target.put((sum(0) + sum(1)) + (sum(2) + sum(3)), row + r, tile + t);
+            }
     }
     static void read(const Matrix& m, int row, float factor, float* out) {
         const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
@@ -467,7 +528,7 @@ inline int next_tiles(const Context& context, int left, int at_once) {
 }
 
 // out (R, stack.rows) = x (R, K) times the stack's rows; from one row of `out` to the next are `stride` floats.
-inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride) {
+inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride, const Finish* finish = nullptr) {
     if (acts.rows == 0) return;
     const Additions more = additions(context, stack, acts);
     struct Task { const Matrix* matrix; int part, tile, tiles, column; };
@@ -498,6 +559,9 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
             kind.multiply(m, task.tile, task.tiles, acts, runs, range, target);
         });
         if (more.products) more.to_rows(target.out, target.stride, first, rows, task.part, m, task.tile, task.tiles);
+        if (finish)
+            (*finish)(target.out + (size_t)first * stride + 16 * task.tile, stride, rows, task.column + 16 * task.tile,
+                      least(16 * task.tiles, m.rows - 16 * task.tile));
     });
 }
 

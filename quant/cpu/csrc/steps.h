@@ -322,6 +322,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "index.h"
 #include "ngrams.h"
 #include "scale_search.h"
+#include "vision.h"
 
 namespace {
 
@@ -339,4 +340,5 @@ extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
                          gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent,
-                         add_ngrams, choose_tokens, pack_low_rank};
+                         add_ngrams, choose_tokens, pack_low_rank,
+                         {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};

@@ -1,0 +1,100 @@
+// Products of dense blocks of bf16 by AMX, summed in float32 in the order of columns.
+#pragma once
+
+namespace {
+
+// A tile is 1 KB: of `a` sixteen rows and 32 columns; of `b` 32 rows by pairs and sixteen columns, (16, 16, 2).
+constexpr int TILE_NUMBERS = 512, TILE_COLUMNS = 32;
+
+// All tile registers whole, as long as it lives.
+struct WholeTiles {
+    WholeTiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, unused[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+        _tile_loadconfig(&shape);
+    }
+    ~WholeTiles() { _tile_release(); }
+};
+
+// c (32, 16 T) += a (32, 32 count) b (32 count, 16 T); or = if `first`. `a_line` numbers lie between the tiles of the first
+// sixteen rows and those of the others, `b_line` between those of columns; the tiles of a line one after the other.
+template <int T>
+inline void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
+                           size_t c_stride) {
+    const size_t stride = c_stride * sizeof(float);
+    if (first) {
+        _tile_zero(0);
+        _tile_zero(2);
+        if (T == 2) {
+            _tile_zero(1);
+            _tile_zero(3);
+        }
+    } else {
+        _tile_loadd(0, c, stride);
+        _tile_loadd(2, c + 16 * c_stride, stride);
+        if (T == 2) {
+            _tile_loadd(1, c + 16, stride);
+            _tile_loadd(3, c + 16 * c_stride + 16, stride);
+        }
+    }
+    for (int k = 0; k < count; k++, a += TILE_NUMBERS, b += TILE_NUMBERS) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, a + a_line, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        if (T == 2) {
+            _tile_loadd(7, b + b_line, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, stride);
+    _tile_stored(2, c + 16 * c_stride, stride);
+    if (T == 2) {
+        _tile_stored(1, c + 16, stride);
+        _tile_stored(3, c + 16 * c_stride + 16, stride);
+    }
+}
+
+// As load_some, of none or less as well.
+inline F16L load_up_to(const float* x, int count) { return count > 0 ? load_some(x, count) : F16L::zero(); }
+
+// The bf16 of `low`, then those of `high`.
+inline __m512i to_brains(F16L low, F16L high) { return (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v); }
+
+// Two rows of sixteen bf16, one after the other, as pairs.
+inline __m512i paired(__m512i rows) {
+    alignas(64) static const uint16_t places[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(places), rows);
+}
+
+// A row (count) of `a` times `factor`, from the tile's row `to` on; columns are filled up with zeros.
+inline void put_brains(const float* x, int count, float factor, uint16_t* to) {
+    const F16L by = F16L::set1(factor);
+    for (int k = 0; k < count; k += TILE_COLUMNS, to += TILE_NUMBERS)
+        _mm512_storeu_si512(to, to_brains(load_up_to(x + k, count - k) * by, load_up_to(x + k + 16, count - k - 16) * by));
+}
+
+// Columns [column, column + count) of a matrix's tile, as tiles of `b`.
+template <class Float> inline void put_pairs(const uint8_t* tile, int column, int count, uint16_t* to) {
+    const uint8_t* p = tile + (size_t)column * Float::BYTES;
+    int k = 0;
+    for (; k + 2 <= count; k += 2, p += 2 * Float::BYTES, to += 32) {
+        __builtin_prefetch(p + PREFETCH);
+        if constexpr (std::is_same<Float, Brain>::value) _mm512_store_si512(to, paired(_mm512_loadu_si512(p)));
+        else _mm512_store_si512(to, paired(to_brains(Float::load(p), Float::load(p + Float::BYTES))));
+    }
+    if (k < count) {
+        _mm512_store_si512(to, paired(to_brains(Float::load(p), F16L::zero())));
+        k += 2, to += 32;
+    }
+    for (; k % TILE_COLUMNS; k += 2, to += 32) _mm512_store_si512(to, _mm512_setzero_si512());
+}
+
+}  // namespace

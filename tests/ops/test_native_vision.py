@@ -1,0 +1,155 @@
+"""The steps of vision towers on the CPU's kernels: numpy in float64 as the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from localrt.quant.choose import vision_steps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.vision import NativeVision
+from localrt.quant.formats import unpack
+from localrt.quant.ops.vision import VisionActivation, VisionSteps, activate
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_matmul import ISAS, quantized
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+ROWS = (1, 7, 17, 300)
+HEADS = (64, 72, 80, 88)
+ACTIVATIONS: tuple[VisionActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
+EXACT = 2e-6
+BRAINS = 6e-3  # products of bf16
+
+
+def native(isa: str, threads: int = 2) -> NativeVision:
+    steps = vision_steps(NativeOps(threads=threads, isa=isa))
+    assert isinstance(steps, NativeVision)
+    return steps
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    assert found.dtype == np.float32
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_products(name: str, isa: str) -> None:
+    packed = name.startswith("q")
+    exact = name == "f32" or packed or isa != "amx"
+    columns = 544 if packed else 541
+    steps = native(isa)
+    tensor = random_tensor(name, 203, columns)
+    weight, bias = steps.ops.weight((203, columns), [tensor]), steps.ops.vector(floats(203))
+    for rows in (*ROWS, 33, 400):
+        x = floats(rows, columns, seed=rows)
+        seen = quantized(x) if packed else x.astype(np.float64)
+        expected = seen @ unpack(tensor).astype(np.float64).T
+        found = steps.linear(x, weight)
+        assert error(found, expected) < (EXACT if exact else BRAINS)
+        biased = steps.linear(x, weight, bias)
+        np.testing.assert_array_equal(biased, found + bias.values)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: VisionActivation, isa: str) -> None:
+    steps = native(isa)
+    weight = steps.ops.weight((32, 32), [random_tensor("f32", 32, 32)])
+    x = np.linspace(-20, 20, 64 * 32, dtype=np.float32).reshape(64, 32) / 8
+    x[0, :4] = (-1e4, 1e4, -90, 90)
+    plain = steps.linear(x, weight)
+    expected = VisionSteps.gated(steps, np.hstack([plain, np.ones_like(plain)]), activation)
+    np.testing.assert_allclose(steps.linear(x, weight, None, activation), expected, 2e-5, 2e-6)
+    wide = floats(17, 2 * 77)
+    gated = activate(wide[:, :77].astype(np.float64), activation) * wide[:, 77:]
+    assert error(steps.gated(wide, activation), gated) < EXACT
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [64, 72, 80, 88, 1152])
+def test_norms(size: int, isa: str) -> None:
+    steps = native(isa)
+    weight, bias = steps.ops.vector(floats(size)), steps.ops.vector(floats(size, seed=1))
+    for rows in ROWS:
+        wide = floats(rows, 3, 2, size, seed=rows) * 3 + 5
+        for x in (np.ascontiguousarray(wide[:, 0, 0]), wide[:, 1]):
+            exact = x.astype(np.float64)
+            rms = exact / np.sqrt(np.square(exact).mean(-1, keepdims=True) + 1e-6)
+            assert error(steps.rms_norm(x, None, 1e-6), rms) < EXACT
+            assert error(steps.rms_norm(x, weight, 1e-6), rms * weight.values) < EXACT
+        exact = x.astype(np.float64)
+        off = exact - exact.mean(-1, keepdims=True)
+        normed = off / np.sqrt(np.square(off).mean(-1, keepdims=True) + 1e-6)
+        assert error(steps.layer_norm(x, weight, None, 1e-6), normed * weight.values) < EXACT
+        expected = normed * weight.values + bias.values
+        assert error(steps.layer_norm(x, weight, bias, 1e-6), expected) < EXACT
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", HEADS)
+def test_rotations_and_sums(size: int, isa: str) -> None:
+    steps = native(isa)
+    for rows in ROWS:
+        x = floats(rows, 3, 5, size)[:, 1]
+        angles = floats(rows, size // 2, seed=1)
+        expected = VisionSteps.rotate(steps, x, np.cos(angles), np.sin(angles))
+        np.testing.assert_array_equal(steps.rotate(x, np.cos(angles), np.sin(angles)), expected)
+        y = floats(rows, size)
+        np.testing.assert_array_equal(steps.add(x[:, 0], y), x[:, 0] + y)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", HEADS)
+def test_attention(size: int, isa: str) -> None:
+    steps = native(isa)
+    for ends in ((1,), (7,), (17,), (1, 18, 19, 300), (300,), (64, 128, 192), (33, 590)):
+        rows = ends[-1]
+        q, k, v = (floats(rows, 3, 5, size, seed=rows)[:, i] for i in range(3))
+        expected = VisionSteps.attention(
+            steps, *(each.astype(np.float64) for each in (q, k, v)), 0.3, ends
+        )
+        found = steps.attention(q, k, v, 0.3, ends)
+        assert error(found, expected) < (1e-2 if isa == "amx" else 5e-6)
+
+
+def test_a_segment_stays_for_itself() -> None:
+    steps = native(ISAS[0])
+    q, k, v = floats(3, 300, 2, 72)
+    whole = steps.attention(q, k, v, 0.3, (100, 300))
+    alone = steps.attention(q[100:], k[100:], v[100:], 0.3, (200,))
+    np.testing.assert_array_equal(whole[100:], alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_and_other_rows_change_no_bits(isa: str) -> None:
+    x, qkv = floats(300, 544), floats(300, 3, 5, 72)
+    results = []
+    for threads in (1, 2, 5):
+        steps = native(isa, threads)
+        found = []
+        for name in ("f32", "f16", "bf16", "q8_0"):
+            weight = steps.ops.weight((203, 544), [random_tensor(name, 203, 544)])
+            found.append(steps.linear(x, weight, None, "gelu"))
+            for rows in (1, 11, 12, 13, 64):
+                part = steps.linear(x[:rows], weight, None, "gelu")
+                np.testing.assert_array_equal(part, found[-1][:rows])
+        found.append(steps.attention(*qkv.swapaxes(0, 1), 0.2, (290, 300)))
+        results.append(found)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_heads_wider_than_the_kernels() -> None:
+    steps = native(ISAS[0])
+    q, k, v = floats(3, 9, 2, 288)
+    expected = VisionSteps.attention(steps, q, k, v, 0.1, (9,))
+    np.testing.assert_array_equal(steps.attention(q, k, v, 0.1, (9,)), expected)
