@@ -55,7 +55,7 @@ _LAYOUTS = {
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
 VISION_STEPS = _numbered("linear norm rotate gate add attention")
-VISION_ACTIVATIONS = {None: 0, **_numbered("gelu gelu_tanh quick_gelu silu", 1)}
+VISION_ACTIVATIONS = _numbered("none gelu gelu_tanh quick_gelu silu")
 RECURRENT_KINDS = _numbered("delta ssm conv ngram")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.

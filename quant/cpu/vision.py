@@ -1,9 +1,9 @@
 """The steps of vision towers through the compiled kernels, on all threads (``csrc/vision.h``).
 
-Values agree with ``VisionSteps`` to within what formats round: packed matrices take activations in
-int8. Where the processor has AMX, matrices of bf16 and f16, and attention, are multiplied in bf16
-and summed in float32, which other passes over the same matrices are not; matrices of float32 stay
-exact. A row's bits depend neither on the other rows nor on the threads.
+Packed matrices take activations in int8, those of floats as they are. Where the processor has AMX,
+all matrices but those of float32, and attention, are multiplied in bf16 and summed in float32,
+which other passes over the same matrices are not. A row's bits depend neither on the other rows nor
+on the threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NativeVision(VisionSteps):
     ) -> Floats:
         x, out = _dense(x), large_floats((len(x), weight.stack.rows))
         args = VisionArgs(x=locate(x), out=locate(out), rows=len(x), bias=address_of(bias))
-        args.matrix, args.activation = weight.stack, VISION_ACTIVATIONS[activation]
+        args.matrix, args.activation = weight.stack, VISION_ACTIVATIONS[activation or "none"]
         self._native.run_vision("linear", args)
         return out
 

@@ -1,6 +1,6 @@
 // The steps of a vision tower, on float32 rows: see quant/ops/vision.py. A row's bits do not depend on the other rows
-// nor on the threads. With AMX, matrices of bf16 and f16, and attention, are multiplied in bf16 and summed in float32:
-// there the bits are not those of other instruction sets.
+// nor on the threads. With AMX, matrices but those of float32, and attention, are multiplied in bf16 and summed in
+// float32: there the bits are not those of other instruction sets.
 #pragma once
 #if LRT_AMX
 #include "blocks_amx.h"
@@ -86,25 +86,71 @@ void vision_add(Context& context, const VisionArgs& args) {
 #if LRT_AMX
 constexpr int BRAIN_ROWS = 384, BRAIN_COLUMNS = 256;  // of a task, and of a matrix's panel
 
+// Columns [column, column + count) of a packed matrix's tile, as tiles of bf16.
+template <class Layout> void put_codes(const Matrix& m, int tile, int column, int count, uint16_t* to) {
+    using Kind = Packed<Layout>;
+    const int span = Kind::span(m);
+    const uint8_t* p = Kind::at(m, tile) + column / span * (Layout::HEADER + span / 32 * Layout::STEP);
+    for (int c = 0; c < count; c += span) {
+        const auto head = Layout::open(p);
+        const uint8_t* steps = p + Layout::HEADER;
+        for (int step = 0; step < span / 32; step++, steps += Layout::STEP) {
+            const auto codes = Layout::codes(steps);
+            for (int v = 0; v < 8; v++, to += 64) {
+                const int half = Layout::HALVES == 2 ? v / 4 : 0;
+                const F16L scale = Layout::scale(head, p, step, half);
+                F16L offset = scale * F16L::set1(-(float)Layout::ZERO);
+                if constexpr (half_minima<Layout>()) offset = Layout::minimum(head, p, step, half);
+                else if constexpr (!Layout::SYMMETRIC) offset = Layout::offset(head, step);
+                const I16 four = {codes.at(v).v};
+                const auto value = [&](int i) { return F16L::from(four.shr(8 * i) & I16::set1(255)).fma(scale, offset); };
+                _mm512_store_si512(to, paired(to_brains(value(0), value(1))));
+                _mm512_store_si512(to + 32, paired(to_brains(value(2), value(3))));
+            }
+        }
+        p = steps;
+    }
+}
+
+template <class Float> void put_floats(const Matrix& m, int tile, int column, int count, uint16_t* to) {
+    put_pairs<Float>(m.data + tile * Plain<Float>::tile_bytes(m), column, count, to);
+}
+
+// What makes tiles of bf16 of a matrix; null if it stays what it is.
+using PutTiles = void (*)(const Matrix& m, int tile, int column, int count, uint16_t* to);
+inline PutTiles put_tiles(const Matrix& m) {
+    PutTiles found = nullptr;
+    with_layout(m.layout, [&](auto kind) {
+        using Kind = decltype(kind);
+        if constexpr (Kind::PACKED) {
+            if (BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
+        } else if constexpr (std::is_same<Kind, Plain<Brain>>::value) {
+            found = put_floats<Brain>;
+        } else if constexpr (std::is_same<Kind, Plain<Half>>::value) {
+            found = put_floats<Half>;
+        }
+    });
+    return found;
+}
+
 inline bool in_brains(const Stack& stack) {
     for (int i = 0; i < stack.count; i++)
-        if (stack.parts[i].layout != BF16 && stack.parts[i].layout != F16) return false;
+        if (!put_tiles(stack.parts[i])) return false;
     return !stack.hadamard;
 }
 
-// TASK_TILES tiles of a matrix of bf16 or f16 times `rows`, a multiple of 32, of which `valid` are wanted.
-template <class Float>
+// `count` tiles of a matrix times `rows`, a multiple of 32, of which `valid` are wanted.
 LRT_NOINLINE void multiply_brains(const Matrix& m, int tile, int count, const uint16_t* a, int rows, int valid, int first, const Target& target) {
     constexpr int STRIDE = 16 * TASK_TILES, PANEL = BRAIN_COLUMNS * 16;
     alignas(64) uint16_t panel[2 * PANEL];
     alignas(64) float sums[BRAIN_ROWS * STRIDE];
-    const size_t line = (size_t)(m.cols + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_NUMBERS, tile_bytes = (size_t)m.cols * Float::BYTES;
-    WholeTiles tiles;
+    const PutTiles put = put_tiles(m);
+    const size_t line = (size_t)(m.cols + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_NUMBERS;
+    const WholeTiles tiles;
     for (int column = 0; column < m.cols; column += BRAIN_COLUMNS) {
         const int columns = least(BRAIN_COLUMNS, m.cols - column), steps = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
         for (int t = 0; t < count; t += 2) {
-            for (int i = 0; i < 2; i++)
-                put_pairs<Float>(m.data + (tile + least(t + i, count - 1)) * tile_bytes, column, columns, panel + i * PANEL);
+            for (int i = 0; i < 2; i++) put(m, tile + least(t + i, count - 1), column, columns, panel + i * PANEL);
             for (int row = 0; row < rows; row += 32)
                 multiply_tiles<2>(a + row / 16 * line + column / TILE_COLUMNS * TILE_NUMBERS, line, panel, PANEL, steps, !column,
                                   sums + row * STRIDE + 16 * t, STRIDE);
@@ -137,8 +183,7 @@ inline void multiply_brains(Context& context, const VisionArgs& args, const Fini
                 const int first = padded / 32 * (task / groups) / chunks * 32, end = padded / 32 * (task / groups + 1) / chunks * 32;
                 const int valid = least(rows, end) - first;
                 const uint16_t* from = a + (size_t)first / 16 * tile_columns * TILE_NUMBERS;
-                if (m.layout == BF16) multiply_brains<Brain>(m, tile, count, from, end - first, valid, first, target);
-                else multiply_brains<Half>(m, tile, count, from, end - first, valid, first, target);
+                multiply_brains(m, tile, count, from, end - first, valid, first, target);
                 finish(target.out + first * target.stride + 16 * tile, target.stride, valid, column + 16 * tile, least(16 * count, m.rows - 16 * tile));
             });
             column += m.rows;
@@ -291,7 +336,7 @@ LRT_NOINLINE void attend_segment(const VisionArgs& args, const VisionTask& task,
     Blocks blocks(args.size);
     const int columns = blocks.columns;
     alignas(64) float out[Blocks::ROWS * MAX_VISION_HEAD], totals[Blocks::ROWS * 16], peaks[Blocks::ROWS];
-    [[maybe_unused]] const typename Blocks::Tiles tiles;
+    [[maybe_unused]] const typename Blocks::Tiles tiles{};
     fill_floats(out, Blocks::ROWS * columns, 0.f);
     fill_floats(totals, rows * 16, 0.f);
     fill_floats(peaks, rows, -INFINITY);
