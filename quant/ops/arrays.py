@@ -12,6 +12,7 @@ import math
 import mmap
 from threading import Lock
 from typing import Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -102,25 +103,27 @@ class Regions:
     """
 
     def __init__(self) -> None:
-        self._region = np.empty(0, np.uint8)
-        self._taken = 0
+        self._region: ref[npt.NDArray[np.uint8]] | None = None  # which its views keep
+        self._size = self._taken = 0
         self._lock = Lock()
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return ``nbytes`` that may hold anything; ``cut`` may give some of them back."""
         with self._lock:
-            if nbytes > self._region.size - self._taken:
-                size = min(max(_LARGE_PAGE, 2 * self._region.size), _LARGEST_REGION)
-                self._region = aligned_buffer(max(nbytes, size))
-                self._taken = 0
+            region = None if self._region is None else self._region()
+            if region is None or nbytes > region.size - self._taken:
+                self._size = min(max(_LARGE_PAGE, 2 * self._size), _LARGEST_REGION)
+                region = aligned_buffer(max(nbytes, self._size))
+                self._region, self._taken = ref(region), 0
             start = self._taken
-            self._taken = min(self._region.size, start + -(-nbytes // _LINE) * _LINE)
-            return self._region[start : start + nbytes]
+            self._taken = min(region.size, start + -(-nbytes // _LINE) * _LINE)
+            return region[start : start + nbytes]
 
     def cut(self, taken: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the first ``nbytes`` of what was taken; the rest is free if it was taken last."""
         with self._lock:
-            start = taken.ctypes.data - self._region.ctypes.data
+            region = None if self._region is None else self._region()
+            start = -1 if region is None else taken.ctypes.data - region.ctypes.data
             if start + -(-taken.size // _LINE) * _LINE == self._taken:
                 self._taken = start + -(-nbytes // _LINE) * _LINE
             return taken[:nbytes]

@@ -157,5 +157,5 @@ def test_heads_wider_than_the_kernels() -> None:
 def test_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.kernels.vision import main
 
-    main("--rows 9 --hidden 64 --inner 96 --heads 2 --runs 1".split())
+    main(["--rows", "9", "--hidden", "64", "--inner", "96", "--heads", "2", "--runs", "1"])
     assert "| attention |" in capsys.readouterr().out

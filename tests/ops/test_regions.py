@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
@@ -26,6 +28,19 @@ def test_overlaps(wanted: list[tuple[int, int, bool]]) -> None:
         arrays.append(regions.cut(taken, nbytes * percent // 100))
     for number, array in enumerate(arrays, start=1):
         assert (array == number).all()
+
+
+def test_nothing_is_kept() -> None:
+    """A region ends with its last array, also the one that would be taken from next."""
+    regions = Regions()
+    first = regions.take(1 << 20)
+    region = ref(first.base)
+    kept = first.view(np.float32)[:4]
+    del first
+    assert region() is not None
+    del kept
+    assert region() is None
+    assert regions.take(100).size == 100
 
 
 def test_reuse() -> None:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _ROWS_BESIDE = 64
+_SIGHT = 16 << 20  # what decoding, the steps and the rows of some pictures take
 _BESIDE = "adapters lie beside the weights"
 
 
@@ -122,6 +123,9 @@ class NativeEngine(Engine):
     def see(self, make: Callable[[Ops, Take | None], Sight]) -> None:
         """See pictures by what ``make`` returns for the ``Ops`` and the memory budget."""
         budgeted = self.weights.memory.streams or self.ram is not None
+        if budgeted:
+            with self._turn:
+                self._take_within(_SIGHT)
         self.sight = make(self._loaded().ops, self._take_within if budgeted else None)
 
     def _take_within(self, nbytes: int) -> None:
