@@ -141,7 +141,12 @@ class Balance(WeightMemory):
         self._choose_kept(self._caches.nbytes)
 
     def take(self, nbytes: int) -> None:
-        budget = max(0, self._budget - nbytes)
+        budget = self._budget - nbytes
+        if budget < 0:
+            raise MemoryBudgetError(
+                f"{format_bytes(nbytes)} are wanted, and of the budget the model has "
+                f"{format_bytes(self._budget)}"
+            )
         missing = self.ram_nbytes + self.ring_growth + self._caches.nbytes > budget
         self._try_budget(budget)
         if missing:

@@ -216,6 +216,20 @@ def test_context_beyond_budget(model: Model) -> None:
         assert_same([ours], [theirs])
 
 
+def test_more_than_the_budget_is_not_given(model: Model) -> None:
+    """What is given back afterwards is what was taken."""
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    budget = budget_for(model, [], PAGE)
+    with model.placed([], largest=largest, budget=budget) as decoder:
+        memory = decoder.weights.memory
+        with pytest.raises(MemoryBudgetError, match="wanted, and of the budget"):
+            memory.take(budget + 1)
+        spare = memory.spare
+        memory.take(spare)
+        memory.take(-spare)
+        assert memory.spare == spare
+
+
 def test_evict_little_more(model: Model) -> None:
     with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
         smallest = min(stage.unit.nbytes for stage in decoder.weights.stages)
