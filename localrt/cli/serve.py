@@ -76,7 +76,8 @@ _CONNECTIONS_HELP = (
 )
 _KEEP_HELP = (
     "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "
-    "(default: 5m); 0 gives it back at once, -1 never"
+    "(default: 5m, longer for a model that is usually back soon after); 0 gives it back at once, "
+    "-1 never"
 )
 _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
@@ -117,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     names = ("host", "port", "max_queued", "max_connections")
     kept = {name: getattr(_UNSET, name) for name in names}
-    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s, "keep_alive": "5m"}
+    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s}
     add_flags(group, _FLAGS, **kept, **shown, cors=[], class_key=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
@@ -235,6 +236,7 @@ def _check_all(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
+    keep = args.keep_alive
     return ServeOptions(
         host=args.host,
         port=args.port,
@@ -247,7 +249,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body, option("max_body")),
         drain_s=args.drain,
-        keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
+        keep_alive_s=None if keep is None else parse_duration(keep, option("keep_alive")),
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
         fetch_pictures=args.fetch_pictures,

@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from localrt.quant.ops.states import SavedState, reachable
 PERSON = ""
 """The name under which a person's own pauses are kept."""
 _MOST_SECONDS = 600.0  # the longest time to hold a cache before saving it
-_SAMPLES = 32  # durations remembered for each tool
+SAMPLES = 32  # durations remembered of each tool, person or model
 _RESTORE_BYTES_S = 1e9  # speed of reading a cache back, until one was measured
 _LEAST_RESTORE_S = 0.01
 Tier: TypeAlias = Literal["ram", "disk"]
@@ -82,6 +82,14 @@ def hold_seconds(
     return best
 
 
+def expected_s(durations: Iterable[float], gone: float) -> float:
+    """Return in how many seconds one is expected who has been ``gone`` so long, and was away for
+    ``durations`` before: the mean of those not yet over; if all are, as long again.
+    """
+    left = [d - gone for d in durations if d > gone]
+    return fmean(left) if left else gone
+
+
 @dataclass(slots=True)
 class _Wait:
     since: float
@@ -112,9 +120,7 @@ class KvKeeper:
         self._clock = clock
         self._lock = threading.Condition()
         self._waits: weakref.WeakKeyDictionary[Parkable, _Wait] = weakref.WeakKeyDictionary()
-        self._durations: defaultdict[str, deque[float]] = defaultdict(
-            lambda: deque(maxlen=_SAMPLES)
-        )
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
         self._restore_bytes_s = _RESTORE_BYTES_S
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -172,10 +178,7 @@ class KvKeeper:
     # -- parts -----------------------------------------------------------------------------------
 
     def _expected(self, wait: _Wait, now: float) -> float:
-        """Return the seconds until the owner is expected: the mean of durations not yet over."""
-        gone = now - wait.since
-        left = [d - gone for d in self._durations[wait.tool] if d > gone]
-        return fmean(left) if left else gone
+        return expected_s(self._durations[wait.tool], now - wait.since)
 
     def _park(self, chat: Parkable) -> int:
         nbytes = chat.kv_nbytes

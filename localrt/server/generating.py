@@ -116,7 +116,7 @@ async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event],
     cancel = threading.Event()
 
     async def run() -> T:
-        async with asked.using() as served, served.embedding:
+        async with asked.using(background=True) as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
     with asked.service.admitted():
@@ -236,7 +236,8 @@ class _Work(AsyncExitStack):
         """Load the model and submit the answers."""
         call, service = self._call, self._service
         terms = {"client": client, **_terms(self._asked, call)}
-        served = await self.enter_async_context(self._asked.using())
+        background = GOALS[terms["request_class"]].background
+        served = await self.enter_async_context(self._asked.using(background=background))
         self._served = served
         self.callback(self._end)
         adapting: dict[str, str] = {}

@@ -149,8 +149,11 @@ class Models(ABC):
         """
 
     @abstractmethod
-    def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
-        """Lend the model of this name, from ``find``, loaded until the block ends.
+    def using(
+        self, name: str | None, *, background: bool = False
+    ) -> AbstractAsyncContextManager[ServedModel]:
+        """Lend the model of this name, from ``find``, loaded until the block ends; nobody waits
+        for ``background`` work.
 
         Raises:
             ApiError: 404, it is gone.
@@ -224,7 +227,9 @@ class OneModel(Models):
         return next(one for one in offered if one.name == found)
 
     @asynccontextmanager
-    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+    async def using(
+        self, name: str | None, *, background: bool = False
+    ) -> AsyncIterator[ServedModel]:
         yield self.served
 
     def at_work(self) -> Sequence[ServedModel]:

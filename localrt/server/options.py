@@ -22,9 +22,9 @@ class ServeOptions:
     send requests (CORS), ``"*"`` means all. A request's body must arrive within
     ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is disconnected.
     With several models, one that is unused for ``keep_alive_s`` gives its memory back (below
-    zero: never). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. Answers
-    get ``drain_s`` to finish when the server stops.
+    zero: never; None: 300 s, longer if it is expected back soon). ``strict_models`` refuses
+    requests for unknown models, ``allow_pull`` lets clients download models, ``fetch_pictures``
+    fetches pictures from URLs in requests. Answers get ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"
@@ -42,7 +42,7 @@ class ServeOptions:
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     drain_s: float = 20.0
-    keep_alive_s: float = 300.0
+    keep_alive_s: float | None = None
     strict_models: bool = False
     allow_pull: bool = False
     fetch_pictures: bool = False

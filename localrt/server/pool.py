@@ -1,10 +1,10 @@
 """This machine's models behind one server: loaded on request, within one memory budget.
 
-If there is no room for another model, the least recently used ones shrink: their caches go to the
-disk, and their weights are read again when needed. Only a model that cannot shrink is unloaded. So
-a client that alternates between models that do not fit together waits for the missing bytes, not
-for a whole model and its prompt. The event loop decides which model is used; a thread moves memory,
-for one model at a time.
+If there is no room for another model, others shrink, those first that nobody is expected to wait
+for soon (``memory_plan.py``): their caches go to the disk, and their weights are read again when
+needed. Only a model that cannot shrink is unloaded. So a client that alternates between models that
+do not fit together waits for the missing bytes, not for a whole model and its prompt. The event
+loop decides which model is used; a thread moves memory, for one model at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +26,14 @@ from localrt.engine.batch.turns import PassTurns
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
+from localrt.server.memory_plan import Holding, Uses, giving_order, plan_room, stay_s
 from localrt.server.models import Models, Offered, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
 
 _ANY = "*"  # the alias of the model that answers to unknown names
 _BESIDE_WEIGHTS = 128 << 20  # for a model's tokenizer, a conversation and a pass
 _LIST_AGE_S = 1.0
+_KEEP_S = 300.0
 _FOR_EVER_S = 100 * 365 * 86400.0  # calendars hardly go further
 _RESERVE = 64 << 20  # room for the answers of a loaded model to grow
 
@@ -53,20 +55,26 @@ class LocalFile:
 class _Slot:
     """A model that was requested. ``awake``: it has its share of the memory.
 
-    ``keep_s`` is how long it stays loaded, if a client said so. ``left`` is the bytes of weights
-    that it has given back. ``contested`` says that it was unloaded for others: it is then loaded in
-    a form that can shrink.
+    ``people`` are the uses that somebody waits for, ``work`` are others. ``keep_s`` is how long it
+    stays loaded, if a client said so. ``left`` is the bytes of weights that it has given back.
+    ``contested`` says that it was unloaded for others: it is then loaded in a form that can shrink.
     """
 
     file: LocalFile
     served: ServedModel | None = None
-    users: int = 0
+    people: Uses = field(default_factory=Uses)
+    work: Uses = field(default_factory=Uses)
     used: float = 0.0
     keep_s: float | None = None
     awake: bool = False
     left: int = 0
     contested: bool = False
     coming: asyncio.Task[None] | None = None
+
+    @property
+    def users(self) -> int:
+        """The number of requests that use it now."""
+        return self.people.count + self.work.count
 
     @property
     def on_gpu(self) -> bool:
@@ -78,9 +86,8 @@ class ModelPool(Models):
     """This machine's models: ``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is
     set meanwhile; ``files`` lists them.
 
-    ``ram`` is the budget in bytes for all of them; None: what is free. A model that is unused for
-    ``keep_s`` seconds shrinks, and is unloaded after as long again; below zero it stays.
-    ``on_change`` gets a sentence about each load and unload.
+    ``ram`` is the budget in bytes for all of them; None: what is free. ``on_change`` gets a
+    sentence about each load and unload.
     """
 
     def __init__(
@@ -189,10 +196,13 @@ class ModelPool(Models):
     # -- using one ---------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+    async def using(
+        self, name: str | None, *, background: bool = False
+    ) -> AsyncIterator[ServedModel]:
         """See ``Models``. If memory is short, it waits for other models' answers to end."""
         slot = self._slot(name)
-        slot.users += 1
+        uses = slot.work if background else slot.people
+        uses.begin(time.monotonic())
         try:
             if slot.served is None or not slot.awake:
                 if slot.coming is None or slot.coming.done():
@@ -203,9 +213,9 @@ class ModelPool(Models):
             assert slot.served is not None, "it has a user"
             yield slot.served
         finally:
-            slot.users -= 1
+            uses.count -= 1
             if slot.served is not None:
-                slot.used = time.monotonic()
+                slot.used = uses.last = time.monotonic()
             self._freed.set()
 
     async def _bring(self, slot: _Slot) -> None:
@@ -228,9 +238,8 @@ class ModelPool(Models):
             await self._freed.wait()
 
     def _others(self, slot: _Slot) -> list[_Slot]:
-        """Return the other loaded models, the least recently used first."""
-        slots = [s for s in list(self._slots.values()) if s is not slot and s.served is not None]
-        return sorted(slots, key=lambda other: other.used)
+        """Return the other loaded models."""
+        return [s for s in list(self._slots.values()) if s is not slot and s.served is not None]
 
     # -- moving memory, in a thread ----------------------------------------------------------------
 
@@ -245,7 +254,9 @@ class ModelPool(Models):
             _withdraw(other)
             if other.on_gpu and not other.users:  # it would not return to the GPU by itself
                 self._put_away(other)
-        self._make_room(_wanted(slot), others)
+        # Background work makes do with what its model has, rather than slow down people's.
+        modest = slot.served is not None and not slot.people.count
+        enough = self._make_room(_wanted(slot), others, modest=modest)
         if slot.served is None:
             self._load_into(slot, others)
         else:
@@ -253,18 +264,21 @@ class ModelPool(Models):
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
         # While others answer it gets less than possible: the next request tries again.
-        slot.awake = not any(other.users for other in others)
+        slot.awake = enough and not any(other.users for other in others)
 
     def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         began = time.monotonic()
         load = partial(self._load, slot.file.model, slot.contested, self._closing)
         try:
-            try:
-                model = load()
-            except MemoryBudgetError:
-                if not sum([self._evict(other) for other in others if not other.users]):
-                    raise
-                model = load()
+            while True:
+                try:
+                    model = load()
+                    break
+                except MemoryBudgetError:
+                    idle = {o: self._holding(o) for o in others if o.served and not o.users}
+                    if not idle:
+                        raise
+                    self._evict(giving_order(idle)[0])
         except LocalrtError as error:
             if not self._closing.is_set():
                 reason = without_folders(error.told(on_command_line))
@@ -278,20 +292,47 @@ class ModelPool(Models):
         """Return the bytes that this process may still take."""
         return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
 
-    def _make_room(self, nbytes: int, others: Sequence[_Slot]) -> None:
-        """Make unused models free ``nbytes``, as far as possible."""
-        for other in others:
-            missing = nbytes - self._free()
-            if missing <= 0:
-                return
-            if not other.users and not self._shrink(other, missing):
-                self._evict(other)
+    def _make_room(self, nbytes: int, others: Sequence[_Slot], *, modest: bool) -> bool:
+        """Make others free ``nbytes``, as far as possible; if ``modest``, only those that nobody is
+        expected to wait for soon. Return whether these were enough, or all.
+        """
+        models = {other: self._holding(other) for other in others if not other.people.count}
+        spared = [other for other, held in models.items() if modest and held.rank]
+        for other in spared:
+            del models[other]
+        while (missing := nbytes - self._free()) > 0:
+            if not (gifts := plan_room(models, missing)):
+                return not spared
+            for other, gift in gifts.items():
+                held = models.pop(other)
+                if gift > held.most:
+                    self._evict(other)
+                    continue
+                gave = self._shrink(other, gift)
+                left = min(held.weights, held.most - gift) if gave else 0
+                rest = held.rest if gave or other.users else held.rest + held.weights
+                models[other] = replace(held, caches=0, weights=left, rest=rest)
+        return True
+
+    def _holding(self, slot: _Slot) -> Holding:
+        assert slot.served is not None, "it is loaded"
+        now, model = time.monotonic(), slot.served.model
+        wanted, weights = slot.people.back_s(now), model.weights_in_ram
+        shrinks = model.info.streamed and not slot.on_gpu
+        return Holding(
+            caches=0 if slot.users else slot.served.live.stats().kv_bytes,
+            weights=weights if shrinks else 0,
+            rest=0 if shrinks or slot.users else weights,
+            wanted_s=wanted,
+            used_s=min(wanted, slot.work.back_s(now)),
+            kept=None if slot.keep_s is None else not 0 <= slot.keep_s <= now - slot.used,
+        )
 
     def _shrink(self, slot: _Slot, nbytes: int) -> bool:
-        """Make an unused model free ``nbytes``; return whether it could: caches or some weights."""
+        """Make a model free ``nbytes``; return whether it could: idle caches or some weights."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
-        held = slot.served.live.stats().kv_bytes
+        held = 0 if slot.users else slot.served.live.stats().kv_bytes
         slot.served.live.park()
         if held >= nbytes:
             return True
@@ -321,7 +362,9 @@ class ModelPool(Models):
     # -- over time -----------------------------------------------------------------------------
 
     def _keep(self, slot: _Slot) -> float:
-        return self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
+        """Return how long a model stays: as a user said, or as it was used."""
+        said = self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
+        return stay_s(slot.people.away, _KEEP_S) if said is None else said
 
     def tend(self) -> None:
         """See ``Models``: models that are unused for long shrink, and are unloaded later."""

@@ -256,6 +256,19 @@ def test_offer_all_models(pool: Pool) -> None:
     assert [name for name, _ in pool.loaded] == ["a", "b"]
 
 
+def test_classes_of_uses(pool: Pool) -> None:
+    with serving(pool.pool) as running:
+        work = {"X-Localrt-Class": "background"}
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "a"}
+        assert running.request("POST", "/v1/chat/completions", body, work)[0] == 200
+        embedded = {"model": "a", "input": "hi"}
+        assert running.request("POST", "/v1/embeddings", embedded)[0] == 200
+        slot = pool.pool._slots["a"]
+        assert slot.work.last > 0 > slot.people.last
+        assert running.chat(model="a", max_tokens=1)[0] == 200
+        assert slot.people.last > slot.work.last
+
+
 # -- within a budget, on real weights ------------------------------------------------------------
 
 
