@@ -312,3 +312,23 @@ async def test_shrink_by_turns(by_turns: Pool) -> None:
     # Each was loaded whole at first, and then so that it can shrink: never a third time.
     assert len(by_turns.loaded) <= 4
     assert set(by_turns.states.values()) == {"loaded", "shrunk"}
+
+
+@pytest.mark.real
+@needs_kernels
+async def test_shrink_while_working(by_turns: Pool) -> None:
+    """Background work goes on with less memory, and says the same."""
+    options = {**GREEDY, "max_tokens": 24}
+    for name in "abab":
+        async with by_turns.pool.using(name) as served:
+            expected = (await served.live.agenerate(TEXT, **options)).token_ids
+    async with by_turns.pool.using("a", background=True) as working:
+        before = working.model.weights_in_ram
+        answer = await working.live.asubmit(TEXT, request_class="background", **options)
+        tokens = list((await anext(answer)).token_ids)
+        async with by_turns.pool.using("b"):
+            assert working.model.weights_in_ram < before
+            assert by_turns.states["a"] == "shrunk"
+            async for chunk in answer:
+                tokens += chunk.token_ids
+    assert tuple(tokens) == expected
