@@ -27,6 +27,7 @@ from benchmarks.moe.tables import experts_table
 from benchmarks.offload import offload_table
 from benchmarks.published import published_table
 from benchmarks.quality.tables import full_tables, short_table
+from benchmarks.towers.__main__ import towers_table
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -143,6 +144,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quality": short_table,
     "quality-full": full_tables,
     "resume": resume_table,
+    "towers": towers_table,
 }
 
 
