@@ -41,6 +41,7 @@ _PACKAGES = (
     ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
     ("PySide6-Essentials", "png", "bench's reports as pictures"),
+    ("textual-serve", "browser", "the app in a tab of a browser"),
 )
 
 

@@ -71,7 +71,7 @@ class Attention(Structure):
     """What the kernels of attention read: ``Attention`` in quant/cuda/src/attention.cuh."""
 
     _fields_ = fields(
-        (c_void_p, "q blocks held positions tree ahead sinks out partial stats"),
+        (c_void_p, "q blocks held positions tree sinks out partial stats"),
         (c_int64, "k_at v_at run_stride"),
         (c_int, "n first rows heads per window runs"),
         (c_float, "scale softcap"),
@@ -186,6 +186,7 @@ def attend(
     split = n <= MOST_ROWS
     turned = turned_block(kv_format, value)
     runs = -(-longest // RUN) if split else 1
+    tree = ahead if mask is None else mask
     if out is None:
         out = empty(0 if records else n, heads * value, dtype=BFLOAT16, device=q.device)
     target = records.data[0, row * records.count // records.rows :] if records else out
@@ -195,7 +196,7 @@ def attend(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, held, positions, mask, ahead, sinks, target, partial, stats),
+            *pointers(q, blocks, held, positions, tree, sinks, target, partial, stats),
             k_at=place.keys_at,
             v_at=place.values_at,
             run_stride=chunk * heads * value,

@@ -110,7 +110,7 @@ def attend_latent_rows(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, held, positions, mask, None, None, out, partial, stats),
+            *pointers(q, blocks, held, positions, mask, None, out, partial, stats),
             k_at=place.keys_at,
             run_stride=chunk * heads * latent,
             n=n,

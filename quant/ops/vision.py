@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from scipy.special import erf
 
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector, Weight, copy_to_host, vector_to_host
@@ -27,6 +26,8 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 def activate(x: Floats, activation: VisionActivation) -> Floats:
     """An activation of every value of ``x``: the exact GELU, its two approximations, SiLU."""
     if activation == "gelu":
+        from scipy.special import erf  # megabytes, which few towers need
+
         out = 0.5 * x * (1 + erf(x * np.float32(0.7071067811865476)))
     elif activation == "gelu_tanh":
         inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3)

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
 
     const Rows rows = Rows::make(args, place, g);
     const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
-    int end = args.tree || args.ahead ? old + args.n : old + args.first + last + 1;
+    int end = args.tree ? old + args.n : old + args.first + last + 1;
     int begin = args.window && rows.earliest > args.window ? rows.earliest - args.window + 1 : 0;
     if constexpr (SPLIT) {
         const int run = blockIdx.x * RUN;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
         for (int w = 0; w < WARPS; w++) first = first < begins[w] ? first : begins[w];
         __syncthreads();
         const int lasts = ((tile + 1) * TILES * 16 - 1) / args.per, total = old + args.n;
-        const int stop = args.tree || args.ahead ? total : old + args.first + (lasts < args.rows ? lasts + 1 : args.rows);
+        const int stop = args.tree ? total : old + args.first + (lasts < args.rows ? lasts + 1 : args.rows);
         first = first / STEP * STEP;
         const auto share_keys = [&](int key) {
             share<KEYS::BYTES, STEP>((u8*)keys, keys_at(args.blocks[key / BLOCK], key) + (i64)key * KEYS::BYTES, total - key, Sums::key_turn);

@@ -22,8 +22,8 @@ struct Attention {
     const i64* held;         // tokens in it before the new rows
     const i64* positions;    // (n,)
     const i16* tree;         // (n, `columns`): of the last tokens, which a new row sees, by how far up it is + 1;
-                             // 0: not. Or null: all tokens before it and itself
-    const int* ahead;        // (n,): without a tree, how many of the new rows behind it a row sees too; or null
+                             // 0: not. Or null: all tokens before it and itself. Without columns (n,) i32: how many of
+                             // the new rows behind it a row sees too
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
@@ -40,7 +40,7 @@ struct Attention {
 
 // Rows g and g + 8 of sixteen, and what is so of all of them.
 struct Rows {
-    int row[2], position[2];  // row among the new ones
+    int row[2], position[2];  // row among the new ones, the last that it sees of them
     bool live[2];
     int least, earliest, latest;  // row; positions
 
@@ -52,6 +52,7 @@ struct Rows {
             rows.live[i] = row < args.rows;
             rows.row[i] = args.first + (rows.live[i] ? row : args.rows - 1);
             rows.position[i] = (int)args.positions[rows.row[i]];
+            if (args.tree && !args.columns) rows.row[i] += ((const int*)args.tree)[rows.row[i]];
         }
         rows.least = args.first + place / args.per;
         const int a = rows.position[0], b = rows.position[1];
@@ -67,15 +68,15 @@ struct Rows {
 
     // Whether all of them see `count` keys from `key` on.
     FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
-        return key + count <= old + (args.tree ? args.n - args.columns : rows.least + 1) &&
+        return key + count <= old + (args.columns ? args.n - args.columns : rows.least + 1) &&
                (!args.window || rows.latest - key < args.window);
     }
 
     FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
         const int fresh = key - old;  // its row, if it is a new one
         if (fresh >= args.n) return false;
-        if (!args.tree) {
-            if (fresh > rows.row[i] + (args.ahead ? args.ahead[rows.row[i]] : 0)) return false;
+        if (!args.columns) {
+            if (fresh > rows.row[i]) return false;
         } else if (fresh - args.n + args.columns >= 0) {
             const int up = args.tree[(rows.row[i] + 1) * args.columns + fresh - args.n];
             return up && (!args.window || up <= args.window);

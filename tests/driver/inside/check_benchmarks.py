@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.gpu import attention, grouped, loaded_child, recurrent, timing
 from benchmarks.gpu.kernels import random_rows
@@ -40,6 +41,7 @@ def test_launches_are_timed_in_a_graph(device: Cuda, gpu: Kernels) -> None:
 @pytest.mark.parametrize("kind", ["attention", "recurrent layers", "experts"])
 def test_kernels_pass_as_on_a_gpu(device: Cuda, kind: str) -> None:
     """With a row's bits alone and among others, which only a GPU has to keep."""
+    torch.manual_seed(0)  # as gpu_check does
     if kind == "attention":
         checks = attention.windowed, attention.sinks, attention.latents
         results = [check("attention", "cuda") for check in checks]
