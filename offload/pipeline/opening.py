@@ -120,7 +120,7 @@ class _Opening:
             gpu.stream([stage.unit for stage in stages if stage.where.copied])
         if experts is not None:
             experts.fill()
-        ram_ring, _ = setup.rings()
+        ram_ring, vram_ring = setup.rings()
         slots = setup.placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
         caches = Caches(config.memories, setup.ops, None if gpu is None else gpu.ops, self.on_gpu)
         balance = Balance(
@@ -130,7 +130,7 @@ class _Opening:
             caches,
             budget=setup.budget + slots,
             ram_ring=ram_ring,
-            vram_ring=setup.placement.vram_ring,
+            vram_ring=vram_ring,
             chunk=setup.mode.block,
             fixed=sum(data.nbytes for data in self.tables.values()),
             shortage=setup.shortage,

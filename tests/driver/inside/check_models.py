@@ -184,6 +184,20 @@ def test_any_placement_of_a_mixture(
 
 
 @once
+def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
+    """The ring's bytes are experts' slots there: nothing could be copied through it."""
+    names = [unit.name for unit in mixture.store.manifest.units]
+    units = [name for name in passing(mixture.store) if ".expert." not in name]
+    where = {n: Where.VRAM if n.endswith(".attention") else Where.SSD for n in units}
+    where |= dict.fromkeys([name for name in names if ".expert." in name][:4], Where.VRAM)
+    for device in ("cpu", "cuda"):
+        with on_gpu(mixture, where, make=made(device), expert_costs=COSTS) as decoder:
+            talk(decoder)
+            decoder.weights.memory.evict_gpu(1)
+            talk(decoder)
+
+
+@once
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
 def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """The first layer's in RAM, the others' on the GPU."""
