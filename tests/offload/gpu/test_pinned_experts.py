@@ -15,6 +15,7 @@ from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.gpu.test_hybrid_experts import COSTS, places
 from tests.offload.placed import PLENTY, Model, assert_same, conversation, needs_kernels, pack_tiny
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -76,6 +77,7 @@ def test_few_registrations(model: Model) -> None:
         assert gpu.registered <= SLABS + 10  # and a few dense units and rings
         assert_same(conversation(placed), want)
 
+        wait_for(lambda: memory.whole)  # what is being loaded cannot be given
         reclaimable = balance.reclaimable
         for nbytes in (memory.slot_nbytes, whole // 3):
             before = memory.nbytes
