@@ -189,7 +189,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         names = {entry.name for entry in self.path.iterdir()}
         shards: dict[str, set[str]] = {}
         if INDEX_NAME in names:
-            for name, shard in self._weight_map(whole=WEIGHTS_NAME in names).items():
+            for name, shard in weight_map(self.path, whole=WEIGHTS_NAME in names).items():
                 shards.setdefault(shard, set()).add(name)
             shards = {shard: own for shard, own in shards.items() if any(map(decoders, own))}
         files = weight_files(names, shards if INDEX_NAME in names else None)
@@ -216,15 +216,6 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
                 if name in listed:
                     yield name, tensor, path
 
-    def _weight_map(self, *, whole: bool) -> dict[str, str]:
-        """Read the index; empty if it is malformed and there is a ``whole`` file."""
-        try:
-            return _weight_map(self.path / INDEX_NAME)
-        except CheckpointError:
-            if not whole:
-                raise
-            return {}
-
     def _open(self, name: str) -> dict[str, StoredTensor | str]:
         file = self._files[name] = RangedFile(self.path / name)
         return read_header(file)
@@ -247,12 +238,24 @@ def _generation_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def weight_map(folder: Path, *, whole: bool) -> dict[str, str]:
+    """Which of the folder's files each tensor that its index lists is in; empty if the index is
+    malformed and there is a ``whole`` file.
+    """
+    try:
+        return _weight_map(folder / INDEX_NAME)
+    except CheckpointError:
+        if not whole:
+            raise
+        return {}
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     """The index's tensor names and their files, which must be in its folder."""
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    found = read_json(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path} has no weight_map")
-    for name, shard in weight_map.items():
+    for name, shard in found.items():
         if (
             not isinstance(shard, str)
             or PurePath(shard).name != shard
@@ -260,4 +263,4 @@ def _weight_map(path: Path) -> dict[str, str]:
             or ".safetensors" not in shard
         ):
             raise CheckpointError(f"{path}: tensor {name[:80]!r} lies in no file of this folder")
-    return weight_map
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
+from localrt.models.checkpoints.safetensors.folder import weight_map
 from localrt.models.checkpoints.safetensors.header import (
     is_raw,
     read_header,
@@ -53,8 +54,9 @@ class VisionFolder(SourcedCheckpoint):
     def _located(self) -> dict[str, RowSource]:
         located: dict[str, RowSource] = {}
         names = {entry.name for entry in self.path.iterdir()}
-        index = read_json(self.path / INDEX_NAME) if INDEX_NAME in names else {}
-        shards = set((index.get("weight_map") or {}).values())
+        whole = WEIGHTS_NAME in names
+        listed = weight_map(self.path, whole=whole) if INDEX_NAME in names else {}
+        shards = set(listed.values())
         for shard in weight_files(names, shards or None) or [WEIGHTS_NAME]:
             file = RangedFile(self.path / shard)
             self._files.append(file)
@@ -79,5 +81,8 @@ def _processor(path: Path) -> dict[str, Any]:
     for name in _PROCESSORS:
         if (path / name).exists():
             read = read_json(path / name)
-            found = {**read, **(read.get("image_processor") or {}), **found}
+            own = read.get("image_processor") or {}
+            if not isinstance(own, dict):
+                raise CheckpointError(f"{path / name}: image_processor is not an object")
+            found = {**read, **own, **found}
     return found
