@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.vision import VisionSteps
 
 Grid = tuple[int, int]
@@ -70,19 +72,24 @@ class Encoder:
         check: Check | None,
     ) -> Floats:
         """The encoded patches (N, D) of all grids, one after another."""
+        # One grid after another: what a step makes on its way is large.
+        ends = list(accumulate(rows * columns for rows, columns in grids))
+        parts = [slice(*pair) for pair in pairwise([0, *ends])]
         embed, table = units.get("embeddings", self._embeddings)
-        x = embed(patches, steps)
-        x += np.concatenate([self._positions(table, grid) for grid in grids])
+        x = large_floats((ends[-1], self.block.hidden))
+        for part, grid in zip(parts, grids, strict=True):
+            np.add(embed(patches[part], steps), self._positions(table, grid), out=x[part])
         for layer in range(self.layers):
             block = units.get(f"layers.{layer}", partial(self._block, layer))
-            first = 0
-            for rows, columns in grids:  # one by one: what a block makes on its way is large
+            for part in parts:
                 if check is not None:
                     check()
-                part = x[first : first + rows * columns]
-                part[:] = block(part, Places(ends=(len(part),)), steps)
-                first += len(part)
-        return units.get("post_layernorm", self._norm)(x, steps)
+                own = x[part]
+                own[:] = block(own, Places(ends=(len(own),)), steps)
+        norm = units.get("post_layernorm", self._norm)
+        for part in parts:
+            x[part] = norm(x[part], steps)
+        return x
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
         prefix, hidden = f"{self._prefix(weights)}embeddings.", self.block.hidden
