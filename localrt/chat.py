@@ -12,13 +12,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from localrt.chat_format.pictures import with_pictures
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import write_text
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
-from localrt.models.vision.picture import data_uri, picture_bytes
 from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
@@ -261,7 +259,11 @@ class ChatSession:
             raise OptionError("the message is empty: write something to answer")
         if images and text is None:
             raise OptionError("pictures need a text: say what to do with them")
-        content = None if text is None else with_pictures(text, images)
+        content: str | list[dict[str, Any]] | None = text
+        if images and text is not None:
+            from localrt.chat_format.pictures import with_pictures  # brings numpy
+
+            content = with_pictures(text, images)
         chosen = {name: value for name, value in options.items() if value is not None}
         chosen = {**self.options, **chosen}
         self._host.check({**options, **chosen})
@@ -395,6 +397,8 @@ class ChatSession:
 
 def _as_text(value: Any) -> str:
     """A picture's bytes, which are all in messages that JSON does not know."""
+    from localrt.models.vision.picture import data_uri, picture_bytes
+
     return data_uri(picture_bytes(value))
 
 

@@ -258,9 +258,12 @@ class Engine(ABC):
     turn: Callable[[], AbstractContextManager[int]] | None = None
     sight: Sight | None = None
 
-    def uncut(self, tokens: Sequence[int], most: int) -> int:
-        """How many of ``tokens`` to compute in one pass, ``most`` or what a picture asks for."""
-        return min(most, len(tokens)) if self.sight is None else self.sight.uncut(tokens, most)
+    def uncut(self, tokens: Sequence[int], first: int, most: int) -> int:
+        """Up to which of ``tokens`` a pass computes that begins with number ``first``: ``most`` of
+        them, or as many as a picture asks for.
+        """
+        end = min(first + most, len(tokens))
+        return end if self.sight is None else self.sight.uncut(tokens, first, end)
 
     def background(self) -> AbstractContextManager[int]:
         """Hold it for a pass that nobody waits for; it yields how many others have work that is

@@ -201,18 +201,17 @@ class Sight:
             ahead[at] = min(len(self._placed[digest].ids) - row, len(tokens) - at) - 1
         return ahead
 
-    def uncut(self, tokens: Sequence[int], most: int) -> int:
-        """How many of ``tokens`` to compute in one pass, at most ``most`` if no picture whose rows
-        see one another would be cut: before it, or else behind it.
+    def uncut(self, tokens: Sequence[int], first: int, end: int) -> int:
+        """Where a pass ends that begins with number ``first`` of ``tokens``: at ``end``, or if a
+        picture would be cut there whose rows see one another, before it, or else behind it.
         """
-        if not self.tower.both_ways or len(tokens) <= most or tokens[most - 1] >= 0:
-            return min(most, len(tokens))
-        digest, row = self._find(tokens[most - 1])
-        rows = len(self._placed[digest].ids)
+        if not self.tower.both_ways or end == len(tokens) or tokens[end - 1] >= 0:
+            return end
+        digest, row = self._find(tokens[end - 1])
+        begin, rows = end - 1 - row, len(self._placed[digest].ids)
         if row == rows - 1:
-            return most
-        begin = most - 1 - row
-        return begin if begin > 0 else min(len(tokens), begin + rows)
+            return end
+        return begin if begin > first else min(len(tokens), begin + rows)
 
     def _find(self, token: int) -> tuple[bytes, int]:
         found = self._where.get(token)

@@ -175,7 +175,7 @@ class NativeSession(EngineSession):
         most = self._engine.pass_rows
         done = 0
         while done < len(tokens):
-            chunk = tokens[done : done + self._engine.uncut(tokens[done:], most)]
+            chunk = tokens[done : self._engine.uncut(tokens, done, most)]
             done += len(chunk)
             wanted = [0] if done == len(tokens) else []
             logits = self._engine.extend_batch([(self, chunk)], wanted=wanted, check=check)
@@ -239,7 +239,8 @@ class NativeSession(EngineSession):
             self._features.trim(length)
         if length < len(self._tokens):
             del self._tokens[length:]
-            self._recount()
+            if self.shift:
+                self._recount()
         return length
 
     def _recount(self) -> None:
