@@ -31,14 +31,14 @@ class Localrt:
     def __init__(self, mmproj: str, text: str) -> None:
         from localrt.models.checkpoints.gguf.vision import VisionGguf
         from localrt.models.vision.registry import read_tower
-        from localrt.models.vision.sight import LoadedUnits
+        from localrt.models.vision.sight import ReadUnits
         from localrt.quant.choose import vision_steps
         from localrt.quant.cpu.ops import NativeOps
 
         source = VisionGguf(Path(mmproj))
         ops = NativeOps(threads=len(os.sched_getaffinity(0)))
         self._tower = read_tower(source.config, source.processor)
-        self._units, self._steps = LoadedUnits(source, ops, None), vision_steps(ops)
+        self._units, self._steps = ReadUnits(source, ops), vision_steps(ops)
 
     def encode(self, pixels: Any) -> int:
         from localrt.models.vision.picture import Picture

@@ -61,7 +61,7 @@ class Gemma3Tower(Tower):
     def prepare(self, picture: Picture) -> Prepared:
         image = resize(picture, self.size, self.size, self.resample)
         return Prepared(
-            patches=cut(self.scaling(image), self.encoder.patch),
+            patches=self.scaling(cut(image, self.encoder.patch)),
             grid=((self.encoder.side,) * 2,),
             pieces=(f"\n\n{self.placeholder}", self.rows**2, "<end_of_image>\n\n"),
         )
@@ -69,7 +69,7 @@ class Gemma3Tower(Tower):
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
-        x = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+        (x,) = self.encoder(prepared.patches, prepared.grid, units, steps, check)
         x = x.reshape(self.rows, self.encoder.side // self.rows, self.rows, -1, x.shape[-1])
         norm, projector = units.get("projector", self._projector)
         return Seen(projector(norm(x.mean((1, 3)).reshape(self.rows**2, -1), steps), steps))

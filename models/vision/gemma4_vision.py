@@ -151,9 +151,9 @@ class Gemma4Tower(Tower):
         lines, columns = self._squares(picture.height, picture.width)
         rows, across = lines * pool, columns * pool
         pixels = resize(picture, rows * patch, across * patch, self._resample)
-        patches = self._scaling(pixels).reshape(rows, patch, across, patch, 3).swapaxes(1, 2)
+        patches = pixels.reshape(rows, patch, across, patch, 3).swapaxes(1, 2)
         return Prepared(
-            patches=patches.reshape(rows * across, -1),
+            patches=self._scaling(patches.reshape(rows * across, -1), by_colour=False),
             grid=(rows, across),
             pieces=(_BEGIN, lines * columns, _END),
         )
@@ -177,7 +177,7 @@ class Gemma4Tower(Tower):
         embed = units.get("embedding", partial(_Embedding.load, config))
         rows, columns = prepared.grid
         row, column = np.divmod(np.arange(rows * columns), columns)
-        x = embed.patches(2 * prepared.patches - 1, steps)
+        x = embed.patches(2 * prepared.patches[:] - 1, steps)
         x += embed.columns[column] + embed.rows[row]
         places = self._places(row, column)
         for layer in range(config.layers):

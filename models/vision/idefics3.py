@@ -84,9 +84,10 @@ class Idefics3Tower(Tower):
         else:
             tiles.append(self._resized(picture, tile, tile).pixels)
         used = side * self.encoder.patch
-        patches = [cut(self.scaling(each[:used, :used]), self.encoder.patch) for each in tiles]
+        patches = [cut(each[:used, :used], self.encoder.patch) for each in tiles]
         return Prepared(
-            patches=np.concatenate(patches),
+            patches=self.scaling(np.concatenate(patches)),
+            together=side**2,
             grid=((side, side),) * len(tiles),
             pieces=self._pieces(lines, columns, (side // self.scale) ** 2),
         )
@@ -130,9 +131,10 @@ class Idefics3Tower(Tower):
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
-        x = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+        encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
         project = units.get("projector", self._projector)
-        return Seen(project(merged(x, prepared.grid, self.scale), steps))
+        squares = (merged(*each, self.scale) for each in zip(encoded, prepared.grid, strict=True))
+        return Seen(np.concatenate([project(x, steps) for x in squares]))
 
     def _projector(self, weights: WeightLoader) -> Linear:
         shape = self.out, self.encoder.block.hidden * self.scale**2

@@ -34,7 +34,6 @@ from localrt.models.vision.siglip import (
 )
 from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
-from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
 _EPS = 1e-5  # of the projector's norm; configs do not say it
@@ -150,14 +149,17 @@ class Lfm2VlTower(Tower):
             text = ""
         pieces.append("<|image_end|>")
         return Prepared(
-            patches=np.concatenate([self._patches(pixels) for _, pixels in parts]),
+            patches=self.scaling(
+                np.concatenate([self._patches(pixels) for _, pixels in parts]), by_colour=False
+            ),
+            together=max(rows * columns for rows, columns in grids),
             grid=tuple(grids),
             pieces=tuple(p for p in pieces if self.marked or isinstance(p, int)),
         )
 
-    def _patches(self, pixels: Pixels) -> Floats:
+    def _patches(self, pixels: Pixels) -> Pixels:
         """Patches whose columns are pixel by pixel: (N, patch * patch * 3)."""
-        patches = cut(self.scaling(pixels), self.encoder.patch)
+        patches = cut(pixels, self.encoder.patch)
         return patches.reshape(len(patches), 3, -1).swapaxes(1, 2).reshape(len(patches), -1)
 
     @property
@@ -203,8 +205,11 @@ class Lfm2VlTower(Tower):
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
-        x = self.encoder(prepared.patches, prepared.grid, units, steps, check)
-        x = merged(x, prepared.grid, self.factor)
-        for step in units.get("projector", self.projector.load):
-            x = step(x, steps)
-        return Seen(x)
+        encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+        projector, rows = units.get("projector", self.projector.load), []
+        for x, grid in zip(encoded, prepared.grid, strict=True):
+            x = merged(x, grid, self.factor)
+            for step in projector:
+                x = step(x, steps)
+            rows.append(x)
+        return Seen(np.concatenate(rows))

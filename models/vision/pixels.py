@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.models.vision.picture import Picture, Pixels
 from localrt.quant.formats.packed import Floats
@@ -82,7 +83,7 @@ def resampling(processor: Mapping[str, Any], default: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """Bytes to the numbers that a tower reads: ``value * factor + offset`` for each channel."""
+    """What makes a tower's numbers of bytes: ``byte * factor + offset`` for each channel."""
 
     factor: Floats
     offset: Floats
@@ -114,9 +115,41 @@ class Scaling:
         factor, offset = scale / deviations, -means / deviations
         return cls(factor.astype(np.float32), offset.astype(np.float32))
 
-    def __call__(self, pixels: Pixels) -> Floats:
-        """Float32 pixels of the same shape, (height, width, 3)."""
-        return pixels * self.factor + self.offset
+    def __call__(self, pixels: Pixels, *, by_colour: bool = True) -> Patches:
+        """A tower's input: patches (N, P), channel by channel as ``cut`` has them, or by pixels."""
+        spread = np.repeat if by_colour else np.tile
+        factor, offset = (spread(each, pixels.shape[1] // 3) for each in (self.factor, self.offset))
+        return Patches(pixels, factor, offset)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    """A tower's input (N, P) as the bytes of a picture, of which rows become float32 numbers where
+    they are read: ``byte * factor + offset`` (P,).
+    """
+
+    pixels: Pixels
+    factor: Floats
+    offset: Floats
+
+    @classmethod
+    def none(cls) -> Patches:
+        """Those of a picture that is not needed any more."""
+        nothing = np.empty(0, np.float32)
+        return cls(np.empty((0, 0), np.uint8), nothing, nothing)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, rows: slice | npt.NDArray[np.intp]) -> Floats:
+        out: Floats = self.pixels[rows] * self.factor
+        out += self.offset
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """What they take until they are read."""
+        return self.pixels.nbytes
 
 
 def resize(picture: Picture, height: int, width: int, resample: int) -> Pixels:
@@ -126,7 +159,7 @@ def resize(picture: Picture, height: int, width: int, resample: int) -> Pixels:
     return np.asarray(picture.image().resize((width, height), resample))
 
 
-def cut(pixels: Floats, size: int) -> Floats:
+def cut(pixels: Pixels, size: int) -> Pixels:
     """Patches in rows from the top left, (N, 3 * size * size), each channel by channel."""
     height, width, channels = pixels.shape
     patches = pixels.reshape(height // size, size, width // size, size, channels)

@@ -164,7 +164,7 @@ class PixtralTower(Tower):
         lines, columns = -(-height // square), -(-width // square)
         pixels = resize(picture, lines * square, columns * square, self._resample)
         return Prepared(
-            patches=cut(self._scaling(pixels), config.patch),
+            patches=self._scaling(cut(pixels, config.patch)),
             grid=(lines * config.merge, columns * config.merge),
             pieces=(*((columns, line_end) * lines)[:-1], end),
         )
@@ -174,7 +174,7 @@ class PixtralTower(Tower):
     ) -> Seen:
         config = self.config
         embed = units.get("embedding", partial(_Embedding.load, config))
-        x = embed.norm(embed.patches(prepared.patches, steps), steps)
+        x = embed.norm(embed.patches(prepared.patches[:], steps), steps)
         places = self._places(*prepared.grid)
         for layer in range(config.layers):
             if check is not None:

@@ -220,9 +220,9 @@ class QwenTower(Tower):
         """``patches`` (N, C * patch * patch) are of one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge
         height, width = self._size(picture.height, picture.width)
-        pixels = config.scaling(resize(picture, height, width, BICUBIC))
+        pixels = resize(picture, height, width, BICUBIC)
         h, w = height // patch, width // patch
-        patches = self._in_squares(cut(pixels, patch).reshape(h, w, -1))
+        patches = config.scaling(self._in_squares(cut(pixels, patch).reshape(h, w, -1)))
         rows, columns = h // merge, w // merge
         offsets = np.zeros((rows * columns, 3), np.int64)
         offsets[:, 1:] = np.indices((rows, columns)).reshape(2, -1).T

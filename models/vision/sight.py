@@ -26,11 +26,11 @@ from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.models.vision.picture import open_picture, read_picture
+from localrt.models.vision.pixels import Patches
 from localrt.models.vision.source import VisionSource
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.choose import vision_steps
-from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Given, Ops
 
 Tokens = npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class Sight:
         self.tower = tower
         self.token = token
         self._source = source
-        self.units = LoadedUnits(source, ops, take)
+        self.units = ReadUnits(source, ops, take)
         self._steps = vision_steps(ops)
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
@@ -112,7 +112,7 @@ class Sight:
     def _kept(self, digest: bytes) -> Placed | None:
         """A picture that can still be seen."""
         placed = self._placed.get(digest)
-        if placed is None or (placed.seen is None and not placed.prepared.patches.size):
+        if placed is None or (placed.seen is None and not len(placed.prepared.patches)):
             return None
         self._placed.move_to_end(digest)
         return placed
@@ -143,7 +143,6 @@ class Sight:
 
     def close(self) -> None:
         """Free everything, and close the files."""
-        self.units.drop()
         self._placed.clear()
         self._source.close()
 
@@ -222,9 +221,9 @@ class Sight:
     def _look(self, digest: bytes, check: Check | None) -> Seen:
         placed = self._placed[digest]
         if placed.seen is None:
-            if not placed.prepared.patches.size:
+            if not len(placed.prepared.patches):
                 raise OptionError("too many pictures at once: ask again about this one")
-            with self.units.beside(placed.prepared.patches):
+            with self.units.beside(placed.prepared):
                 seen = self.tower.see(placed.prepared, self.units, self._steps, check)
             with self._lock:
                 placed.seen, placed.prepared = seen, _without_patches(placed.prepared)
@@ -233,20 +232,17 @@ class Sight:
         return placed.seen
 
 
-class LoadedUnits(Units):
-    """Units that stay in memory; within a budget, until the picture is seen.
-
-    What does not fit beside the model is read for its step alone.
+class ReadUnits(Units):
+    """Units that are read for their step alone: a picture needs each of them once, and reading one
+    takes a small part of the time that a picture's rows spend in it.
     """
 
-    def __init__(self, source: VisionSource, ops: Ops, take: Take | None) -> None:
+    def __init__(self, source: VisionSource, ops: Ops, take: Take | None = None) -> None:
         self._source, self._ops, self._take = source, ops, take
-        self._kept: dict[str, Any] = {}
-        self._taken = 0
 
     @contextmanager
-    def beside(self, patches: Floats) -> Iterator[None]:
-        """Have room for a picture's rows (..., P) on their way through the tower, and for units.
+    def beside(self, prepared: Prepared) -> Iterator[None]:
+        """Have room for a picture on its way through the tower.
 
         Raises:
             MemoryBudgetError: there is too little.
@@ -254,66 +250,49 @@ class LoadedUnits(Units):
         if self._take is None:
             yield
             return
-        unit, floats = self._sizes
+        nbytes = self.nbytes(prepared)
         try:
-            rows = patches.size // patches.shape[-1]
-            self._must_take(4 * rows * floats + 2 * unit + patches.nbytes)
+            self._take(nbytes)
+        except MemoryBudgetError:
+            raise MemoryBudgetError(
+                f"a picture of this size needs {format_bytes(nbytes)} beside the model, and the "
+                f"budget leaves less: make it smaller, or raise {option('ram')}"
+            ) from None
+        try:
             yield
         finally:
-            self.drop()
             return_free_memory()
+            self._take(-nbytes)
+
+    def nbytes(self, prepared: Prepared) -> int:
+        """The most bytes that a picture takes on its way through the tower, with its weights."""
+        unit, narrow, wide = self._sizes
+        rows = len(prepared.patches)
+        together = prepared.together or rows
+        floats = rows * narrow + together * (4 * narrow + 3 * wide)
+        return 2 * unit + prepared.patches.nbytes + 4 * floats
 
     @cached_property
-    def _sizes(self) -> tuple[int, int]:
-        """Bytes of the largest unit; numbers that a row takes on its way through a block."""
+    def _sizes(self) -> tuple[int, int, int]:
+        """Bytes of the largest unit; columns of a block's rows, and of its widest matrix."""
         units: Counter[str] = Counter()
         narrow, wide = 1 << 30, 0
         for name, info in self._source.tensors.items():
             unit = _NUMBERED.match(name)
-            if len(info.shape) == 2:
+            if len(info.shape) == 2 and "position" not in name:  # tables are read in part
                 units[unit[0] if unit else name] += self._ops.weight_nbytes(
                     (info.shape[0], info.shape[1]), info.format
                 )
                 if unit:
                     narrow, wide = min(narrow, *info.shape), max(wide, *info.shape)
-        return max(units.values(), default=0), 5 * min(narrow, wide) + 3 * wide
-
-    def _must_take(self, nbytes: int) -> None:
-        if not self._room(nbytes):
-            raise MemoryBudgetError(
-                f"a picture of this size needs {format_bytes(nbytes)} beside the model, and the "
-                f"budget leaves less: make it smaller, or raise {option('ram')}"
-            )
+        return max(units.values(), default=0), min(narrow, wide), wide
 
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
-        unit: _Unit | None = self._kept.get(name)
-        if unit is None:
-            read: list[int] = []
-            unit = make(WeightLoader(self._source, self._ops, read.append))
-            if self._room(sum(read)):
-                self._kept[name] = unit
-        return unit
-
-    def _room(self, nbytes: int) -> bool:
-        if self._take is None:
-            return True
-        try:
-            self._take(nbytes)
-        except MemoryBudgetError:
-            return False
-        self._taken += nbytes
-        return True
-
-    def drop(self) -> None:
-        """Free all weights; they are read again when they are needed."""
-        self._kept.clear()
-        if self._take is not None and self._taken:
-            self._take(-self._taken)
-        self._taken = 0
+        return make(WeightLoader(self._source, self._ops))
 
 
 def _without_patches(prepared: Prepared) -> Prepared:
-    return replace(prepared, patches=np.empty((0, 0), np.float32))
+    return replace(prepared, patches=Patches.none())
 
 
 def _row_ids(digest: bytes, rows: int) -> tuple[int, ...]:

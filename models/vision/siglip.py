@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.pixels import activation, integer, number
+from localrt.models.vision.pixels import Patches, activation, integer, number
 from localrt.models.vision.tower import (
     Block,
     BlockConfig,
@@ -28,7 +28,6 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.vision import VisionSteps
 
 Grid = tuple[int, int]
@@ -65,31 +64,28 @@ class Encoder:
 
     def __call__(
         self,
-        patches: Floats,
+        patches: Patches,
         grids: Sequence[Grid],
         units: Units,
         steps: VisionSteps,
         check: Check | None,
-    ) -> Floats:
-        """The encoded patches (N, D) of all grids, one after another."""
+    ) -> list[Floats]:
+        """The encoded patches (n, D) of each grid."""
         # One grid after another: what a step makes on its way is large.
-        ends = list(accumulate(rows * columns for rows, columns in grids))
-        parts = [slice(*pair) for pair in pairwise([0, *ends])]
+        ends = accumulate(rows * columns for rows, columns in grids)
         embed, table = units.get("embeddings", self._embeddings)
-        x = large_floats((ends[-1], self.block.hidden))
-        for part, grid in zip(parts, grids, strict=True):
-            np.add(embed(patches[part], steps), self._positions(table, grid), out=x[part])
+        encoded = [
+            steps.add(embed(patches[first:end], steps), self._positions(table, grid))
+            for (first, end), grid in zip(pairwise([0, *ends]), grids, strict=True)
+        ]
         for layer in range(self.layers):
             block = units.get(f"layers.{layer}", partial(self._block, layer))
-            for part in parts:
+            for part, x in enumerate(encoded):
                 if check is not None:
                     check()
-                own = x[part]
-                own[:] = block(own, Places(ends=(len(own),)), steps)
+                encoded[part] = block(x, Places(ends=(len(x),)), steps)
         norm = units.get("post_layernorm", self._norm)
-        for part in parts:
-            x[part] = norm(x[part], steps)
-        return x
+        return [norm(x, steps) for x in encoded]
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
         prefix, hidden = f"{self._prefix(weights)}embeddings.", self.block.hidden
@@ -132,17 +128,13 @@ def _stretch(size: int, count: int) -> Floats:
     return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
 
 
-def merged(x: Floats, grids: Sequence[Grid], factor: int) -> Floats:
+def merged(x: Floats, grid: Grid, factor: int) -> Floats:
     """Squares of ``factor`` * ``factor`` patches side by side in one row, top left first:
-    (N, D) to (N / factor**2, factor**2 * D).
+    (n, D) to (n / factor**2, factor**2 * D).
     """
-    made, first = [], 0
-    for rows, columns in grids:
-        part = x[first : first + rows * columns]
-        first += rows * columns
-        part = part.reshape(rows // factor, factor, columns // factor, factor, -1)
-        made.append(part.transpose(0, 2, 1, 3, 4).reshape(rows * columns // factor**2, -1))
-    return np.concatenate(made)
+    rows, columns = grid
+    x = x.reshape(rows // factor, factor, columns // factor, factor, -1)
+    return x.transpose(0, 2, 1, 3, 4).reshape(rows * columns // factor**2, -1)
 
 
 def read_encoder(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.vision.picture import Picture
+from localrt.models.vision.pixels import Patches
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector
@@ -29,18 +30,20 @@ _Unit = TypeVar("_Unit")
 class Prepared:
     """A picture as its tower reads it, and what stands for it in a prompt.
 
-    ``patches`` (N, P) are the tower's input, ``grid`` what else the family needs to know of them
-    (rows and columns of patches, tiles). ``pieces`` replace the template's placeholder: texts, and
-    numbers of rows. ``offsets`` (n, 3) are the rotary positions of the rows (time, height, width)
-    from the first one on; the text behind the picture goes on ``advance`` positions after it. None:
-    a row takes one position like any token.
+    ``patches`` (N, P) are the tower's input, of which ``together`` pass a block at once (0: all);
+    ``grid`` is what else the family needs to know of them (rows and columns of patches, tiles).
+    ``pieces`` replace the template's placeholder: texts, and numbers of rows. ``offsets`` (n, 3)
+    are the rotary positions of the rows (time, height, width) from the first one on; the text
+    behind the picture goes on ``advance`` positions after it. None: a row takes one position like
+    any token.
     """
 
-    patches: Floats
+    patches: Patches
     grid: Any
     pieces: tuple[str | int, ...]
     offsets: npt.NDArray[np.int64] | None = None
     advance: int = 0
+    together: int = 0
 
     @property
     def rows(self) -> int:
@@ -64,11 +67,11 @@ class Seen:
 
 
 class Units(ABC):
-    """A tower's weights by units, which are loaded when they are needed."""
+    """A tower's weights by units, which are read when they are needed."""
 
     @abstractmethod
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
-        """What ``make`` loads, kept as long as there is room."""
+        """What ``make`` loads."""
 
 
 class Tower(ABC):

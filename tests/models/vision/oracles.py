@@ -19,7 +19,7 @@ from localrt.loading.parts import load_parts
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits, Sight
+from localrt.models.vision.sight import ReadUnits, Sight
 from localrt.models.vision.source import vision_source
 from localrt.models.vision.tower import Prepared, Seen, Tower
 from localrt.quant.ops.vision import VisionSteps
@@ -49,7 +49,7 @@ def look(folder: Path, *pictures: Picture | Prepared) -> Opened:
     ops = TorchOps(compute_format="f32", device="cpu")
     with closing(VisionFolder(folder)) as source:
         tower = read_tower(source.config, source.processor)
-        units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
+        units, steps = ReadUnits(source, ops), VisionSteps(ops)
         prepared = [p if isinstance(p, Prepared) else tower.prepare(p) for p in pictures]
         return Opened(tower, prepared, [tower.see(each, units, steps) for each in prepared])
 

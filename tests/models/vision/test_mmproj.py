@@ -20,7 +20,7 @@ from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.sight import ReadUnits
 from localrt.models.vision.tower import Prepared, Seen
 from localrt.quant.formats import unpack
 from localrt.quant.ops.vision import VisionSteps
@@ -121,7 +121,7 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
 def _see(source: VisionFolder | VisionGguf, *pictures: Picture) -> list[tuple[Prepared, Seen]]:
     ops = TorchOps(compute_format="f32", device="cpu")
     tower = read_tower(source.config, source.processor)
-    units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
+    units, steps = ReadUnits(source, ops), VisionSteps(ops)
     prepared = [tower.prepare(each) for each in pictures]
     return [(each, tower.see(each, units, steps)) for each in prepared]
 
@@ -140,7 +140,7 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
             _see(theirs, *pictures), _see(ours, *pictures), strict=True
         ):
             assert prepared.pieces == wanted.pieces
-            np.testing.assert_array_equal(prepared.patches, wanted.patches)
+            np.testing.assert_array_equal(prepared.patches[:], wanted.patches[:])
             assert relative_error(seen.rows, rows.rows) < 1e-6
             for layer, deep in zip(seen.deep, rows.deep, strict=True):
                 assert relative_error(layer, deep) < 1e-6

@@ -14,7 +14,7 @@ import pytest
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.sight import ReadUnits
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -138,7 +138,7 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
     with closing(VisionGguf(path)) as source:
         ops = TorchOps(compute_format="f32", device="cpu")
         tower = read_tower(source.config, source.processor)
-        units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
+        units, steps = ReadUnits(source, ops), VisionSteps(ops)
         prepared = tower.prepare(shown)
         ours = tower.see(prepared, units, steps).rows
         theirs = _theirs(_text_model(tmp_path / "text.gguf", source.columns), path, shown)

@@ -129,7 +129,7 @@ def test_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (pixels,), (size,) = inputs["pixel_values"].numpy(), inputs["image_sizes"]
         assert [edge // PATCH for edge in size.tolist()] == list(prepared.grid)
         theirs = cut(pixels.transpose(1, 2, 0), PATCH)
-        assert np.abs(prepared.patches - theirs).max() < 1e-5
+        assert np.abs(prepared.patches[:] - theirs).max() < 1e-5
         assert expanded(prepared, "[IMG]") == tiny.expansion(size, monkeypatch)
         (rows,) = tiny.rows(own)
         assert rows.shape == seen.rows.shape == (prepared.rows, 64)

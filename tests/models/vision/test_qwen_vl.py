@@ -15,7 +15,7 @@ from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.sight import ReadUnits
 from localrt.models.vision.tower import Seen, Tower
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -28,7 +28,7 @@ SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
 def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
     """What the tower makes of pictures, in float32."""
     ops = TorchOps(compute_format="f32", device="cpu")
-    units, steps = LoadedUnits(source, ops, None), VisionSteps(ops)
+    units, steps = ReadUnits(source, ops), VisionSteps(ops)
     return [tower.see(tower.prepare(each), units, steps) for each in pictures]
 
 
@@ -68,7 +68,7 @@ def test_prepared(
     assert prepared.grid == (h, w)
     assert prepared.pieces == (h * w // 4,)
     frames = wanted["pixel_values"].reshape(h * w, 3, 2, 16)
-    ours = prepared.patches.reshape(h * w, 3, 16)
+    ours = prepared.patches[:].reshape(h * w, 3, 16)
     for frame in (0, 1):
         np.testing.assert_allclose(frames[:, :, frame], ours, rtol=0, atol=1e-5)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -23,10 +25,14 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
+from localrt.common.formatting import format_bytes
+from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import read_tower
+from localrt.models.vision.sight import ReadUnits
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import random_model, relative_error, tokens
 from tests.models.tiny_configs import with_text
 from tests.models.vision.oracles import Seeing, expanded, look, picture, plain, renamed, settings
@@ -245,8 +251,8 @@ def test_rows(name: str, tmp_path: Path) -> None:
     for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
         theirs = family.prepared(own)
         assert expanded(prepared, "<image>") == theirs.text
-        assert prepared.patches.shape == theirs.patches.shape
-        assert np.abs(prepared.patches - theirs.patches).max() < STEP
+        assert prepared.patches[:].shape == theirs.patches.shape
+        assert np.abs(prepared.patches[:] - theirs.patches).max() < STEP
         if "lfm2" in name:  # Pillow and torch round some bytes differently
             (seen,) = look(tmp_path, replace(prepared, patches=theirs.patches)).seen
         rows = family.rows(theirs)
@@ -323,7 +329,7 @@ def test_pieces_of_many_shapes(name: str, tmp_path: Path) -> None:
         theirs = family.prepared(each)
         ours = tower.prepare(each)
         assert expanded(ours, "<image>") == theirs.text
-        assert ours.patches.shape == theirs.patches.shape
+        assert ours.patches[:].shape == theirs.patches.shape
 
 
 def test_special_tokens_are_left_out(tmp_path: Path) -> None:
@@ -347,6 +353,32 @@ def test_publishers_defaults(tmp_path: Path) -> None:
     found = pieces("smolvlm", image_size=384, patch_size=16)  # 4 x 3 tiles and the whole
     assert [p for p in found if isinstance(p, int)] == [144] * 13
     assert pieces("lfm2_vl") == ("<|image_start|>", 70, "<|image_end|>")
+
+
+def test_room_for_a_picture(tmp_path: Path) -> None:
+    """It is asked for beforehand and given back; tiles pass one after another."""
+    SmolVlm(tmp_path)
+    taken: list[int] = []
+    tower = look(tmp_path).tower
+    whole, tiled = (tower.prepare(picture(*size)) for size in ((30, 30), (250, 131)))
+    ops = TorchOps(compute_format="f32", device="cpu")
+    with closing(VisionFolder(tmp_path)) as source:
+        units = ReadUnits(source, ops, taken.append)
+        for prepared in (whole, tiled):
+            with units.beside(prepared):
+                assert taken[-1] == units.nbytes(prepared)
+    assert sum(taken) == 0
+    tiles = len(tiled.patches) // len(whole.patches)
+    assert taken[0] < taken[2] < tiles * taken[0]
+
+    def take(nbytes: int) -> None:
+        raise MemoryBudgetError("full")
+
+    with closing(VisionFolder(tmp_path)) as source:
+        units = ReadUnits(source, ops, take)
+        needs = re.escape(format_bytes(units.nbytes(whole)))
+        with pytest.raises(MemoryBudgetError, match=f"needs {needs} beside"), units.beside(whole):
+            raise AssertionError("there is no room")
 
 
 def test_no_tiles_of_crops() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import LoadedUnits
+from localrt.models.vision.sight import ReadUnits
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.vision import test_gemma4_vision, test_pixtral, test_siglip, tiny_qwen
@@ -64,7 +64,7 @@ def test_any_settings(opened: Callable[[str], VisionFolder], data: Any, name: st
         tower = read_tower(config, own["processor"])
         prepared = tower.prepare(picture(37, 50))
         with np.errstate(all="ignore"):  # pixels times a wrong number may be too large
-            tower.see(prepared, LoadedUnits(source, ops, None), VisionSteps(ops))
+            tower.see(prepared, ReadUnits(source, ops), VisionSteps(ops))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
