@@ -100,8 +100,11 @@ def _lines(model: ModelDescription) -> list[tuple[str, str]]:
 def _pictures(model: ModelDescription) -> str:
     if not model.vision_bytes:
         return ""
-    size = format_bytes(model.vision_bytes)
-    return f"some {model.picture_tokens} tokens for 896 x 896 pixels; the vision tower has {size}"
+    size, room = format_bytes(model.vision_bytes), format_bytes(model.picture_bytes)
+    return (
+        f"some {model.picture_tokens} tokens for 896 x 896 pixels, {room} while one is read; the "
+        f"vision tower has {size}"
+    )
 
 
 def _value(value: object) -> str:

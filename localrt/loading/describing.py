@@ -15,8 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.chat_format.templates.go_template import to_jinja
 from localrt.common.errors import LocalrtError, TemplateError
@@ -26,9 +24,7 @@ from localrt.hub.files import quantization_label
 from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.cost import PictureCost, picture_cost
 
 if TYPE_CHECKING:
     from localrt.loading.draft_offers import DraftOffer
@@ -74,8 +70,8 @@ class ModelDescription:
     ``parameters`` are the model's generation defaults, ``context`` is its trained length in
     tokens. ``notes`` say how quantized weights are stored in memory, and what drafts for it.
     ``draft`` is the draft that ``auto`` uses if the weights are in memory; empty if there is none.
-    ``vision_bytes`` is the size of the vision tower, 0 without one; ``picture_tokens`` is about
-    what a picture of 896 x 896 pixels takes.
+    ``vision_bytes`` is the size of the vision tower, 0 without one; ``picture_tokens`` are about
+    those of a picture of 896 x 896 pixels, ``picture_bytes`` the memory while it is read.
     """
 
     name: str
@@ -100,6 +96,7 @@ class ModelDescription:
     draft: str = ""
     vision_bytes: int = 0
     picture_tokens: int = 0
+    picture_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON has them."""
@@ -122,7 +119,7 @@ def describe_model(
     with closing(open_checkpoint(found.path)) as checkpoint:
         template, abilities = _template(checkpoint, extras)
         config = checkpoint.config
-        vision_bytes, picture_tokens, blind = _vision(found.path, extras)
+        picture, blind = _vision(found.path, extras)
         context = config.get("max_position_embeddings")
         return ModelDescription(
             name=found.listed_name,
@@ -149,24 +146,18 @@ def describe_model(
             packed_bytes=0 if listed is None else listed.packed_bytes,
             notes=(*checkpoint.notes, *blind, *([] if draft is None else [draft.line])),
             draft="" if draft is None else draft.name,
-            vision_bytes=vision_bytes,
-            picture_tokens=picture_tokens,
+            vision_bytes=0 if picture is None else picture.tower_bytes,
+            picture_tokens=0 if picture is None else picture.tokens,
+            picture_bytes=0 if picture is None else picture.room_bytes,
         )
 
 
-def _vision(path: Path, extras: Extras) -> tuple[int, int, list[str]]:
-    """The vision tower's bytes, a picture's rows, and why pictures cannot be used."""
+def _vision(path: Path, extras: Extras) -> tuple[PictureCost | None, list[str]]:
+    """What a picture costs, and why pictures cannot be used."""
     try:
-        source = vision_source(path, extras.projectors)
-        if source is None:
-            return 0, 0, []
-        with closing(source):
-            tower = read_tower(source.config, source.processor)
-            prepared = tower.prepare(Picture(np.zeros((896, 896, 3), np.uint8)))
-            nbytes = sum(info.nbytes for info in source.tensors.values())
-            return nbytes, prepared.rows, []
+        return picture_cost(path, extras.projectors), []
     except LocalrtError as error:
-        return 0, 0, [f"pictures are refused: {error}"]
+        return None, [f"pictures are refused: {error}"]
 
 
 def _template(checkpoint: Checkpoint, extras: Extras) -> tuple[str, tuple[str, ...]]:

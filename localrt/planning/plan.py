@@ -17,12 +17,14 @@ from pathlib import Path
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
 from localrt.common.option_names import on_command_line, option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.hub.resolving import Offer, offer_of
 from localrt.loading.draft_offers import own_draft
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.vision.cost import SIDE, picture_cost
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
 from localrt.offload.planner.advice import (
     LEAST_GAIN,
@@ -32,7 +34,7 @@ from localrt.offload.planner.advice import (
     layer_bits,
 )
 from localrt.offload.planner.pc import Hardware, planned_hardware
-from localrt.offload.planner.plan import Change, PlannedPlace, PlannedSize
+from localrt.offload.planner.plan import Change, PlannedPicture, PlannedPlace, PlannedSize
 from localrt.offload.planner.predict import estimate
 from localrt.offload.planner.verdict import Expected
 from localrt.offload.store.pack import fingerprint
@@ -44,6 +46,7 @@ from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
+_PICTURE_ROWS = 512  # at which products of many rows were measured
 
 
 @known_arguments
@@ -153,7 +156,7 @@ def plan(
         )
     )
     if has_weights(path):
-        found = _with_draft(found, path, settings)
+        found = _with_picture(_with_draft(found, path, settings), name, settings, revision)
     if advise:
         found = _advised(found, path, settings, offer, file, resized=format is not None)
     if not has_weights(path) and looks_like_path(name):
@@ -180,6 +183,25 @@ def _with_draft(plan: Plan, path: Path, settings: Settings) -> Plan:
         line = f"{draft.line}, on a GPU only if you name it as the draft ({draft.name})"
         return replace(plan, notes=(*plan.notes, line))
     return replace(plan, notes=(*plan.notes, draft.line), draft=draft.name)
+
+
+def _with_picture(plan: Plan, name: str, settings: Settings, revision: str | None) -> Plan:
+    """Add what a picture costs: the tower is computed by the CPU, its tokens like any others."""
+    found = resolve(name, settings=settings, revision=revision, download=False)
+    try:
+        cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
+    except LocalrtError as error:
+        return replace(plan, notes=(*plan.notes, f"pictures are refused: {error}"))
+    if cost is None:
+        return plan
+    machine, rows = plan.request.machine, _PICTURE_ROWS
+    tower = sum(
+        products * machine.kernel(format_).at(rows) / rows
+        for format_, products in cost.products.items()
+    )
+    seconds = tower + cost.attention * machine.attention.at(rows) + cost.tokens / plan.prefill_tok_s
+    picture = PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes)
+    return replace(plan, picture=picture)
 
 
 def _advised(

@@ -8,9 +8,8 @@ is encoded when a pass first needs its rows, and kept while there is room.
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
+from localrt.models.vision.cost import TowerSizes
 from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.source import VisionSource
@@ -39,7 +39,6 @@ Take = Callable[[int], None]
 ``MemoryBudgetError`` if there are not so many.
 """
 
-_NUMBERED = re.compile(r".*?\.\d+\.")
 _PLACED = 256  # pictures whose rows' ids are known
 _MOST_NBYTES = 256 << 20  # of encoded pictures, and of prepared ones that wait
 _Unit = TypeVar("_Unit")
@@ -250,7 +249,7 @@ class ReadUnits(Units):
         if self._take is None:
             yield
             return
-        nbytes = self.nbytes(prepared)
+        nbytes = self._sizes.room(prepared)
         try:
             self._take(nbytes)
         except MemoryBudgetError:
@@ -264,28 +263,9 @@ class ReadUnits(Units):
             return_free_memory()
             self._take(-nbytes)
 
-    def nbytes(self, prepared: Prepared) -> int:
-        """The most bytes that a picture takes on its way through the tower, with its weights."""
-        unit, narrow, wide = self._sizes
-        rows = len(prepared.patches)
-        together = prepared.together or rows
-        floats = rows * narrow + together * (4 * narrow + 3 * wide)
-        return 2 * unit + prepared.patches.nbytes + 4 * floats
-
     @cached_property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Bytes of the largest unit; columns of a block's rows, and of its widest matrix."""
-        units: Counter[str] = Counter()
-        narrow, wide = 1 << 30, 0
-        for name, info in self._source.tensors.items():
-            unit = _NUMBERED.match(name)
-            if len(info.shape) == 2 and "position" not in name:  # tables are read in part
-                units[unit[0] if unit else name] += self._ops.weight_nbytes(
-                    (info.shape[0], info.shape[1]), info.format
-                )
-                if unit:
-                    narrow, wide = min(narrow, *info.shape), max(wide, *info.shape)
-        return max(units.values(), default=0), min(narrow, wide), wide
+    def _sizes(self) -> TowerSizes:
+        return TowerSizes.of(self._source, self._ops.weight_nbytes)
 
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
         return make(WeightLoader(self._source, self._ops))

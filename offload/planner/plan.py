@@ -64,6 +64,18 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPicture:
+    """What a picture of ``side`` pixels square costs: ``tokens``, the ``seconds`` until they are
+    read, the ``nbytes`` of RAM that the vision tower takes meanwhile.
+    """
+
+    side: int
+    tokens: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedSize:
     """The model with ``bits`` per weight of its layers: total bytes, tokens per second, and the
     ``place`` of the weights that a token needs: ``"streamed"`` (some are read or copied for each
@@ -197,7 +209,8 @@ class Plan:
     Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
     are the present weights, then smaller ones; ``contexts`` are the largest that fits and, if that
     is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
-    it is empty if there is nothing to run. ``draft`` is what drafts for it by default.
+    it is empty if there is nothing to run. ``draft`` is what drafts for it by default,
+    ``picture`` what one costs a model that sees.
     """
 
     request: PlanRequest
@@ -210,6 +223,7 @@ class Plan:
     contexts: tuple[PlannedContext, ...] = ()
     command: str = ""
     draft: str = ""
+    picture: PlannedPicture | None = None
 
     def __str__(self) -> str:
         """Return one line such as ``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -391,5 +405,6 @@ class Plan:
             "contexts": [asdict(context) for context in self.contexts],
             "notes": list(self.notes),
             "draft": self.draft,
+            "picture": None if self.picture is None else asdict(self.picture),
             "hypothetical": list(self.hypothetical),
         }

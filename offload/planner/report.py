@@ -21,7 +21,7 @@ from localrt.common.formatting import (
 from localrt.offload.account import Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
+from localrt.offload.planner.plan import Plan, PlannedPicture, PlannedSize, PlanRequest
 from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, speed
@@ -224,6 +224,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
         f"{plan.placement.prefill_rows} tokens a pass"
     )
     yield from _long_passes(plan)
+    if plan.picture is not None:
+        yield _picture(plan.picture)
     yield (
         f"with {prediction.held} tokens held; with all {request.ctx}: "
         f"{format_rate(prediction.full_context_tok_s)} tok/s"
@@ -293,6 +295,8 @@ def _page_lines(plan: Plan) -> Iterator[str]:
     yield f"{called or shape.name}: {format_count(shape.parameters)} parameters, {size}{kind}"
     yield from _wrapped(f"Forecast from {', '.join(figures(plan.request.machine))}, {_room(plan)}")
     yield f"{_prompt(plan)}."
+    if plan.picture is not None:
+        yield f"A{_picture(plan.picture)[1:]}."
     yield UNITS
     if plan.command:
         yield ""
@@ -327,6 +331,13 @@ def _room(plan: Plan) -> str:
 def _prompt(plan: Plan) -> str:
     wait = format_seconds(plan.expected.wait_s)
     return f"A page of text ({PROMPT_TOKENS} tokens) is read in {wait}"
+
+
+def _picture(picture: PlannedPicture) -> str:
+    return (
+        f"a picture ({picture.side} x {picture.side} pixels) has {picture.tokens} tokens and is "
+        f"seen in {format_seconds(picture.seconds)}, with {format_bytes(picture.nbytes)} of RAM"
+    )
 
 
 def _contexts(plan: Plan) -> list[tuple[str, ...]]:

@@ -83,7 +83,13 @@ def test_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["show", str(model), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["picture_tokens"] == 16
-    assert record["vision_bytes"] > 1000
+    assert record["picture_bytes"] > record["vision_bytes"] > 1000
+    assert main(["plan", str(model)]) == 0
+    assert "A picture (896 x 896 pixels) has 16 tokens and is seen in" in capsys.readouterr().out
+    assert main(["plan", str(model), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["picture"]
+    assert (planned["tokens"], planned["nbytes"]) == (16, record["picture_bytes"])
+    assert planned["seconds"] > 0
     write_mmproj(
         tmp_path / "folder", tmp_path / "mmproj-F32.gguf", changes={"clip.projector_type": "other"}
     )
