@@ -101,7 +101,7 @@ COMMANDS = (
     Entry("branch", "[prev]", "show the next branch, or the previous one"),
     Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
     Entry("fold", "", "show or hide thinking, pasted text and tool results", "fold", idle=False),
-    Entry("attach", "PATH", "put a text file or a picture into the message", idle=False, path=True),
+    Entry("attach", "[PATH]", "attach a file or the clipboard's picture", idle=False, path=True),
     Entry("editor", "", "write the message in $VISUAL or $EDITOR", "editor", idle=False),
     Entry("system", "[TEXT]", "show or set the system prompt"),
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),

@@ -102,7 +102,7 @@ class PlainChat:
             ("retry", "", "answer the last message again, as a branch", self._retry),
             ("edit", "TEXT", "send TEXT instead of the last message, as a branch", self._edit),
             ("branch", "[prev]", "show the next branch, or the previous one", self._branch),
-            ("attach", "PATH", "attach a text file or picture to the next message", self._attach),
+            ("attach", "[PATH]", "attach a file or the clipboard's picture", self._attach),
             ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
             ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
             ("tools", "[retry]", "list MCP servers and tools; restart failed ones", self._tools),

@@ -53,7 +53,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").touch()
     (tmp_path / "novel").mkdir()
     assert labels("/attach no") == ["notes.txt", "novel/"]
-    assert labels("/attach nowhere/x") == ["/attach PATH"]
+    assert labels("/attach nowhere/x") == ["/attach [PATH]"]
 
 
 def test_completion() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from textual.events import Paste
 
 from localrt import History, KeptPicture, OptionError
@@ -19,7 +19,7 @@ from localrt.tui.chat.blocks import GUTTER
 from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import dropped, mentions, with_mentions
-from localrt.tui.conversation.attachments import Attachments, draft_of
+from localrt.tui.conversation.attachments import Attachments, draft_of, read_attachment
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.pictures import small_image
 from tests.tui import screen
@@ -371,3 +371,45 @@ def test_plain_chat_cannot_see(model: FakeModel, photo: Path, tmp_path: Path) ->
     assert out.count(said) == 2
     sent = [seen.messages[-1]["content"] for seen in model.seen]
     assert sent == ["What is in my photo.png?"] * 2
+
+
+# -- from the clipboard ----------------------------------------------------------------------------
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, held: Any) -> None:
+    def grab() -> Any:
+        if isinstance(held, Exception):
+            raise held
+        return held
+
+    monkeypatch.setattr("PIL.ImageGrab.grabclipboard", grab)
+
+
+async def test_attach_clipboard(seeing: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(monkeypatch, Image.new("RGB", (8, 4), "red"))
+    async with running(seeing) as (app, pilot):
+        composer = screen.composer(app)
+        composer.put("/attach")
+        await pilot.press("enter")
+        await until(pilot, lambda: "clipboard-" in composer.text)
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.idle(app) and screen.answers(app))
+    (part,) = (p for p in seeing.seen[0].messages[0]["content"] if p["type"] == "image")
+    assert Image.open(io.BytesIO(part["image"])).size == (8, 4)
+
+
+def test_clipboard(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(monkeypatch, [str(photo)])
+    copied = read_attachment("").picture
+    assert copied is not None
+    assert (copied.name, copied.data) == (photo.name, photo.read_bytes())
+    for held, message in (
+        (None, "no picture in the clipboard"),
+        ([], "no picture in the clipboard"),
+        (UnidentifiedImageError("text"), "no picture in the clipboard"),
+        (NotImplementedError("wl-paste or xclip is required"), "wl-paste or xclip is required"),
+        (OSError("no display"), "cannot be read"),
+    ):
+        hold(monkeypatch, held)
+        with pytest.raises(OptionError, match=message):
+            read_attachment("")

@@ -13,11 +13,13 @@ a ``note`` names. Knows files, neither labels nor the composer.
 from __future__ import annotations
 
 import codecs
+import io
 import locale
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,6 +205,7 @@ def read_folds(value: Any, length: int) -> tuple[Fold, ...]:
 
 LARGEST_FILE = 512_000  # bytes; more than that fills the context of most models
 _MOST_LISTED = 500
+_NO_PATH = "/attach PATH takes a text file, picture or folder"
 _LEFT_OUT = ("node_modules", "__pycache__")  # beside folders that begin with a dot
 _MARKS = (  # the longer first: UTF-32's begins as UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -225,14 +228,15 @@ class AttachedFile:
 
 
 def read_attachment(argument: str) -> AttachedFile:
-    """A file or folder to attach. Its name is the path as written, or the end of an absolute one.
+    """A file or folder to attach; without a path, the clipboard's picture. Its name is the path as
+    written, or the end of an absolute one.
 
     Raises:
-        OptionError: no path, too large, or not text.
+        OptionError: there is none, it is too large, or not text.
         StorageError: it cannot be read.
     """
     if not argument:
-        raise OptionError("/attach needs the path of a text file, picture or folder")
+        return _in_clipboard()
     path = Path(argument.strip("'\"")).expanduser()
     name = clean(str(path.name if path.is_absolute() else path)).replace("\n", " ")
     try:
@@ -306,6 +310,26 @@ def _picture(path: Path) -> AttachedFile:
     picture = new_picture(data, name=clean(path.name).replace("\n", " "))
     small_image(picture, 1, 1)  # a damaged one is told before it is sent
     return AttachedFile(picture.name, "", "", picture=picture)
+
+
+def _in_clipboard() -> AttachedFile:
+    """The picture, or the copied file, in the clipboard of this machine."""
+    from PIL import ImageGrab, UnidentifiedImageError
+
+    try:
+        found = ImageGrab.grabclipboard()
+    except UnidentifiedImageError:  # what some tools give of copied text
+        found = None
+    except (NotImplementedError, OSError) as error:  # a tool is missing, or there is no display
+        raise OptionError(f"the clipboard cannot be read ({error}): {_NO_PATH}") from error
+    if isinstance(found, list) and found:
+        return read_attachment(str(found[0]))
+    if found is None or isinstance(found, list):
+        raise OptionError(f"there is no picture in the clipboard: {_NO_PATH}")
+    stream = io.BytesIO()
+    found.save(stream, "PNG")
+    name = f"clipboard-{datetime.now():%H%M%S}.png"
+    return AttachedFile(name, "", "", picture=new_picture(stream.getvalue(), name=name))
 
 
 def _listed(folder: Path, name: str) -> AttachedFile:
