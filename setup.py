@@ -17,6 +17,7 @@ SOURCES = (
     "kernels_portable",  # takes longest: first
     "kernels_avx2",
     "kernels_avx512",
+    "kernels_bf16",
     "kernels_amx",
     "kernels_avxvnni",
     "kernels_neon",

@@ -38,13 +38,15 @@ class Localrt:
         source = VisionGguf(Path(mmproj))
         ops = NativeOps(threads=len(os.sched_getaffinity(0)))
         self._tower = read_tower(source.config, source.processor)
-        self._units, self._steps = ReadUnits(source, ops), vision_steps(ops)
+        self._steps = vision_steps(ops)
+        self._units = ReadUnits(source, self._steps)
 
     def encode(self, pixels: Any) -> int:
         from localrt.models.vision.picture import Picture
 
         prepared = self._tower.prepare(Picture(pixels))
-        return len(self._tower.see(prepared, self._units, self._steps).rows)
+        with self._units.beside(prepared):
+            return len(self._tower.see(prepared, self._units, self._steps).rows)
 
 
 class Libmtmd:

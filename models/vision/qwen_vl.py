@@ -268,8 +268,8 @@ class QwenTower(Tower):
         for n in range(config.depth):
             if check is not None:
                 check()
-            block = units.get(f"blocks.{n}", partial(self._load_block, n))
-            x = block(x, windows if config.window and n not in config.full else everything, steps)
+            places = windows if config.window and n not in config.full else everything
+            x = units.get(f"blocks.{n}", partial(self._load_block, n))(x, places, steps)
             if n in config.deep:
                 name = f"deepstack_merger_list.{config.deep.index(n)}"
                 deep.append(self._merged(name, x, units, steps))

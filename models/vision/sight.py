@@ -32,6 +32,7 @@ from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.choose import vision_steps
 from localrt.quant.ops.protocol import Given, Ops
+from localrt.quant.ops.vision import VisionSteps
 
 Tokens = npt.NDArray[np.int64]
 Take = Callable[[int], None]
@@ -73,8 +74,8 @@ class Sight:
         self.tower = tower
         self.token = token
         self._source = source
-        self.units = ReadUnits(source, ops, take)
         self._steps = vision_steps(ops)
+        self.units = ReadUnits(source, self._steps, take)
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id
@@ -236,8 +237,9 @@ class ReadUnits(Units):
     takes a small part of the time that a picture's rows spend in it.
     """
 
-    def __init__(self, source: VisionSource, ops: Ops, take: Take | None = None) -> None:
-        self._source, self._ops, self._take = source, ops, take
+    def __init__(self, source: VisionSource, steps: VisionSteps, take: Take | None = None) -> None:
+        self._source, self._steps = source, steps
+        self._take: Take = take or (lambda nbytes: None)
 
     @contextmanager
     def beside(self, prepared: Prepared) -> Iterator[None]:
@@ -246,9 +248,6 @@ class ReadUnits(Units):
         Raises:
             MemoryBudgetError: there is too little.
         """
-        if self._take is None:
-            yield
-            return
         nbytes = self._sizes.room(prepared)
         try:
             self._take(nbytes)
@@ -265,10 +264,11 @@ class ReadUnits(Units):
 
     @cached_property
     def _sizes(self) -> TowerSizes:
-        return TowerSizes.of(self._source, self._ops.weight_nbytes)
+        return TowerSizes.of(self._source, self._steps.ops.weight_nbytes)
 
     def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
-        return make(WeightLoader(self._source, self._ops))
+        self._steps.begin_unit()
+        return make(WeightLoader(self._source, self._steps.ops))
 
 
 def _without_patches(prepared: Prepared) -> Prepared:

@@ -28,6 +28,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.vision import VisionSteps
 
 Grid = tuple[int, int]
@@ -71,21 +72,20 @@ class Encoder:
         check: Check | None,
     ) -> list[Floats]:
         """The encoded patches (n, D) of each grid."""
-        # One grid after another: what a step makes on its way is large.
-        ends = accumulate(rows * columns for rows, columns in grids)
+        # One grid after another, and all in one array: what a step makes on its way is large.
+        ends = list(accumulate(rows * columns for rows, columns in grids))
+        x = large_floats((ends[-1], self.block.hidden))
+        encoded = [x[first:end] for first, end in pairwise([0, *ends])]
         embed, table = units.get("embeddings", self._embeddings)
-        encoded = [
-            steps.add(embed(patches[first:end], steps), self._positions(table, grid))
-            for (first, end), grid in zip(pairwise([0, *ends]), grids, strict=True)
-        ]
+        for rows, end, grid in zip(encoded, ends, grids, strict=True):
+            embedded = embed(patches[end - len(rows) : end], steps)
+            rows[:] = steps.add(embedded, self._positions(table, grid))
         for layer in range(self.layers):
-            block = units.get(f"layers.{layer}", partial(self._block, layer))
-            for part, x in enumerate(encoded):
-                if check is not None:
-                    check()
-                encoded[part] = block(x, Places(ends=(len(x),)), steps)
+            _pass(units.get(f"layers.{layer}", partial(self._block, layer)), encoded, steps, check)
         norm = units.get("post_layernorm", self._norm)
-        return [norm(x, steps) for x in encoded]
+        for rows in encoded:
+            rows[:] = norm(rows, steps)
+        return encoded
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
         prefix, hidden = f"{self._prefix(weights)}embeddings.", self.block.hidden
@@ -115,6 +115,13 @@ class Encoder:
             table = table[np.arange(rows) * self.side // rows]
             table = table[:, np.arange(columns) * self.side // columns]
         return table.reshape(rows * columns, -1)
+
+
+def _pass(block: Block, encoded: Sequence[Floats], steps: VisionSteps, check: Check | None) -> None:
+    for rows in encoded:
+        if check is not None:
+            check()
+        rows[:] = block(rows, Places(ends=(len(rows),)), steps)
 
 
 def _stretch(size: int, count: int) -> Floats:

@@ -58,7 +58,7 @@ from localrt.quant.formats.packed import Floats, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
-from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.arrays import Regions, large_floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
@@ -119,6 +119,10 @@ class NativeOps(StreamSteps):
         self._adapters = NativeAdapters(self._api, self._handle)
         self._tiler = Tiler(self._api, self._handle, self._adapters.sites)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
+
+    def begin_region(self) -> None:
+        """Weights from now on share no ``Regions`` with those before."""
+        self._tiler.memory = Regions()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

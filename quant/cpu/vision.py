@@ -29,6 +29,9 @@ class NativeVision(VisionSteps):
         super().__init__(ops)
         self._native = ops
 
+    def begin_unit(self) -> None:
+        self._native.begin_region()
+
     def linear(
         self,
         x: Floats,

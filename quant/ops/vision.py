@@ -45,6 +45,9 @@ class VisionSteps:
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
+    def begin_unit(self) -> None:
+        """Weights that are loaded from now on may go back to the system before earlier ones."""
+
     def linear(
         self,
         x: Floats,

@@ -21,6 +21,7 @@ HEADS = (64, 72, 80, 88)
 ACTIVATIONS: tuple[VisionActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 EXACT = 2e-6
 BRAINS = 6e-3  # products of bf16
+IN_BF16 = ("amx", "avx512bf16")
 
 
 def native(isa: str, threads: int = 2) -> NativeVision:
@@ -42,7 +43,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q6_k", "q2_k"])
 def test_products(name: str, isa: str) -> None:
-    packed, in_bf16 = name.startswith("q"), isa == "amx" and name != "f32"
+    packed, in_bf16 = name.startswith("q"), isa in IN_BF16 and name != "f32"
     columns = 541 if not packed else 768 if name.endswith("k") else 544
     steps = native(isa)
     tensor = random_tensor(name, 203, columns)
@@ -116,7 +117,7 @@ def test_attention(size: int, isa: str) -> None:
             steps, *(each.astype(np.float64) for each in (q, k, v)), 0.3, ends
         )
         found = steps.attention(q, k, v, 0.3, ends)
-        assert error(found, expected) < (1e-2 if isa == "amx" else 5e-6)
+        assert error(found, expected) < (1e-2 if isa in IN_BF16 else 5e-6)
 
 
 def test_a_segment_stays_for_itself() -> None:

@@ -6,6 +6,13 @@
 #ifndef LRT_AMX
 #define LRT_AMX 0  // whether AMX's products are compiled for
 #endif
+#ifndef LRT_BF16_ONLY
+#define LRT_BF16_ONLY 0  // whether only what AVX-512's products of bf16 are for is compiled, the rest being AVX-512's
+#endif
+#define LRT_BF16 (LRT_AMX || LRT_BF16_ONLY)
+#if defined(__x86_64__) && __GNUC__ >= 11 && !defined(__clang__)
+#define LRT_BF16_COMPILES 1
+#endif
 // AMX needs a compiler that knows it, and Linux, which lends its registers.
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)
 #define LRT_AMX_COMPILES 1
@@ -44,3 +51,6 @@ struct Kernels {
     void (*pack_low_rank)(const LowRankPack&, const LowRank&);
     void (*vision[VISION_STEPS])(Context&, const VisionArgs&);
 };
+#if LRT_BF16_ONLY
+extern const Kernels kernels_avx512;
+#endif

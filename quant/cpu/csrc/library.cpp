@@ -6,7 +6,7 @@
 
 extern const Kernels kernels_portable;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_amx;
+extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_bf16, kernels_amx;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #if defined(__linux__)
@@ -47,6 +47,9 @@ const Choice* choices(int* count) {
 #if defined(__x86_64__)
 #if LRT_AMX_COMPILES
         {"amx", &kernels_amx, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_works(); }},
+#endif
+#if LRT_BF16_COMPILES
+        {"avx512bf16", &kernels_bf16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16") != 0; }},
 #endif
         {"avx512", &kernels_avx512, has_avx512},
 #if defined(LRT_EVEX)

@@ -1,9 +1,9 @@
 // The steps of a vision tower, on float32 rows: see quant/ops/vision.py. A row's bits do not depend on the other rows
-// nor on the threads. With AMX, matrices but those of float32, and attention, are multiplied in bf16 and summed in
-// float32: there the bits are not those of other instruction sets.
+// nor on the threads. With AMX or AVX-512's products of bf16, matrices but those of float32, and attention, are
+// multiplied in bf16 and summed in float32: there the bits are not those of other instruction sets.
 #pragma once
-#if LRT_AMX
-#include "blocks_amx.h"
+#if LRT_BF16
+#include "blocks_brain.h"
 #endif
 
 namespace {
@@ -83,7 +83,7 @@ void vision_add(Context& context, const VisionArgs& args) {
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
-#if LRT_AMX
+#if LRT_BF16
 constexpr int BRAIN_ROWS = 384, BRAIN_COLUMNS = 256;  // of a task, and of a matrix's panel
 
 // Columns [column, column + count) of a packed matrix's tile, as tiles of bf16.
@@ -195,11 +195,15 @@ inline void multiply_brains(Context& context, const VisionArgs& args, const Fini
 // out (R, D) = activation(x times the matrix + bias).
 void vision_linear(Context& context, const VisionArgs& args) {
     const Finish finish = {args.bias, args.activation};
-#if LRT_AMX
+#if LRT_BF16
     if (in_brains(args.matrix)) return multiply_brains(context, args, finish);
 #endif
+#if LRT_BF16_ONLY
+    kernels_avx512.vision[VISION_LINEAR](context, args);
+#else
     const Stack& stack = args.matrix;
     matmul(context, stack, prepare(context, context.rows, args.x, nullptr, args.rows, nullptr, 0, stack), args.out, stack.rows, &finish);
+#endif
 }
 
 // ---- attention -------------------------------------------------------------------------------------------------------
@@ -254,7 +258,7 @@ struct FloatBlocks {
     }
 };
 
-#if LRT_AMX
+#if LRT_BF16
 struct BrainBlocks {
     using Number = uint16_t;
     static constexpr int ROWS = 32, KEYS = 256;

@@ -49,7 +49,8 @@ def look(folder: Path, *pictures: Picture | Prepared) -> Opened:
     ops = TorchOps(compute_format="f32", device="cpu")
     with closing(VisionFolder(folder)) as source:
         tower = read_tower(source.config, source.processor)
-        units, steps = ReadUnits(source, ops), VisionSteps(ops)
+        steps = VisionSteps(ops)
+        units = ReadUnits(source, steps)
         prepared = [p if isinstance(p, Prepared) else tower.prepare(p) for p in pictures]
         return Opened(tower, prepared, [tower.see(each, units, steps) for each in prepared])
 

@@ -121,7 +121,8 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
 def _see(source: VisionFolder | VisionGguf, *pictures: Picture) -> list[tuple[Prepared, Seen]]:
     ops = TorchOps(compute_format="f32", device="cpu")
     tower = read_tower(source.config, source.processor)
-    units, steps = ReadUnits(source, ops), VisionSteps(ops)
+    steps = VisionSteps(ops)
+    units = ReadUnits(source, steps)
     prepared = [tower.prepare(each) for each in pictures]
     return [(each, tower.see(each, units, steps)) for each in prepared]
 

@@ -138,7 +138,8 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
     with closing(VisionGguf(path)) as source:
         ops = TorchOps(compute_format="f32", device="cpu")
         tower = read_tower(source.config, source.processor)
-        units, steps = ReadUnits(source, ops), VisionSteps(ops)
+        steps = VisionSteps(ops)
+        units = ReadUnits(source, steps)
         prepared = tower.prepare(shown)
         ours = tower.see(prepared, units, steps).rows
         theirs = _theirs(_text_model(tmp_path / "text.gguf", source.columns), path, shown)

@@ -28,7 +28,8 @@ SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
 def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
     """What the tower makes of pictures, in float32."""
     ops = TorchOps(compute_format="f32", device="cpu")
-    units, steps = ReadUnits(source, ops), VisionSteps(ops)
+    steps = VisionSteps(ops)
+    units = ReadUnits(source, steps)
     return [tower.see(tower.prepare(each), units, steps) for each in pictures]
 
 

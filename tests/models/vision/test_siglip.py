@@ -30,6 +30,7 @@ from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits
+from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import random_model, relative_error, tokens
 from tests.models.tiny_configs import with_text
@@ -360,9 +361,9 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
     tower: Any = look(tmp_path).tower
     whole = replace(tower, split=False).prepare(picture(30, 30))
     tiled = tower.prepare(picture(250, 131))
-    ops = TorchOps(compute_format="f32", device="cpu")
+    steps = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
     with closing(VisionFolder(tmp_path)) as source:
-        units = ReadUnits(source, ops, taken.append)
+        units = ReadUnits(source, steps, taken.append)
         for prepared in (whole, tiled):
             with units.beside(prepared):
                 assert taken[-1] > prepared.patches.nbytes
@@ -374,7 +375,7 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
         raise MemoryBudgetError("full")
 
     with closing(VisionFolder(tmp_path)) as source:
-        units = ReadUnits(source, ops, take)
+        units = ReadUnits(source, steps, take)
         with pytest.raises(MemoryBudgetError, match="beside the model"), units.beside(whole):
             raise AssertionError("there is no room")
 

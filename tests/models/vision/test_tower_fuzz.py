@@ -64,7 +64,8 @@ def test_any_settings(opened: Callable[[str], VisionFolder], data: Any, name: st
         tower = read_tower(config, own["processor"])
         prepared = tower.prepare(picture(37, 50))
         with np.errstate(all="ignore"):  # pixels times a wrong number may be too large
-            tower.see(prepared, ReadUnits(source, ops), VisionSteps(ops))
+            steps = VisionSteps(ops)
+            tower.see(prepared, ReadUnits(source, steps), steps)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

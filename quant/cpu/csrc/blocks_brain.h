@@ -1,4 +1,4 @@
-// Products of dense blocks of bf16 by AMX, summed in float32 in the order of columns.
+// Products of dense blocks of bf16, by AMX or AVX-512's own instruction, summed in float32 in the order of columns.
 #pragma once
 
 namespace {
@@ -6,6 +6,7 @@ namespace {
 // A tile is 1 KB: of `a` sixteen rows and 32 columns; of `b` 32 rows by pairs and sixteen columns, (16, 16, 2).
 constexpr int TILE_NUMBERS = 512, TILE_COLUMNS = 32;
 
+#if LRT_AMX
 // All tile registers whole, as long as it lives.
 struct WholeTiles {
     WholeTiles() {
@@ -60,6 +61,49 @@ inline void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, 
         _tile_stored(3, c + 16 * c_stride + 16, stride);
     }
 }
+
+#else
+struct WholeTiles {
+    WholeTiles() {}  // nothing to set
+};
+
+// Of R rows of `a`, which lie in one tile.
+template <int R, int T>
+inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, int count, bool first, float* c, size_t c_stride) {
+    __m512 sums[R][T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int t = 0; t < T; t++) sums[r][t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride + 16 * t);
+    for (int k = 0; k < count; k++, a += TILE_NUMBERS, b += TILE_NUMBERS)
+        for (int pair = 0; pair < TILE_COLUMNS; pair += 2) {
+            __m512bh w[T];
+#pragma GCC unroll 2
+            for (int t = 0; t < T; t++) w[t] = (__m512bh)_mm512_loadu_si512(b + t * b_line + 16 * pair);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                int both;
+                __builtin_memcpy(&both, a + r * TILE_COLUMNS + pair, 4);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
+                for (int t = 0; t < T; t++) sums[r][t] = _mm512_dpbf16_ps(sums[r][t], x, w[t]);
+            }
+        }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int t = 0; t < T; t++) _mm512_storeu_ps(c + r * c_stride + 16 * t, sums[r][t]);
+}
+
+// See above.
+template <int T>
+LRT_NOINLINE void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
+                                 size_t c_stride) {
+    constexpr int LINES = 8;  // whose sums fit the registers
+    for (int row = 0; row < 32; row += LINES)
+        multiply_lines<LINES, T>(a + row / 16 * a_line + row % 16 * TILE_COLUMNS, b, b_line, count, first, c + row * c_stride, c_stride);
+}
+#endif
 
 // As load_some, of none or less as well.
 inline F16L load_up_to(const float* x, int count) { return count > 0 ? load_some(x, count) : F16L::zero(); }

@@ -1,0 +1,15 @@
+// x86-64 with AVX-512 VNNI and its products of bf16, which vision towers are multiplied by; the rest is kernels_avx512's.
+#define LRT_BF16_ONLY 1
+#include "kernels.h"
+#if LRT_BF16_COMPILES
+// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+#include <cmath>
+#include <immintrin.h>
+#include <type_traits>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,avx512bf16")
+#include "vec_avx512.h"
+#define KERNELS kernels_bf16
+#include "steps.h"
+#pragma GCC pop_options
+#endif
