@@ -29,15 +29,16 @@ three times what few rows' loop gives, in the same order of sums.
 
 Vision towers (``vision.py``, ``csrc/vision.h``). Rows are few thousands at once, and nothing is
 cached between passes: attention lays a head's keys and values out for the products and goes over
-blocks of keys with an online softmax. AMX multiplies in bf16 there (``blocks_amx.h``), six times as
-fast as float32: matrices of all formats but float32 are unpacked to bf16, a panel at a time.
+blocks of keys with an online softmax. AMX multiplies in bf16 there, six times as fast as float32,
+and so does AVX-512 where it has products of bf16 (``kernels_bf16.cpp``), nearly twice as fast:
+matrices of all formats but float32 are unpacked to bf16, a panel at a time (``blocks_brain.h``).
 
 Instruction sets. The kernels are templates over sixteen lanes (``vec_*.h``: AVX-512, AVX2, NEON,
 plain arrays), compiled once per instruction set with a target pragma; the library picks one at run
 time. These files use no shared inline function of the standard library: the linker might take the
 copy that was compiled for the newest instruction set. All of them give the same bits (but for
-vision towers with AMX): lanes are summed in one order, and the compiler may not fuse a product and
-a sum that are written apart (``-ffp-contract=off``), which costs nothing, since the kernels name
+vision towers in bf16): lanes are summed in one order, and the compiler may not fuse a product and a
+sum that are written apart (``-ffp-contract=off``), which costs nothing, since the kernels name
 their fused ones. ``scripts/neon`` shows it for ARM, emulated.
 
 Batch invariance. Every output is summed over the columns in one fixed order. The number of rows
