@@ -111,7 +111,7 @@ def load_parts(
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
-        eyes.open_for(engine, tokenizer)
+        eyes.open_for(engine, tokenizer, ctx)
         notes += eyes.notes
         if problem:
             notes.append(problem)

@@ -15,6 +15,8 @@ from localrt.models.vision.source import VisionSource, vision_source
 from localrt.models.vision.tower import Tower
 from localrt.quant.choose import vision_ops
 
+_MOST_ROWS = 4096  # of a picture: a photo of 12 megapixels has 12,000 by Qwen's own settings
+
 
 class Eyes:
     """The tower of the model at a path, if it has one; ``problem`` says why it cannot be used.
@@ -45,8 +47,8 @@ class Eyes:
         note = self.problem or (self.tower.note if self.tower is not None else "")
         return [note] if note else []
 
-    def open_for(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
-        """Let ``engine`` see."""
+    def open_for(self, engine: Engine, tokenizer: Tokenizer | None, ctx: int) -> None:
+        """Let ``engine`` see; of a context of ``ctx`` tokens a picture takes half at most."""
         tower, source = self.tower, self._source
         if tower is None or source is None:
             return
@@ -59,7 +61,8 @@ class Eyes:
             token = tokenizer.token_id(name)
             if token is None:
                 raise UnsupportedModelError(f"the vocabulary has no token {name!r}")
-            engine.see(lambda ops, take: Sight(tower, source, vision_ops(ops), token, take))
+            bounded = tower.within(min(_MOST_ROWS, ctx // 2))
+            engine.see(lambda ops, take: Sight(bounded, source, vision_ops(ops), token, take))
         except LocalrtError as error:
             self._refuse(error)
 

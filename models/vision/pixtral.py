@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -147,6 +148,13 @@ class PixtralTower(Tower):
         self.placeholder = config.tokens[0]
         self._scaling = Scaling.read(processor, CLIP_MEAN, CLIP_STD)
         self._resample = resampling(processor, BICUBIC)
+
+    def within(self, rows: int) -> PixtralTower:
+        side = max(math.isqrt(rows), 1) * self.config.patch * self.config.merge
+        height, width = (min(edge, side) for edge in self.config.edges)
+        tower = copy(self)
+        tower.config = replace(self.config, edges=(height, width))
+        return tower
 
     def prepare(self, picture: Picture) -> Prepared:
         config = self.config

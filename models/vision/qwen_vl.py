@@ -216,6 +216,11 @@ class QwenTower(Tower):
         self.config = config
         self.deep_layers = len(config.deep)
 
+    def within(self, rows: int) -> QwenTower:
+        least, most = self.config.pixels
+        most = min(most, max(rows, 1) * (self.config.patch * self.config.merge) ** 2)
+        return QwenTower(replace(self.config, pixels=(min(least, most), most)))
+
     def prepare(self, picture: Picture) -> Prepared:
         """``patches`` (N, C * patch * patch) are of one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge

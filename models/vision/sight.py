@@ -103,7 +103,7 @@ class Sight:
             placed = self._kept(digest)
         if placed is None:
             prepared = self.tower.prepare(picture)
-            placed = Placed(_row_ids(digest, prepared.rows), prepared)
+            placed = Placed(_row_ids(digest, prepared), prepared)
         with self._lock:
             if file is not None:
                 self._files[file] = digest
@@ -275,8 +275,9 @@ def _without_patches(prepared: Prepared) -> Prepared:
     return replace(prepared, patches=Patches.none())
 
 
-def _row_ids(digest: bytes, rows: int) -> tuple[int, ...]:
-    """Ids below 0 that no other picture has."""
-    stream = hashlib.shake_128(digest).digest(8 * rows)
+def _row_ids(digest: bytes, prepared: Prepared) -> tuple[int, ...]:
+    """Ids below 0 that no other picture has, nor the same one in another size."""
+    size = repr((prepared.rows, prepared.grid)).encode()
+    stream = hashlib.shake_128(digest + size).digest(8 * prepared.rows)
     numbers = np.frombuffer(stream, np.int64) | np.int64(-(1 << 63))
     return tuple(numbers.tolist())

@@ -101,6 +101,10 @@ class Tower(ABC):
             OptionError: its shape is one that the model cannot see.
         """
 
+    def within(self, rows: int) -> Tower:
+        """The tower; if it sees any size, it makes pictures of more than ``rows`` rows smaller."""
+        return self
+
     @abstractmethod
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None

@@ -97,6 +97,26 @@ def test_published_defaults(kind: str) -> None:
     assert ours.deep == tuple(getattr(theirs, "deepstack_visual_indexes", ()))
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "most"),
+    [("qwen2_vl", 3584, 16384), ("qwen3_vl", 3584, 16384), ("mistral3", 64, 3025)],
+)
+def test_large_photo(kind: str, size: int, most: int) -> None:
+    """Made smaller where a context has no room for all of its rows."""
+    text = {"hidden_size": size, "num_attention_heads": 4}
+    config = {"model_type": kind, "vision_config": {}, "text_config": text}
+    processor = {"max_pixels": 4096**2, "size": {"longest_edge": 1540}}
+    tower = read_tower(config, processor)
+    photo, small = (Picture(np.zeros((h, w, 3), np.uint8)) for h, w in ((3024, 4032), (300, 400)))
+    for rows in (2048, 500):
+        bounded = tower.within(rows)
+        prepared = bounded.prepare(photo)
+        assert 0.6 * rows < prepared.rows <= min(rows, most)
+        assert prepared.grid[1] / prepared.grid[0] == pytest.approx(4 / 3, rel=0.06)
+        assert bounded.prepare(small).pieces == tower.prepare(small).pieces
+    assert tower.prepare(photo).rows > 1800
+
+
 def test_aspect() -> None:
     tower = read_tower({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 3584}, {})
     with pytest.raises(OptionError, match=r"2010 x 10 pixels: .* more than 200 times as long"):
