@@ -115,6 +115,29 @@ def _in_memory(isa: str) -> Iterator[tuple[str, tuple[float, float, str]]]:
             yield row["name"], (row["localrt"]["median"], theirs, times(row, "ik_llama.cpp"))
 
 
+def mix_table(record: dict[str, Any]) -> str:
+    """Each server's applications: requests, goals met, times to the first token."""
+    rows = [
+        [
+            server["server"],
+            app["app"],
+            str(app["requests"]),
+            f"{app['goals_met']:.0%}".replace("%", " %"),
+            *(format_seconds(app["ttft_s"][name]) for name in ("p50", "p95")),
+            format_rate(app["tokens_s"]),
+        ]
+        for server in record["servers"]
+        for app in server["apps"]
+    ]
+    headers = ["server", "application", "requests", "goals met", "first token", "p95", "tok/s"]
+    alls = ", ".join(f"{s['goals_met']:.0%} of {s['server']}'s" for s in record["servers"])
+    return (
+        f"{markdown_table(headers, rows)}\n\n`{record['command']}`, {record['servers'][0]['runs']} "
+        f"run: {alls.replace('%', ' %')} requests met their goals, on {machine_of(record)}. "
+        f"{versions_of(record)}."
+    )
+
+
 def resume_table(record: dict[str, Any]) -> str:
     """A long conversation's saved KV cache against computing it again."""
     rows = [
@@ -143,6 +166,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "published": published_table,
     "quality": short_table,
     "quality-full": full_tables,
+    "mix": mix_table,
     "resume": resume_table,
     "towers": towers_table,
 }
