@@ -9,10 +9,14 @@ measured.
 from __future__ import annotations
 
 import shlex
+import timeit
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
 from localrt.common.option_names import on_command_line, option
@@ -21,7 +25,7 @@ from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
-from localrt.hub.resolving import Offer, offer_of
+from localrt.hub.resolving import Offer, ResolvedModel, offer_of
 from localrt.loading.draft_offers import own_draft
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.vision.cost import SIDE, picture_cost
@@ -40,13 +44,16 @@ from localrt.offload.planner.verdict import Expected
 from localrt.offload.store.pack import fingerprint
 from localrt.planning.models import find_model, has_weights, known_model_of, shape_of
 from localrt.planning.recommending import FILE, other_files, recommend_on, sized, usual_offer
-from localrt.quant.formats import FORMATS
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.vision import NativeVision
+from localrt.quant.formats import FORMATS, pack
 from localrt.quant.ops.kv_formats import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
-_PICTURE_ROWS = 512  # at which products of many rows were measured
+_MANY_ROWS = 512  # a tower's products have
 
 
 @known_arguments
@@ -156,7 +163,8 @@ def plan(
         )
     )
     if has_weights(path):
-        found = _with_picture(_with_draft(found, path, settings), name, settings, revision)
+        resolved = resolve(name, settings=settings, revision=revision, download=False)
+        found = _with_picture(_with_draft(found, path, settings), resolved)
     if advise:
         found = _advised(found, path, settings, offer, file, resized=format is not None)
     if not has_weights(path) and looks_like_path(name):
@@ -185,23 +193,36 @@ def _with_draft(plan: Plan, path: Path, settings: Settings) -> Plan:
     return replace(plan, notes=(*plan.notes, draft.line), draft=draft.name)
 
 
-def _with_picture(plan: Plan, name: str, settings: Settings, revision: str | None) -> Plan:
+def _with_picture(plan: Plan, found: ResolvedModel) -> Plan:
     """Add what a picture costs: the tower is computed by the CPU, its tokens like any others."""
-    found = resolve(name, settings=settings, revision=revision, download=False)
     try:
         cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
     except LocalrtError as error:
         return replace(plan, notes=(*plan.notes, f"pictures are refused: {error}"))
     if cost is None:
         return plan
-    machine, rows = plan.request.machine, _PICTURE_ROWS
-    tower = sum(
-        products * machine.kernel(format_).at(rows) / rows
-        for format_, products in cost.products.items()
+    rate = plan.request.machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
+    tower = cost.products * rate * _tower_slowness()
+    seconds = tower + cost.tokens / plan.prefill_tok_s
+    return replace(plan, picture=PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes))
+
+
+@cache
+def _tower_slowness() -> float:
+    """The time of a tower's products, of that of a decoder's with the same weights: measured, as
+    it depends on the instruction set.
+    """
+    if find_library() is None:
+        return 1.0
+    ops, shape = NativeOps(), (1024, 1024)
+    weight = ops.weight(shape, [pack(np.full(shape, 0.01, np.float32), FORMATS["f16"], name="w")])
+    x, out = np.ones((_MANY_ROWS, 1024), np.float32), np.empty((_MANY_ROWS, 1024), np.float32)
+    tower = NativeVision(ops)
+    as_tower, as_decoder = (
+        min(timeit.repeat(call, number=1, repeat=9))
+        for call in (lambda: tower.linear(x, weight), lambda: ops.linear(x, weight, out))
     )
-    seconds = tower + cost.attention * machine.attention.at(rows) + cost.tokens / plan.prefill_tok_s
-    picture = PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes)
-    return replace(plan, picture=picture)
+    return as_tower / as_decoder
 
 
 def _advised(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -28,14 +28,13 @@ _UNIT = re.compile(r".*?\.\d+\.")
 @dataclass(frozen=True, slots=True)
 class PictureCost:
     """A picture's ``tokens``; the bytes of the tower's weights in its files, and those that memory
-    needs while the picture is read; multiplications, by the weights' format, and of attention.
+    needs while the picture is read; how many ``products`` of numbers are added.
     """
 
     tokens: int
     tower_bytes: int
     room_bytes: int
-    products: Mapping[str, int]
-    attention: int
+    products: int
 
 
 def picture_cost(path: Path, projectors: Sequence[Path] = ()) -> PictureCost | None:
@@ -50,19 +49,18 @@ def picture_cost(path: Path, projectors: Sequence[Path] = ()) -> PictureCost | N
     with closing(source):
         tower = read_tower(source.config, source.processor)
         prepared = tower.prepare(Picture(np.zeros((SIDE, SIDE, 3), np.uint8)))
-        sizes, products = TowerSizes.of(source), Counter[str]()
+        sizes, products = TowerSizes.of(source), 0
         for info in source.tensors.values():
             if info.name.endswith("weight") and len(info.shape) > 1 and not _is_table(info.name):
                 in_block = _UNIT.match(info.name) is not None
                 rows = len(prepared.patches) if in_block else prepared.rows
-                products[info.format.name] += rows * prod(info.shape)
+                products += rows * prod(info.shape)
         seen = prepared.together or len(prepared.patches)
         return PictureCost(
             tokens=prepared.rows,
             tower_bytes=sum(info.nbytes for info in source.tensors.values()),
             room_bytes=sizes.room(prepared),
-            products=products,
-            attention=2 * sizes.blocks * sizes.narrow * len(prepared.patches) * seen,
+            products=products + 2 * sizes.blocks * sizes.narrow * len(prepared.patches) * seen,
         )
 
 
