@@ -26,7 +26,7 @@ from localrt.common.version import __version__
 from localrt.engine.saved_caches import model_key
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.cost import PictureCost, picture_cost
 from localrt.server.anthropic import routes as anthropic
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
@@ -37,7 +37,8 @@ from localrt.server.service import service_of
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a model. ``format`` is ``"gguf"`` or ``"safetensors"``; ``ctx`` is the model's
-    own context, in tokens. ``template`` is empty if the model has none.
+    own context, in tokens. ``template`` is empty if the model has none, ``picture`` what one costs
+    a model that sees.
     """
 
     family: str
@@ -48,6 +49,7 @@ class ModelFacts:
     width: int | None
     template: str
     capabilities: tuple[str, ...]
+    picture: PictureCost | None = None
 
     def details(self) -> dict[str, Any]:
         """Return the details that lists of models contain."""
@@ -63,6 +65,9 @@ class ModelFacts:
     def info(self, ctx: int | None) -> dict[str, Any]:
         """Return facts by their GGUF names; ``ctx`` is the context that the server uses."""
         sizes = {"context_length": ctx or self.ctx, "embedding_length": self.width}
+        if self.picture is not None:
+            sizes["vision.picture_tokens"] = self.picture.tokens
+            sizes["vision.picture_memory"] = self.picture.room_bytes
         return {
             "general.architecture": self.family,
             "general.parameter_count": self.parameters,
@@ -111,7 +116,8 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
             capabilities.append("tools")
         if template is not None and find_syntax(template).tags is not None:
             capabilities.append("thinking")
-        if _sees(path):
+        picture = _picture(path)
+        if picture is not None:
             capabilities.append("vision")
         return ModelFacts(
             family=checkpoint.architecture,
@@ -122,16 +128,14 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
             width=_whole(checkpoint.config.get("hidden_size")),
             template="" if template is None else template.source,
             capabilities=tuple(capabilities),
+            picture=picture,
         )
 
 
-def _sees(path: Path) -> bool:
-    with suppress(LocalrtError):  # it is damaged: the decoder may be whole
-        tower = vision_source(path)
-        if tower is not None:
-            tower.close()
-            return True
-    return False
+def _picture(path: Path) -> PictureCost | None:
+    with suppress(LocalrtError):  # its tower is damaged: the decoder may be whole
+        return picture_cost(path)
+    return None
 
 
 def _whole(value: Any) -> int | None:

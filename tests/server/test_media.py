@@ -183,6 +183,9 @@ def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
         assert props["modalities"] == {"vision": sees, "audio": False}
         shown = running.request("POST", "/api/show", {"model": name})[1]
         assert ("vision" in shown["capabilities"]) is sees
+        costs = {key: value for key, value in shown["model_info"].items() if ".vision." in key}
+        assert len(costs) == (2 if sees else 0)
+        assert all(value > 0 for value in costs.values())
         studio = running.request("GET", f"/api/v0/models/{name}")[1]
         assert studio["type"] == ("vlm" if sees else "llm")
 
