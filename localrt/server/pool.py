@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -106,7 +107,7 @@ class ModelPool(Models):
         self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
         self._slots: dict[str, _Slot] = {}
-        self._turns = PassTurns()
+        self._turns: defaultdict[str, PassTurns] = defaultdict(PassTurns)  # by device
         self._moving = asyncio.Lock()  # held while memory moves between models
         self._freed = asyncio.Event()  # set when a model has lost a user
         self._tending: asyncio.Task[None] | None = None
@@ -284,7 +285,8 @@ class ModelPool(Models):
                 reason = without_folders(error.told(on_command_line))
                 self._say(f"could not load {slot.file.name}: {reason}")
             raise
-        slot.served = ServedModel(model, slot.file.name, self._options, self._turns)
+        turns = self._turns[model.info.device]
+        slot.served = ServedModel(model, slot.file.name, self._options, turns)
         slot.used = time.monotonic()
         self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
 

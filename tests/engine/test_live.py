@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from localrt.common.errors import (
 )
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.batch.schedule import FairQueue
+from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from tests.engine.fake_session import VOCAB, ScriptedSession
@@ -77,6 +80,25 @@ def test_join() -> None:
     assert engine.passes[:2] == [[4], [1]]
     assert [1, 3] in engine.passes
     assert all(session.closed for session in engine.sessions)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_turns_of_several_models(device: str, streamed: bool) -> None:
+    """A model in memory waits for the others of its device; a streamed one does not."""
+    engine, turns = Stepped(), PassTurns()
+    engine.info = replace(engine.info, device=device, streamed=streamed)
+    engine.free = True
+    limits = LiveLimits(ctx=CTX)
+    with closing(Live(engine, None, limits, room=lambda: 1 << 40, turns=turns)) as live:
+        with turns.turn("another model", math.inf):
+            answer = live.submit(request([10], 2))
+            if streamed:
+                assert said(answer) == [11, 12]
+            else:
+                wait_for(lambda: len(turns._waiting) == 1)
+                assert engine.asked == 0
+        assert streamed or said(answer) == [11, 12]
 
 
 def test_threads() -> None:

@@ -188,7 +188,7 @@ class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
     ``room`` returns how many more bytes the caches may take. ``save`` saves an unused cache before
-    it is freed. Batches that share ``turns`` compute one after another.
+    it is freed. Batches of one device that share ``turns`` compute one after another.
     """
 
     def __init__(
@@ -202,8 +202,7 @@ class Live:
         turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
-        # A streamed model mostly waits for the disk, one on a GPU for the card.
-        alone = engine.info.streamed or engine.info.device != "cpu"
+        alone = engine.info.streamed  # its passes mostly wait for weights
         self._turns = PassTurns() if turns is None or alone else turns
         engine.turn = partial(self._turns.turn, object(), math.inf)
         self._more_room = room
