@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 ISAS = {
     "amx": "AMX",
+    "avx512bf16": "AVX-512 with bf16",
     "avx512": "AVX-512",
     "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",
