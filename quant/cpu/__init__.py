@@ -31,7 +31,7 @@ Vision towers (``vision.py``, ``csrc/vision.h``). Rows are few thousands at once
 cached between passes: attention lays a head's keys and values out for the products and goes over
 blocks of keys with an online softmax. AMX multiplies in bf16 there, six times as fast as float32,
 and so does AVX-512 where it has products of bf16 (``kernels_bf16.cpp``), nearly twice as fast:
-matrices of all formats but float32 are unpacked to bf16, a panel at a time (``blocks_brain.h``).
+matrices of 16 bits, with AMX packed ones too, become bf16, a panel at a time (``blocks_brain.h``).
 
 Instruction sets. The kernels are templates over sixteen lanes (``vec_*.h``: AVX-512, AVX2, NEON,
 plain arrays), compiled once per instruction set with a target pragma; the library picks one at run

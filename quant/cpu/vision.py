@@ -1,9 +1,9 @@
 """The steps of vision towers through the compiled kernels, on all threads (``csrc/vision.h``).
 
 Packed matrices take activations in int8, those of floats as they are. Where the processor has AMX,
-all matrices but those of float32, and attention, are multiplied in bf16 and summed in float32,
-which other passes over the same matrices are not. A row's bits depend neither on the other rows nor
-on the threads.
+all matrices but those of float32, and attention, are multiplied in bf16 and summed in float32;
+where it has AVX-512's products of bf16, attention and those of 16 bits. A row's bits depend neither
+on the other rows nor on the threads.
 """
 
 from __future__ import annotations

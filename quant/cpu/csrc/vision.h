@@ -1,6 +1,6 @@
 // The steps of a vision tower, on float32 rows: see quant/ops/vision.py. A row's bits do not depend on the other rows
-// nor on the threads. With AMX or AVX-512's products of bf16, matrices but those of float32, and attention, are
-// multiplied in bf16 and summed in float32: there the bits are not those of other instruction sets.
+// nor on the threads. With AMX, matrices but those of float32, and attention, are multiplied in bf16 and summed in
+// float32, with AVX-512's products of bf16 those of 16 bits: there the bits are not those of other instruction sets.
 #pragma once
 #if LRT_BF16
 #include "blocks_brain.h"
@@ -122,8 +122,8 @@ inline PutTiles put_tiles(const Matrix& m) {
     PutTiles found = nullptr;
     with_layout(m.layout, [&](auto kind) {
         using Kind = decltype(kind);
-        if constexpr (Kind::PACKED) {
-            if (BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
+        if constexpr (Kind::PACKED) {  // by AVX-512, products of int8 are faster
+            if (LRT_AMX && BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
         } else if constexpr (std::is_same<Kind, Plain<Brain>>::value) {
             found = put_floats<Brain>;
         } else if constexpr (std::is_same<Kind, Plain<Half>>::value) {
