@@ -84,9 +84,9 @@ class Entry:
         return f"/{self.name} {self.argument}".rstrip()
 
     @property
-    def needs_argument(self) -> bool:
-        """Whether the command needs an argument."""
-        return bool(self.argument) and not self.argument.startswith("[")
+    def takes_argument(self) -> bool:
+        """Whether one is typed once the menu has completed the name: it is needed, or a path."""
+        return bool(self.argument) and (self.path or not self.argument.startswith("["))
 
 
 COMMANDS = (

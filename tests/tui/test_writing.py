@@ -245,7 +245,7 @@ async def test_menu(model: FakeModel, tmp_path: Path, monkeypatch: pytest.Monkey
         composer.put("/att")
         await pilot.pause()
         await pilot.press("enter")
-        assert composer.text == "/attach ", "it needs a path"
+        assert composer.text == "/attach ", "it takes a path"
         await pilot.press(*"re", "tab")
         assert composer.text == "/attach report.txt"
         composer.put("/syst")

@@ -245,7 +245,7 @@ class Composer(TextArea):
                 self.put(chosen.line)
                 line = read_line(self.text)
                 entry = None if isinstance(line, str) else line.entry
-                if entry is not None and entry.needs_argument:
+                if entry is not None and entry.takes_argument:
                     return
         self._submit()
 
