@@ -21,6 +21,7 @@ from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model
 from localrt.loading.draft_offers import head_to_pull, own_draft
+from localrt.models.vision.cost import SIDE
 from localrt.planning import chooser
 
 EXAMPLES: Examples = (
@@ -102,8 +103,8 @@ def _pictures(model: ModelDescription) -> str:
         return ""
     size, room = format_bytes(model.vision_bytes), format_bytes(model.picture_bytes)
     return (
-        f"some {model.picture_tokens} tokens for 896 x 896 pixels, {room} while one is read; the "
-        f"vision tower has {size}"
+        f"some {model.picture_tokens} tokens for {SIDE} x {SIDE} pixels, {room} while one is read; "
+        f"the vision tower has {size}"
     )
 
 

@@ -71,7 +71,7 @@ class Gemma3Tower(Tower):
     ) -> Seen:
         (x,) = self.encoder(prepared.patches, prepared.grid, units, steps, check)
         x = x.reshape(self.rows, self.encoder.side // self.rows, self.rows, -1, x.shape[-1])
-        norm, projector = units.get("projector", self._projector)
+        norm, projector = units.read(self._projector)
         return Seen(projector(norm(x.mean((1, 3)).reshape(self.rows**2, -1), steps), steps))
 
     def _projector(self, weights: WeightLoader) -> tuple[Norm, Linear]:

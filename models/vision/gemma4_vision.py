@@ -174,7 +174,7 @@ class Gemma4Tower(Tower):
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
         config = self.config
-        embed = units.get("embedding", partial(_Embedding.load, config))
+        embed = units.read(partial(_Embedding.load, config))
         rows, columns = prepared.grid
         row, column = np.divmod(np.arange(rows * columns), columns)
         x = embed.patches(2 * prepared.patches[:] - 1, steps)
@@ -184,8 +184,8 @@ class Gemma4Tower(Tower):
             if check is not None:
                 check()
             prefix = f"vision_tower.encoder.layers.{layer}."
-            x = units.get(prefix, partial(Block.load, config.block, prefix))(x, places, steps)
-        project = units.get("projector", partial(_Projector.load, config))
+            x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
+        project = units.read(partial(_Projector.load, config))
         return Seen(project(x, prepared.grid, steps))
 
     def _places(self, row: Any, column: Any) -> Places:

@@ -132,7 +132,7 @@ class Idefics3Tower(Tower):
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
         encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
-        project = units.get("projector", self._projector)
+        project = units.read(self._projector)
         squares = (merged(*each, self.scale) for each in zip(encoded, prepared.grid, strict=True))
         return Seen(np.concatenate([project(x, steps) for x in squares]))
 

@@ -206,7 +206,7 @@ class Lfm2VlTower(Tower):
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
         encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
-        projector, rows = units.get("projector", self.projector.load), []
+        projector, rows = units.read(self.projector.load), []
         for x, grid in zip(encoded, prepared.grid, strict=True):
             x = merged(x, grid, self.factor)
             for step in projector:

@@ -181,15 +181,15 @@ class PixtralTower(Tower):
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:
         config = self.config
-        embed = units.get("embedding", partial(_Embedding.load, config))
+        embed = units.read(partial(_Embedding.load, config))
         x = embed.norm(embed.patches(prepared.patches[:], steps), steps)
         places = self._places(*prepared.grid)
         for layer in range(config.layers):
             if check is not None:
                 check()
             prefix = f"vision_tower.transformer.layers.{layer}."
-            x = units.get(prefix, partial(Block.load, config.block, prefix))(x, places, steps)
-        project = units.get("projector", partial(_Projector.load, config))
+            x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
+        project = units.read(partial(_Projector.load, config))
         return Seen(project(x, prepared.grid, steps))
 
     def _places(self, rows: int, columns: int) -> Places:

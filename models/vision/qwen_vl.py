@@ -264,9 +264,9 @@ class QwenTower(Tower):
         order, ends = self._windows(h // config.merge, w // config.merge)
         rows = (config.square * order[:, None] + np.arange(config.square)).reshape(-1)
         cos, sin = (values[rows] for values in self._turns(h, w))
-        x = units.get("patches", self._load_patches)(self._frames(prepared.patches[rows]), steps)
+        x = units.read(self._load_patches)(self._frames(prepared.patches[rows]), steps)
         if config.side:
-            x += self._positions(units.get("positions", self._load_positions), h, w)[rows]
+            x += self._positions(units.read(self._load_positions), h, w)[rows]
         windows = Places(ends=ends, cos=cos, sin=sin)
         everything = Places(ends=[len(x)], cos=cos, sin=sin)
         deep = []
@@ -274,7 +274,7 @@ class QwenTower(Tower):
             if check is not None:
                 check()
             places = windows if config.window and n not in config.full else everything
-            x = units.get(f"blocks.{n}", partial(self._load_block, n))(x, places, steps)
+            x = units.read(partial(self._load_block, n))(x, places, steps)
             if n in config.deep:
                 name = f"deepstack_merger_list.{config.deep.index(n)}"
                 deep.append(self._merged(name, x, units, steps))
@@ -317,7 +317,7 @@ class QwenTower(Tower):
         return np.asarray(self._in_squares(_stretched(rows.swapaxes(0, 1), w).swapaxes(0, 1)))
 
     def _merged(self, name: str, x: Floats, units: Units, steps: VisionSteps) -> Floats:
-        merger = units.get(name, partial(self._load_merger, name))
+        merger = units.read(partial(self._load_merger, name))
         return merger(x, steps)
 
     def _load_patches(self, weights: WeightLoader) -> Linear:

@@ -266,7 +266,7 @@ class ReadUnits(Units):
     def _sizes(self) -> TowerSizes:
         return TowerSizes.of(self._source, self._steps.ops.weight_nbytes)
 
-    def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
+    def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
         self._steps.begin_unit()
         return make(WeightLoader(self._source, self._steps.ops))
 

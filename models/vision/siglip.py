@@ -76,13 +76,13 @@ class Encoder:
         ends = list(accumulate(rows * columns for rows, columns in grids))
         x = large_floats((ends[-1], self.block.hidden))
         encoded = [x[first:end] for first, end in pairwise([0, *ends])]
-        embed, table = units.get("embeddings", self._embeddings)
+        embed, table = units.read(self._embeddings)
         for rows, end, grid in zip(encoded, ends, grids, strict=True):
             embedded = embed(patches[end - len(rows) : end], steps)
             rows[:] = steps.add(embedded, self._positions(table, grid))
         for layer in range(self.layers):
-            _pass(units.get(f"layers.{layer}", partial(self._block, layer)), encoded, steps, check)
-        norm = units.get("post_layernorm", self._norm)
+            _pass(units.read(partial(self._block, layer)), encoded, steps, check)
+        norm = units.read(self._norm)
         for rows in encoded:
             rows[:] = norm(rows, steps)
         return encoded

@@ -70,7 +70,7 @@ class Units(ABC):
     """A tower's weights by units, which are read when they are needed."""
 
     @abstractmethod
-    def get(self, name: str, make: Callable[[WeightLoader], _Unit]) -> _Unit:
+    def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
         """What ``make`` loads."""
 
 
