@@ -9,7 +9,15 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,avx512bf16")
 #include "vec_avx512.h"
-#define KERNELS kernels_bf16
 #include "steps.h"
 #pragma GCC pop_options
+
+// Made when the library is loaded, by any processor: with instructions that all of them have.
+extern const Kernels kernels_bf16;
+const Kernels kernels_bf16 = [] {
+    Kernels kernels = kernels_avx512;
+    kernels.vision[VISION_LINEAR] = vision_linear;
+    kernels.vision[VISION_ATTENTION] = vision_attention;
+    return kernels;
+}();
 #endif

@@ -336,15 +336,8 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 
 }  // namespace
 
+#if !LRT_BF16_ONLY
 extern const Kernels KERNELS;
-#if LRT_BF16_ONLY
-const Kernels KERNELS = [] {
-    Kernels kernels = kernels_avx512;
-    kernels.vision[VISION_LINEAR] = vision_linear;
-    kernels.vision[VISION_ATTENTION] = vision_attention;
-    return kernels;
-}();
-#else
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
                          gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent,
