@@ -31,6 +31,7 @@ MOST_ROWS = 64
 GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
+_SIDE = 128  # rows and columns of a block: quant/cuda/src/dense_many.cu
 _RECORD = 144  # bytes of 64 columns: quant/cuda/src/records.cuh
 OUT = {FLOAT32: "float", BFLOAT16: "Bf16"}
 """Types of tensors, as the kernels call them."""
@@ -108,6 +109,12 @@ class _Dense(Structure):
         (c_void_p, "x w y bias"),
         (c_int64, "x_head y_head"),
         (c_int, "x_stride y_stride m rows columns"),
+    )
+
+
+class _DenseMany(Structure):
+    _fields_ = fields(
+        (c_void_p, "x w y bias"), (c_int64, "x_stride y_stride"), (c_int, "m rows columns")
     )
 
 
@@ -211,8 +218,12 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
     """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16.
 
     With x (H, R, columns) the weight stacks H matrices, and out is
-    (H, R, rows / H). cuBLAS would choose its order of sums by R.
+    (H, R, rows / H). cuBLAS would choose its order of sums by R. More than ``MOST_ROWS`` rows of
+    whole eights of columns are multiplied by tensor cores.
     """
+    if len(x.shape) == 2 and len(x) > MOST_ROWS and not (x.shape[1] | x.strides[0]) % 8:
+        _dense_many(x, weight, out, bias)
+        return
     heads = x.shape[0] if len(x.shape) == 3 else 1
     rows, count = weight.shape[0] // heads, x.shape[-2]
     args = _Dense(
@@ -228,6 +239,15 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
     grid = (-(-rows // 8), -(-count // 8), heads)
     program = Program.of("dense", OUT=OUT[out.dtype], WIDE=int(weight.shape[1] % 8 == 0))
     launch(out.device, program, grid, 256, args)
+
+
+def _dense_many(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    count, (rows, columns) = len(x), weight.shape
+    args = _DenseMany(
+        *pointers(x, weight, out, bias), x.strides[0], out.strides[0], count, rows, columns
+    )
+    grid = (-(-rows // _SIDE), -(-count // _SIDE), 1)
+    launch(out.device, Program.of("dense_many", OUT=OUT[out.dtype]), grid, 256, args)
 
 
 @cache

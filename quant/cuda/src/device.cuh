@@ -124,6 +124,18 @@ FN void wait_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
+// Ends a group of copies, of which `wait_copies_but` lets the last MOST be under way.
+FN void end_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int MOST>
+FN void wait_copies_but() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(MOST) : "memory");
+#endif
+}
 
 // c (16 x 8, int32) += a (16 x 32, 8 bits) times b (32 x 8, int8). With g = lane / 4 and t = lane % 4:
 // a[0], a[2] are row g, columns 4t and 16 + 4t; a[1], a[3] row g + 8; b[0], b[1] column g, rows as

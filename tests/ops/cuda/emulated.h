@@ -88,6 +88,9 @@ FN void copy_eight(void* to, const void* from) { __builtin_memcpy(to, from, 8); 
 FN void copy_sixteen(void* to, const void* from) { __builtin_memcpy(to, from, 16); }
 FN void prefetch(const void*) {}
 FN void wait_copies() {}
+FN void end_copies() {}
+template <int MOST>
+FN void wait_copies_but() {}
 FN uint4 load_streamed(const uint4* p) { return *p; }
 
 template <class T>

@@ -10,8 +10,8 @@ import torch
 
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.linear import linear
-from localrt.quant.cuda.products import dense_product, quantize, unpack_rows
-from localrt.quant.cuda.tensor import FLOAT32, empty, upload
+from localrt.quant.cuda.products import MOST_ROWS, dense_product, quantize, unpack_rows
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, empty, upload
 from localrt.quant.cuda.weight import build_weight
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile
@@ -46,7 +46,7 @@ def test_rows_are_the_reference_exactly(name: str) -> None:
         assert (back(picked) - 2 * values[index]).abs().max() <= 2 * off
 
 
-@pytest.mark.parametrize("batch", [1, 9, 40, 70])
+@pytest.mark.parametrize("batch", [1, 9, 40, 70, 130])
 @pytest.mark.parametrize("columns", [352, 43])
 def test_bf16_weights(batch: int, columns: int) -> None:
     w = inputs(50, columns, seed=1)
@@ -54,9 +54,25 @@ def test_bf16_weights(batch: int, columns: int) -> None:
     out = empty(batch, 50, device=DEVICE)
     dense_product(there(x), there(w), out)
     assert error(out.to_host(), (x.double() @ w.double().T).numpy()) < 2e-5
-    alone = empty(1, 50, device=DEVICE)
-    dense_product(there(x[-1:]), there(w), alone)
-    assert np.array_equal(alone.to_host()[0], out.to_host()[-1])
+    # Products of many rows on tensor cores have an order of sums of their own.
+    fewer = x[-65:] if batch > MOST_ROWS else x[-1:]
+    alone = empty(len(fewer), 50, device=DEVICE)
+    dense_product(there(fewer), there(w), alone)
+    assert np.array_equal(alone.to_host()[-1], out.to_host()[-1])
+
+
+@pytest.mark.parametrize("columns", [8, 40, 96, 360])
+def test_many_rows_of_bf16(columns: int) -> None:
+    """Also where rows lie apart, and columns are no whole steps."""
+    w, x, bias = inputs(200, columns, seed=1), inputs(300, columns + 24), torch.randn(200)
+    out = empty(300, 456, device=DEVICE)
+    rows, own = there(x)[:, 8 : columns + 8], out[:, 128:328]
+    dense_product(rows, there(w), own, bias=there(bias))
+    wanted = x[:, 8 : columns + 8].double() @ w.double().T + bias.double()
+    assert error(own.to_host(), wanted.numpy()) < 2e-5
+    short = empty(300, 200, dtype=BFLOAT16, device=DEVICE)
+    dense_product(rows, there(w), short)
+    assert error(short.to_host() + bias.numpy(), wanted.numpy()) < 1e-2
 
 
 def test_extreme_scales() -> None:
