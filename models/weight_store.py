@@ -86,6 +86,9 @@ class WeightMemory:
             MemoryBudgetError: not enough; nothing changes.
         """
 
+    def take_gpu(self, nbytes: int) -> None:
+        """The same of the GPU's memory."""
+
     def set_budget(self, nbytes: int, words: str) -> None:
         """Set the RAM for weights and caches to ``nbytes``; ``words`` is the size as text.
 

@@ -90,6 +90,7 @@ class Balance(WeightMemory):
         self._returning: list[Stage] = []  # to a slab, in the pass at hand
         self._gpu_why = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
+        self._gpu_taken = 0  # bytes of the GPU that something else has now
 
     @property
     def note(self) -> str:
@@ -151,6 +152,24 @@ class Balance(WeightMemory):
         self._try_budget(budget)
         if missing:
             self._why = "something else in this program needs memory"
+
+    def take_gpu(self, nbytes: int) -> None:
+        gpu = self._gpu
+        if gpu is None or nbytes <= 0:  # what is given back is filled by the next passes
+            self._gpu_taken += nbytes
+            return
+        left = gpu.capacity - gpu.used - gpu.held + self._gpu_reclaimable
+        if nbytes > left:
+            raise MemoryBudgetError(
+                f"{gpu.name}: {format_bytes(nbytes)} are wanted, and {format_bytes(max(left, 0))} "
+                "can be had, with weights that could be streamed"
+            )
+        self._gpu_taken += nbytes
+        try:
+            self.make_room(0)
+        except MemoryBudgetError:
+            self._gpu_taken -= nbytes
+            raise
 
     def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._why
@@ -264,9 +283,7 @@ class Balance(WeightMemory):
         return freed
 
     def shrink_gpu(self, nbytes: int, words: str) -> int:
-        slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
-        experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
-        if slabs + experts < nbytes:
+        if self._gpu_reclaimable < nbytes:
             return 0
         freed = self.evict_gpu(nbytes)
         self._evicted.clear()  # what was asked for stays away
@@ -275,6 +292,11 @@ class Balance(WeightMemory):
             self._gpu_most = self._gpu.capacity
             self._changed = self._why = words
         return freed
+
+    @property
+    def _gpu_reclaimable(self) -> int:
+        slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
+        return slabs + (0 if self._gpu_experts is None else self._gpu_experts.reclaimable)
 
     def relieve(self) -> bool:
         """Use less of the GPU's memory after a pass found none; False if nothing can be freed."""
@@ -292,7 +314,7 @@ class Balance(WeightMemory):
         gpu = self._gpu
         if gpu is None:
             return
-        held = self._caches.gpu_nbytes + growth + self._gpu_scratch()
+        held = self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_taken
         if shortage > 0:
             freed = self.evict_gpu(shortage)
             gpu.capacity = min(gpu.capacity, gpu.used + held)
@@ -303,6 +325,8 @@ class Balance(WeightMemory):
         if missing > 0:
             if self._caches.gpu_nbytes + growth > self._gpu_caches:
                 self._gpu_why = "keys and values on the GPU have grown"
+            elif self._gpu_taken:
+                self._gpu_why = "something else in this program needs the GPU's memory"
             elif not self._changed:
                 self._gpu_why = _OTHERS
             if self.evict_gpu(missing) < missing:

@@ -232,6 +232,35 @@ def test_slabs_come_back(model: Model) -> None:
         assert not one.weights.counts().memory_note
 
 
+def test_memory_for_something_else(model: Model) -> None:
+    """Weights leave the GPU for it and come back behind it; what there is not changes nothing."""
+    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
+    placement = place_on_gpu(model.store, where)
+    spare = model.ops.kv_nbytes(model.config.attention, 600)  # for the next tokens
+    capacity = placement.vram_ring + resident + beside_weights(model, 50) + spare
+    with on_gpu(model, where, placement=placement, capacity=capacity) as one:
+        gpu, memory = gpu_of(one), one.weights.memory
+        at_first, wanted = gpu.used, resident // 3 + spare
+        for number, (ours, theirs) in enumerate(
+            zip(generate(one, 30), generate(model.resident, 30), strict=True)
+        ):
+            assert_same([ours], [theirs])
+            assert gpu.used + gpu.held <= capacity
+            if number == 0:
+                with pytest.raises(MemoryBudgetError, match=r"fake GPU: .* wanted"):
+                    memory.take_gpu(capacity)
+                assert gpu.used == at_first
+            if number == 3:
+                memory.take_gpu(wanted)
+                assert gpu.used <= at_first - resident // 3
+                assert "something else in this program" in one.weights.counts().memory_note
+            if number == 6:
+                memory.take_gpu(-wanted)
+        assert gpu.used == at_first
+        assert not one.weights.counts().memory_note
+
+
 def test_memory_pressure_on_gpu() -> None:
     free = [0]
     pressure = MemoryPressure(free_vram=lambda: free[0])
