@@ -106,27 +106,34 @@ def make_ops(
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
 
 
-def vision_ops(ops: Ops) -> Ops:
-    """What a vision tower beside ``ops`` computes with: the CPU, with our kernels if possible.
-
-    A GPU would be faster, and lacks most steps so far.
-    """
-    if ops.device == "cpu" or find_library() is None:
-        return ops
-    from localrt.quant.cpu.ops import NativeOps
-
-    return NativeOps()
-
-
 def vision_steps(ops: Ops) -> VisionSteps:
-    """The steps of vision towers on ``ops``: our kernels on a CPU, else numpy between products."""
-    if ops.name != "native":
-        return VisionSteps(ops)
-    from localrt.quant.cpu.ops import NativeOps
-    from localrt.quant.cpu.vision import NativeVision
+    """The steps of vision towers on ``ops``: by our kernels, else numpy between products."""
+    if ops.name == "cuda":
+        from localrt.quant.cuda.ops import CudaOps
+        from localrt.quant.cuda.vision import CudaVision
 
-    assert isinstance(ops, NativeOps)
-    return NativeVision(ops)
+        assert isinstance(ops, CudaOps)
+        return CudaVision(ops)
+    if ops.name == "native":
+        from localrt.quant.cpu.ops import NativeOps
+        from localrt.quant.cpu.vision import NativeVision
+
+        assert isinstance(ops, NativeOps)
+        return NativeVision(ops)
+    return VisionSteps(ops)
+
+
+def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
+    """The steps that a model's vision tower may take, best first: those of a GPU that our kernels
+    run on, and what is left when it has no room for a picture, the CPU.
+    """
+    on_gpu = [ops for ops in implementations if ops.name == "cuda"]
+    host = next((ops for ops in implementations if ops.device == "cpu" and ops not in on_gpu), None)
+    if host is None and find_library() is not None:
+        from localrt.quant.cpu.ops import NativeOps
+
+        host = NativeOps()
+    return [vision_steps(ops) for ops in (*on_gpu[:1], host or implementations[0])]
 
 
 def _no_kv_format(name: str | None) -> str:

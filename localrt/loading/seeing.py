@@ -13,7 +13,7 @@ from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import Sight
 from localrt.models.vision.source import VisionSource, vision_source
 from localrt.models.vision.tower import Tower
-from localrt.quant.choose import vision_ops
+from localrt.quant.choose import all_vision_steps
 
 _MOST_ROWS = 4096  # of a picture: a photo of 12 megapixels has 12,000 by Qwen's own settings
 
@@ -62,7 +62,7 @@ class Eyes:
             if token is None:
                 raise UnsupportedModelError(f"the vocabulary has no token {name!r}")
             bounded = tower.within(min(_MOST_ROWS, ctx // 2))
-            engine.see(lambda ops, take: Sight(bounded, source, vision_ops(ops), token, take))
+            engine.see(lambda ops, take: Sight(bounded, source, all_vision_steps(ops), token, take))
         except LocalrtError as error:
             self._refuse(error)
 

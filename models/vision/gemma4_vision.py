@@ -32,7 +32,6 @@ from localrt.models.vision.tower import (
     BlockNames,
     Check,
     Linear,
-    Places,
     Prepared,
     Seen,
     Tower,
@@ -40,7 +39,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.ops.vision import Places, VisionSteps
 
 _BEGIN, _ROW, _END = "<|image>", "<|image|>", "<image|>"
 _NAMES = BlockNames(
@@ -180,13 +179,14 @@ class Gemma4Tower(Tower):
         x = embed.patches(2 * prepared.patches[:] - 1, steps)
         x += embed.columns[column] + embed.rows[row]
         places = self._places(row, column)
+        x = steps.put(x)
         for layer in range(config.layers):
             if check is not None:
                 check()
             prefix = f"vision_tower.encoder.layers.{layer}."
             x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
         project = units.read(partial(_Projector.load, config))
-        return Seen(project(x, prepared.grid, steps))
+        return Seen(project(steps.get(x), prepared.grid, steps))
 
     def _places(self, row: Any, column: Any) -> Places:
         """Columns turn one half of a head, rows the other."""

@@ -37,7 +37,6 @@ from localrt.models.vision.tower import (
     Check,
     Linear,
     Norm,
-    Places,
     Prepared,
     Seen,
     Tower,
@@ -45,7 +44,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import VisionActivation, VisionSteps
+from localrt.quant.ops.vision import Places, VisionActivation, VisionSteps
 
 _EPS = 1e-5  # whatever the config says, as in transformers
 _ARCHITECTURES = {
@@ -184,13 +183,14 @@ class PixtralTower(Tower):
         embed = units.read(partial(_Embedding.load, config))
         x = embed.norm(embed.patches(prepared.patches[:], steps), steps)
         places = self._places(*prepared.grid)
+        x = steps.put(x)
         for layer in range(config.layers):
             if check is not None:
                 check()
             prefix = f"vision_tower.transformer.layers.{layer}."
             x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
         project = units.read(partial(_Projector.load, config))
-        return Seen(project(x, prepared.grid, steps))
+        return Seen(project(steps.get(x), prepared.grid, steps))
 
     def _places(self, rows: int, columns: int) -> Places:
         """Of the frequencies, every other one turns by a patch's row, the rest by its column."""

@@ -39,7 +39,6 @@ from localrt.models.vision.tower import (
     Check,
     Linear,
     Norm,
-    Places,
     Prepared,
     Seen,
     Tower,
@@ -47,7 +46,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.ops.vision import Places, VisionSteps
 
 _EPS = 1e-6  # of all norms; configs do not say it
 _COLOURS = 3
@@ -269,7 +268,7 @@ class QwenTower(Tower):
             x += self._positions(units.read(self._load_positions), h, w)[rows]
         windows = Places(ends=ends, cos=cos, sin=sin)
         everything = Places(ends=[len(x)], cos=cos, sin=sin)
-        deep = []
+        x, deep = steps.put(x), []
         for n in range(config.depth):
             if check is not None:
                 check()
@@ -318,7 +317,7 @@ class QwenTower(Tower):
 
     def _merged(self, name: str, x: Floats, units: Units, steps: VisionSteps) -> Floats:
         merger = units.read(partial(self._load_merger, name))
-        return merger(x, steps)
+        return steps.get(merger(x, steps))
 
     def _load_patches(self, weights: WeightLoader) -> Linear:
         config = self.config

@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,13 +30,12 @@ from localrt.models.vision.pixels import Patches
 from localrt.models.vision.source import VisionSource
 from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
-from localrt.quant.choose import vision_steps
-from localrt.quant.ops.protocol import Given, Ops
+from localrt.quant.ops.protocol import Given
 from localrt.quant.ops.vision import VisionSteps
 
 Tokens = npt.NDArray[np.int64]
-Take = Callable[[int], None]
-"""Leaves bytes of the memory budget to a tower, below zero gives them back; raises
+Take = Callable[[int, bool], None]
+"""Leaves bytes of the budget to a tower, of the GPU's if true, below zero gives them back; raises
 ``MemoryBudgetError`` if there are not so many.
 """
 
@@ -66,16 +65,22 @@ class Sight:
     """See above. ``place`` may be called at any time, the rest within the engine's turns.
 
     ``token`` is the id of the tower's ``row_token``, which passes see in the place of pictures.
+    ``steps`` are the ways to compute the tower, best first: the first that has room for a picture
+    is taken.
     """
 
     def __init__(
-        self, tower: Tower, source: VisionSource, ops: Ops, token: int, take: Take | None = None
+        self,
+        tower: Tower,
+        source: VisionSource,
+        steps: Sequence[VisionSteps],
+        token: int,
+        take: Take | None = None,
     ) -> None:
         self.tower = tower
         self.token = token
         self._source = source
-        self._steps = vision_steps(ops)
-        self.units = ReadUnits(source, self._steps, take)
+        self._ways = [ReadUnits(source, each, take) for each in steps]
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id
@@ -223,13 +228,22 @@ class Sight:
         if placed.seen is None:
             if not len(placed.prepared.patches):
                 raise OptionError("too many pictures at once: ask again about this one")
-            with self.units.beside(placed.prepared):
-                seen = self.tower.see(placed.prepared, self.units, self._steps, check)
+            seen = self._encode(placed.prepared, check)
             with self._lock:
                 placed.seen, placed.prepared = seen, _without_patches(placed.prepared)
                 self._shrink(placed)
             return seen
         return placed.seen
+
+    def _encode(self, prepared: Prepared, check: Check | None) -> Seen:
+        for units in self._ways:
+            try:
+                with units.beside(prepared):
+                    return self.tower.see(prepared, units, units.steps, check)
+            except MemoryBudgetError:
+                if units is self._ways[-1]:
+                    raise
+        raise AssertionError("there is a way")
 
 
 class ReadUnits(Units):
@@ -238,8 +252,9 @@ class ReadUnits(Units):
     """
 
     def __init__(self, source: VisionSource, steps: VisionSteps, take: Take | None = None) -> None:
-        self._source, self._steps = source, steps
-        self._take: Take = take or (lambda nbytes: None)
+        self.steps = steps
+        self._source = source
+        self._take: Take = take or (lambda nbytes, on_gpu: None)
 
     @contextmanager
     def beside(self, prepared: Prepared) -> Iterator[None]:
@@ -248,27 +263,33 @@ class ReadUnits(Units):
         Raises:
             MemoryBudgetError: there is too little.
         """
-        nbytes = self._sizes.room(prepared)
-        try:
-            self._take(nbytes)
-        except MemoryBudgetError:
-            raise MemoryBudgetError(
-                f"a picture of this size needs {format_bytes(nbytes)} beside the model, and the "
-                f"budget leaves less: make it smaller, or raise {option('ram')}"
-            ) from None
-        try:
-            yield
-        finally:
-            return_free_memory()
-            self._take(-nbytes)
+        wanted = self._sizes.room(prepared)
+        parts = [(wanted, False)]
+        if self.steps.on_gpu:
+            parts = [(prepared.patches.nbytes + self._sizes.unit_bytes, False), (wanted, True)]
+        with ExitStack() as stack:
+            for nbytes, on_gpu in parts:
+                try:
+                    self._take(nbytes, on_gpu)
+                except MemoryBudgetError:
+                    raise MemoryBudgetError(
+                        f"a picture of this size needs {format_bytes(nbytes)} beside the model, "
+                        "and the budget leaves less: make it smaller, or raise "
+                        f"{option('gpu_memory' if on_gpu else 'ram')}"
+                    ) from None
+                stack.callback(self._take, -nbytes, on_gpu)
+            stack.callback(return_free_memory)
+            stack.callback(self.steps.end)
+            with self.steps.ops.scope():
+                yield
 
     @cached_property
     def _sizes(self) -> TowerSizes:
-        return TowerSizes.of(self._source, self._steps.ops.weight_nbytes)
+        return TowerSizes.of(self._source, self.steps.ops.weight_nbytes)
 
     def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
-        self._steps.begin_unit()
-        return make(WeightLoader(self._source, self._steps.ops))
+        self.steps.begin_unit()
+        return make(WeightLoader(self._source, self.steps.ops))
 
 
 def _without_patches(prepared: Prepared) -> Prepared:

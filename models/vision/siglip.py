@@ -23,13 +23,12 @@ from localrt.models.vision.tower import (
     Check,
     Linear,
     Norm,
-    Places,
     Units,
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
-from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.ops.vision import Places, VisionSteps
 
 Grid = tuple[int, int]
 
@@ -80,11 +79,12 @@ class Encoder:
         for rows, end, grid in zip(encoded, ends, grids, strict=True):
             embedded = embed(patches[end - len(rows) : end], steps)
             rows[:] = steps.add(embedded, self._positions(table, grid))
+        there = [steps.put(rows) for rows in encoded]
         for layer in range(self.layers):
-            _pass(units.read(partial(self._block, layer)), encoded, steps, check)
+            _pass(units.read(partial(self._block, layer)), there, steps, check)
         norm = units.read(self._norm)
-        for rows in encoded:
-            rows[:] = norm(rows, steps)
+        for rows, found in zip(encoded, there, strict=True):
+            rows[:] = steps.get(norm(found, steps))
         return encoded
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:

@@ -8,7 +8,7 @@ comes before and behind the blocks. Tensors are named as in the publisher's file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from localrt.models.vision.pixels import Patches
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector
-from localrt.quant.ops.vision import VisionActivation, VisionSteps
+from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps
 
 Check = Callable[[], None]
 _Unit = TypeVar("_Unit")
@@ -227,21 +227,10 @@ class Clipped:
 
     def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
         found = [
-            np.clip(linear(np.clip(x, least, most), steps), low, high)
+            steps.clip(linear(steps.clip(x, least, most), steps), low, high)
             for linear, least, most, low, high in self.parts
         ]
-        return found[0] if len(found) == 1 else np.concatenate(found, -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """Where the patches of a picture lie: the rows at which segments of attention end, and the
-    cosines and sines (R, E / 2) that turn queries and keys, if the tower turns them.
-    """
-
-    ends: Sequence[int]
-    cos: Floats | None = None
-    sin: Floats | None = None
+        return found[0] if len(found) == 1 else steps.joined(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,24 +295,18 @@ class Block:
 
     def _attention(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
         config, names = self.config, self.config.names
-        qkv = self.qkv(self.norm1(x, steps), steps).reshape(len(x), 3, config.heads, config.size)
-        q, k = self._normed(names.q_norm, qkv[:, 0], steps), qkv[:, 1]
-        k, v = self._normed(names.k_norm, k, steps), qkv[:, 2]
-        if config.value_norm:
-            v = steps.rms_norm(v, None, config.eps)
-        if places.cos is not None and places.sin is not None:
-            q, k = (
-                steps.rotate(_halved(each, config.axes), places.cos, places.sin) for each in (q, k)
-            )
-        scale = config.size**-0.5 if config.scale is None else config.scale
-        return self.out(steps.attention(q, k, v, scale, places.ends), steps)
+        heads = Heads(
+            count=config.heads,
+            size=config.size,
+            scale=config.size**-0.5 if config.scale is None else config.scale,
+            eps=config.eps,
+            q_norm=self.beside.get(names.q_norm),
+            k_norm=self.beside.get(names.k_norm),
+            value_norm=config.value_norm,
+            axes=config.axes,
+        )
+        qkv = self.qkv(self.norm1(x, steps), steps)
+        return self.out(steps.heads(qkv, heads, places), steps)
 
     def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
         return steps.rms_norm(x, self.beside[name], self.config.eps) if name else x
-
-
-def _halved(x: Floats, axes: int) -> Floats:
-    """x (R, H, E) with the first halves of all axes' parts before the second ones."""
-    if axes == 1:
-        return x
-    return x.reshape(*x.shape[:-1], axes, 2, -1).swapaxes(-3, -2).reshape(x.shape)

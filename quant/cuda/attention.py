@@ -20,7 +20,7 @@ from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace, blocks_of
 from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
-from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
+from localrt.quant.cuda.products import MOST_ROWS, OUT, Records, empty_records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm, norm_gate, rotary, rotate_blocks
 from localrt.quant.cuda.stream import CudaPass, Stream
@@ -111,18 +111,21 @@ def rope_append(
     head_gates: bool = False,
     positions: Tensor | None = None,
     temperature: AttentionTemperature | None = None,
+    axes: int = 1,
+    norm_values: bool = False,
     kv_format: KvFormat = "bf16",
 ) -> None:
-    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
-    behind the ``held`` tokens (one int64 on the device) of a cache: ``blocks`` are the addresses of
-    its blocks, int64 on the device, ``place`` is the layer's in them.
+    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q goes to q (n, H, E), k
+    and v behind the ``held`` tokens (one int64 on the device) of a cache: ``blocks`` are the
+    addresses of its blocks, int64 on the device, ``place`` is the layer's in them.
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
     once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where
     there are ``gates`` (n, H, E), each head's query in qkv is followed by as many numbers that go
     there; or its one gate of H at the end of the row does, with ``head_gates``. ``temperature``
-    makes queries grow with ``positions`` (n,), int64. A quantized cache has rows of bytes, and
-    queries against it are rotated.
+    makes queries grow with ``positions`` (n,), int64. Each of ``axes`` turns an equal part of a
+    head. With ``norm_values`` values are normed too, without weights. A quantized cache has rows of
+    bytes, and queries against it are rotated.
     """
     n, heads, size = q.shape
     groups = place.heads
@@ -145,7 +148,8 @@ def rope_append(
         0.0 if temperature is None else temperature.beta,
     )
     grid = (-(-(heads + 2 * groups) // (_THREADS // 32)), n, 1)
-    launch(q.device, rope_program(size, kv_format), grid, _THREADS, args)
+    program = rope_program(size, kv_format, qkv.dtype, axes, norm_values=norm_values)
+    launch(q.device, program, grid, _THREADS, args)
 
 
 def attend(
@@ -284,10 +288,23 @@ def join_program(
 
 
 @cache
-def rope_program(size: int, kv_format: KvFormat = "bf16") -> Program:
+def rope_program(
+    size: int,
+    kv_format: KvFormat = "bf16",
+    dtype: Dtype = BFLOAT16,
+    axes: int = 1,
+    *,
+    norm_values: bool = False,
+) -> Program:
     """The step before, for heads of ``size`` numbers."""
+    keys, values = numbers(kv_format, size)
     return Program.of(
-        "rope_append", KEYS=numbers(kv_format, size)[0], VALUES=numbers(kv_format, size)[1]
+        "rope_append",
+        KEYS=keys,
+        VALUES=values,
+        IN=OUT[dtype],
+        AXES=axes,
+        NORM_VALUES=int(norm_values),
     )
 
 

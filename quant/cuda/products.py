@@ -28,7 +28,10 @@ from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Te
 
 MOST_ROWS = 64
 """A pass of more rows is a prompt's."""
-GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
+GATES = {
+    **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
+    **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision towers
+}
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
 _SIDE = 128  # rows and columns of a block: quant/cuda/src/dense_many.cu

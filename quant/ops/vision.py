@@ -1,9 +1,9 @@
 """The steps of a vision tower, over the rows of one picture.
 
-Rows are float32 arrays on the host, (R, D): a tower's passes are few and long, so copies to and
-from a device count little beside its products. ``VisionSteps`` computes the products on any ``Ops``
-and the rest with numpy, which says what each step is; the CPU's kernels replace what is slow there
-(``quant/cpu/vision.py``).
+Rows are float32 arrays on the host, (R, D), or those that ``put`` has moved to a device, which look
+the same to a tower's blocks. ``VisionSteps`` computes the products on any ``Ops`` and the rest with
+numpy, which says what each step is; the kernels of the CPU (``quant/cpu/vision.py``) and of GPUs
+(``quant/cuda/vision.py``) replace them.
 
 Shapes below: R rows (patches of a picture, in the order of its tower), D columns, H heads, E head
 size.
@@ -12,12 +12,13 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import Vector, Weight, copy_to_host, vector_to_host
+from localrt.quant.ops.arrays import Array, Vector, Weight, copy_to_host, vector_to_host
 from localrt.quant.ops.protocol import Ops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -39,11 +40,56 @@ def activate(x: Floats, activation: VisionActivation) -> Floats:
     return np.asarray(out, np.float32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Where the patches of a picture lie: the rows at which segments of attention end, and the
+    cosines and sines (R, E / 2) that turn queries and keys, if the tower turns them.
+    """
+
+    ends: Sequence[int]
+    cos: Floats | None = None
+    sin: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Heads:
+    """``count`` heads of ``size`` numbers, whose queries are times ``scale``. Queries and keys may
+    be normed (RMSNorm), values without a weight. Each of ``axes`` turns an equal part of a head,
+    one half of it against the other.
+    """
+
+    count: int
+    size: int
+    scale: float
+    eps: float
+    q_norm: Vector | None = None
+    k_norm: Vector | None = None
+    value_norm: bool = False
+    axes: int = 1
+
+
 class VisionSteps:
-    """Every step returns a new array; what it was given stays as it is."""
+    """Every step returns a new array; what it was given stays as it is.
+
+    ``on_gpu``: weights and rows are in a GPU's memory.
+    """
+
+    on_gpu = False
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
+
+    def put(self, x: Floats) -> Array:
+        """Rows as the steps of many blocks read them fastest."""
+        return x
+
+    def get(self, x: Array) -> Floats:
+        """Rows that came from ``put``, on the host again."""
+        rows: Floats = x
+        return rows
+
+    def end(self) -> None:
+        """A picture is done: give back what was kept for it."""
 
     def begin_unit(self) -> None:
         """Weights that are loaded from now on may go back to the system before earlier ones."""
@@ -69,6 +115,14 @@ class VisionSteps:
     def add(self, x: Floats, y: Floats) -> Floats:
         """The sum of x and y (R, D)."""
         return x + y
+
+    def clip(self, x: Floats, low: float, high: float) -> Floats:
+        """Every value, at least ``low`` and at most ``high``."""
+        return np.clip(x, low, high)
+
+    def joined(self, parts: Sequence[Floats]) -> Floats:
+        """Columns of all parts (R, ...) side by side."""
+        return np.concatenate(parts, -1)
 
     def values(self, vector: Vector, size: int) -> Floats:
         """A vector's values (size,)."""
@@ -100,6 +154,25 @@ class VisionSteps:
         cos, sin = cos[:, None], sin[:, None]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
+    def heads(self, qkv: Floats, heads: Heads, places: Places) -> Floats:
+        """Attention of qkv (R, 3 * H * E), all heads' queries before keys and values: (R, H * E).
+
+        See ``attention``, ``rotate`` and ``rms_norm``.
+        """
+        parts = qkv.reshape(len(qkv), 3, heads.count, heads.size)
+        q, k, v = parts[:, 0], parts[:, 1], parts[:, 2]
+        if heads.q_norm is not None:
+            q = self.rms_norm(q, heads.q_norm, heads.eps)
+        if heads.k_norm is not None:
+            k = self.rms_norm(k, heads.k_norm, heads.eps)
+        if heads.value_norm:
+            v = self.rms_norm(v, None, heads.eps)
+        if places.cos is not None and places.sin is not None:
+            q, k = (
+                self.rotate(_halved(each, heads.axes), places.cos, places.sin) for each in (q, k)
+            )
+        return self.attention(q, k, v, heads.scale, places.ends)
+
     def attention(
         self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
     ) -> Floats:
@@ -115,3 +188,10 @@ class VisionSteps:
                 out[rows, head] = (scores / scores.sum(-1, keepdims=True)) @ v[rows, head]
             first = end
         return out.reshape(len(q), -1)
+
+
+def _halved(x: Floats, axes: int) -> Floats:
+    """x (R, H, E) with the first halves of all axes' parts before the second ones."""
+    if axes == 1:
+        return x
+    return x.reshape(*x.shape[:-1], axes, 2, -1).swapaxes(-3, -2).reshape(x.shape)

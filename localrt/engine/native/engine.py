@@ -120,13 +120,21 @@ class NativeEngine(Engine):
             reserve=self._reserve,
         )
 
-    def see(self, make: Callable[[Ops, Take | None], Sight]) -> None:
-        """See pictures by what ``make`` returns for the ``Ops`` and the memory budget."""
+    def see(self, make: Callable[[Sequence[Ops], Take], Sight]) -> None:
+        """See pictures by what ``make`` returns for the ``Ops`` and the memory budgets."""
         budgeted = self.weights.memory.streams or self.ram is not None
         if budgeted:
             with self._turn:
                 self._take_within(_SIGHT)
-        self.sight = make(self._loaded().ops, self._take_within if budgeted else None)
+
+        def take(nbytes: int, on_gpu: bool) -> None:
+            if on_gpu:
+                self._take_gpu(nbytes)
+            elif budgeted:
+                self._take_within(nbytes)
+
+        self._loaded()
+        self.sight = make(self.weights.implementations, take)
 
     def _take_within(self, nbytes: int) -> None:
         """``take_ram`` within a turn."""
@@ -134,6 +142,18 @@ class NativeEngine(Engine):
             self.weights.memory.take(nbytes)
             self._taken += nbytes
         self._ram.take(nbytes)
+
+    def _take_gpu(self, nbytes: int) -> None:
+        """The same of the GPU's memory. Weights that all stay there leave what they leave."""
+        if self.weights.memory.streams:
+            self.weights.memory.take_gpu(nbytes)
+            return
+        left = self._loaded().ops.free_memory()
+        if self.gpu_memory is not None and left is not None:
+            caches = sum(cache.nbytes for cache in list(self._caches))
+            left = min(left, self.gpu_memory - self.info.weight_bytes - caches)
+        if left is not None and nbytes > left:
+            raise MemoryBudgetError(f"the GPU has {format_bytes(max(left, 0))} left")
 
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""

@@ -42,7 +42,7 @@ struct Attention {
 struct Rows {
     int row[2], position[2];  // row among the new ones, the last that it sees of them
     bool live[2];
-    int least, earliest, latest;  // row; positions
+    int least, earliest, latest;  // of `row`; positions
 
     FN Rows make(const Attention& args, int place, int g) {
         Rows rows;
@@ -55,6 +55,14 @@ struct Rows {
             if (args.tree && !args.columns) rows.row[i] += ((const int*)args.tree)[rows.row[i]];
         }
         rows.least = args.first + place / args.per;
+        if (args.tree && !args.columns) {
+            rows.least = rows.row[0] < rows.row[1] ? rows.row[0] : rows.row[1];
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) {
+                const int other = shuffle_xor(rows.least, lanes);
+                rows.least = other < rows.least ? other : rows.least;
+            }
+        }
         const int a = rows.position[0], b = rows.position[1];
         rows.earliest = a < b ? a : b, rows.latest = a < b ? b : a;
 #pragma unroll

@@ -16,13 +16,20 @@ FN void store(Bf16* at, float value) {  // to the nearest, ties to even
 
 FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2 };  // the last has no gate
+enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP };  // those from RELU2 on need no gate
+
+template <int KIND>
+FN float activated(float x) {
+    if constexpr (KIND == GELU) return 0.5f * x * (1.f + erff(0.70710678f * x));
+    if constexpr (KIND == QUICK_GELU) return x * sigmoid(1.702f * x);
+    // 0.5 (1 + tanh(z)) is sigmoid(2 z)
+    if constexpr (KIND == GELU_TANH) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    return x * sigmoid(x);
+}
 
 template <int KIND>
 FN float gated(float gate, float up, float limit) {
-    if constexpr (KIND == SILU) return gate * sigmoid(gate) * up;
-    // 0.5 (1 + tanh(z)) is sigmoid(2 z)
-    if constexpr (KIND == GELU_TANH) return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
+    if constexpr (KIND != SWIGLU_OAI) return activated<KIND>(gate) * up;
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
     return gate * sigmoid(1.702f * gate) * (up + 1.f);

@@ -2,10 +2,13 @@
 // keys and values behind the tokens that a cache holds. A warp takes one head of one row.
 //
 //   KEYS VALUES   how the cache keeps them (kv.cuh)
+//   IN            Bf16 or float: what the projection is in
+//   AXES          each turns an equal part of a head's rotary numbers, half of the part with the other half
+//   NORM_VALUES   1: values are normed, without weights
 #include "kv.cuh"
 
 struct RopeAppend {
-    const Bf16* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
+    const IN* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
     Bf16 *q, *gates;  // (n, heads, size); no gates are null
     u8* const* blocks;  // of the cache (kv.cuh)
     const i64* held;
@@ -24,45 +27,69 @@ FN float sum_of_warp(float sum) {
     return sum;
 }
 
+template <int PIECES>
+FN float scale_of(const float (&x)[PIECES], int size, float eps) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) sum = fused(x[i], x[i], sum);
+    return 1.f / sqrtf(sum_of_warp(sum) / (float)size + eps);
+}
+
+// Where the number e of a head turns: the one that it turns with, whether it is of the first half, its angle.
+struct Turn {
+    int other, angle;
+    bool first;
+
+    FN Turn make(int e, int half) {
+        if (e >= 2 * half) return {e, 0, false};
+        const int wide = half / AXES, part = AXES == 1 ? 0 : e / (2 * wide), in = AXES == 1 ? e : e % (2 * wide);
+        const bool first = in < wide;
+        return {first ? e + wide : e - wide, part * wide + (first ? in : in - wide), first};
+    }
+};
+
 extern "C" __global__ void rope_append(RopeAppend args) {
     constexpr int SIZE = KEYS::SIZE, PIECES = KEYS::PIECES;
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
     if (head >= args.heads + 2 * args.groups) return;
     const int at = head < args.heads ? head * args.step : args.keys_at + (head - args.heads) * SIZE;
-    const Bf16 *projected = args.qkv + (i64)row * args.row_stride, *from = projected + at;
+    const IN *projected = args.qkv + (i64)row * args.row_stride, *from = projected + at;
     float x[PIECES], other[PIECES];  // a number, and the one it turns with: half a turn away
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const int e = lane + 32 * i, away = e >= 2 * args.half ? e : e < args.half ? e + args.half : e - args.half;
+        const int e = lane + 32 * i;
         x[i] = e < SIZE ? value_of(from[e]) : 0;
-        other[i] = e < SIZE ? value_of(from[away]) : 0;
+        other[i] = e < SIZE ? value_of(from[Turn::make(e, args.half).other]) : 0;
     }
     const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
     const i64 slot = *args.held + row;
     u8* block = args.blocks[slot / BLOCK];
     if (!query && !key) {
+        if constexpr (NORM_VALUES) {
+            const float scale = scale_of(x, SIZE, args.eps);
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) x[i] = times(x[i], scale);
+        }
         if constexpr (VALUES::TURN > 1) rotate<VALUES::TURN>(x, lane);
         VALUES::write(block + args.v_at + ((i64)(head - args.heads - args.groups) * BLOCK + slot % BLOCK) * VALUES::BYTES, lane, x);
         return;
     }
     const float* norm = query ? args.q_norm : args.k_norm;
     if (norm && !args.last) {
-        float sum = 0;
+        float scale;
         if (args.joint) {
             const int width = (query ? args.heads : args.groups) * SIZE;
-            const Bf16* all = projected + (query ? 0 : args.keys_at);
+            const IN* all = projected + (query ? 0 : args.keys_at);
+            float sum = 0;
             for (int e = lane; e < width; e += 32) sum = fused(value_of(all[e]), value_of(all[e]), sum);
-            sum = sum_of_warp(sum) / (float)width;
+            scale = 1.f / sqrtf(sum_of_warp(sum) / (float)width + args.eps);
             norm += (query ? head : head - args.heads) * SIZE;
         } else {
-#pragma unroll
-            for (int i = 0; i < PIECES; i++) sum = fused(x[i], x[i], sum);
-            sum = sum_of_warp(sum) / (float)SIZE;
+            scale = scale_of(x, SIZE, args.eps);
         }
-        const float scale = 1.f / sqrtf(sum + args.eps);
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
-            const int e = lane + 32 * i, away = e >= 2 * args.half ? e : e < args.half ? e + args.half : e - args.half;
+            const int e = lane + 32 * i, away = Turn::make(e, args.half).other;
             if (e < SIZE) x[i] = times(times(x[i], scale), norm[e]), other[i] = times(times(other[i], scale), norm[away]);
         }
     }
@@ -70,15 +97,13 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     for (int i = 0; i < PIECES; i++) {
         const int e = lane + 32 * i;
         if (e >= 2 * args.half) continue;
-        const int angle = row * args.half + (e < args.half ? e : e - args.half);
+        const Turn turn = Turn::make(e, args.half);
+        const int angle = row * args.half + turn.angle;
         const float turned = times(other[i], args.sin[angle]);
-        x[i] = fused(x[i], args.cos[angle], e < args.half ? -turned : turned);
+        x[i] = fused(x[i], args.cos[angle], turn.first ? -turned : turned);
     }
     if (norm && args.last) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) sum = fused(x[i], x[i], sum);
-        const float scale = 1.f / sqrtf(sum_of_warp(sum) / (float)SIZE + args.eps);
+        const float scale = scale_of(x, SIZE, args.eps);
 #pragma unroll
         for (int i = 0; i < PIECES; i++)
             if (lane + 32 * i < SIZE) x[i] = times(times(x[i], scale), norm[lane + 32 * i]);
@@ -98,6 +123,6 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     if (!args.gates) return;
     // As many as the head has numbers, behind them; or one of each head, behind all.
     const bool each = args.step > SIZE;
-    const Bf16* gates = each ? from + SIZE : projected + args.keys_at + 2 * args.groups * SIZE + head;
-    for (int e = lane; e < SIZE; e += 32) args.gates[to + e] = gates[each ? e : 0];
+    const IN* gates = each ? from + SIZE : projected + args.keys_at + 2 * args.groups * SIZE + head;
+    for (int e = lane; e < SIZE; e += 32) store(args.gates + to + e, value_of(gates[each ? e : 0]));
 }

@@ -22,6 +22,7 @@ from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits, Sight
 from localrt.models.vision.source import vision_source
 from localrt.models.vision.tower import Prepared, Seen, Tower
+from localrt.quant.choose import all_vision_steps
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 
@@ -93,7 +94,7 @@ class Seeing:
         source = vision_source(folder)
         assert source is not None
         tower = read_tower(source.config, source.processor)
-        engine.see(lambda ops, take: Sight(tower, source, ops, token, take))
+        engine.see(lambda ops, take: Sight(tower, source, all_vision_steps(ops), token, take))
         engine.pass_rows = rows
         self.engine, self.tokens = engine, tokens
 

@@ -22,8 +22,10 @@ from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits
 from localrt.models.vision.tower import Prepared, Seen
+from localrt.quant.choose import vision_steps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import unpack
-from localrt.quant.ops.vision import VisionSteps
+from localrt.quant.ops.protocol import Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.make_mmproj import write_mmproj
@@ -34,6 +36,7 @@ from tests.models.vision.test_pixtral import CONFIGS as PIXTRAL
 from tests.models.vision.tiny_qwen import PIXELS, TEXT
 from tests.models.vision.tiny_qwen import TINY as QWEN
 from tests.mutations import FUZZ, is_line, refusal
+from tests.ops.cuda.target import DEVICE
 
 SIGLIP = {
     "hidden_size": 32,
@@ -118,10 +121,11 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
                 np.testing.assert_allclose(part, values[1:3], rtol=0, atol=off)
 
 
-def _see(source: VisionFolder | VisionGguf, *pictures: Picture) -> list[tuple[Prepared, Seen]]:
-    ops = TorchOps(compute_format="f32", device="cpu")
-    tower = read_tower(source.config, source.processor)
-    steps = VisionSteps(ops)
+def _see(
+    source: VisionFolder | VisionGguf, *pictures: Picture, ops: Ops | None = None, **processor: Any
+) -> list[tuple[Prepared, Seen]]:
+    tower = read_tower(source.config, {**source.processor, **processor})
+    steps = vision_steps(ops or TorchOps(compute_format="f32", device="cpu"))
     units = ReadUnits(source, steps)
     prepared = [tower.prepare(each) for each in pictures]
     return [(each, tower.see(each, units, steps)) for each in prepared]
@@ -145,6 +149,19 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
             assert relative_error(seen.rows, rows.rows) < 1e-6
             for layer, deep in zip(seen.deep, rows.deep, strict=True):
                 assert relative_error(layer, deep) < 1e-6
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
+    """Its kernels round to bf16 on the way, through all steps of a family."""
+    few = {"gemma4": {"max_soft_tokens": 16}, "idefics3": {"size": {"longest_edge": 32}}}
+    shown, own = picture(33, 60), few.get(kind, {})
+    with closing(VisionFolder(tiny(kind))) as source:
+        ((_, wanted),) = _see(source, shown, **own)
+        ((_, found),) = _see(source, shown, ops=CudaOps(device=str(DEVICE)), **own)
+    assert not np.array_equal(found.rows, wanted.rows)
+    ours, theirs = (np.hstack([each.rows, *each.deep]) for each in (found, wanted))
+    assert relative_error(ours, theirs) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,16 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import Sight
+from localrt.quant.choose import all_vision_steps
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.reference.ops import TorchOps
 from localrt.speculative.tree import TokenTree
 from tests.models.tiny import relative_error, tokens
 from tests.models.vision.tiny_qwen import IDS, TINY, picture, processor_of
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import DEVICE
 
 compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 PICTURES = [picture(90, 41), picture(23, 70, seed=1)]
@@ -53,7 +57,7 @@ def opened(folder: Path, ops: Any) -> Iterator[NativeEngine]:
         engine = NativeEngine(load_decoder(checkpoint, ops, config), INFO)
     source = VisionFolder(folder)
     tower = read_tower(source.config, source.processor)
-    engine.see(lambda ops, take: Sight(tower, source, ops, TOKEN, take))
+    engine.see(lambda ops, take: Sight(tower, source, all_vision_steps(ops), TOKEN, take))
     with closing(engine):
         yield engine
 
@@ -115,6 +119,28 @@ def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any
         assert relative_error(ours, wanted(folder, model, ids, PICTURES)) < 0.02
         for cuts in ([len(ids)], list(range(6, len(ids), 11))):
             np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
+
+
+@compiled
+@pytest.mark.parametrize("room", [True, False])
+def test_gpu(
+    room: bool,
+    tiny_vl: Callable[[str], tuple[Path, Any]],
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tower is computed there if it has room for the picture, else on the CPU."""
+    folder, model = tiny_vl("qwen3_vl")
+    ops = CudaOps(device=str(DEVICE))
+    if not room:
+        monkeypatch.setattr(ops, "free_memory", lambda: 1000)
+    with opened(folder, ops) as engine:
+        ids = prompt(engine, PICTURES)
+        ours = said(engine, ids, [len(ids)])
+        assert relative_error(ours, wanted(folder, model, ids, PICTURES)[-1:]) < 0.05
+    if not DEVICE.is_gpu:
+        names = [program.name for program in emulator.launches]
+        assert ("layer_norm" in names) == room
 
 
 @compiled

@@ -363,7 +363,7 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
     tiled = tower.prepare(picture(250, 131))
     steps = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
     with closing(VisionFolder(tmp_path)) as source:
-        units = ReadUnits(source, steps, taken.append)
+        units = ReadUnits(source, steps, lambda nbytes, on_gpu: taken.append(nbytes))
         for prepared in (whole, tiled):
             with units.beside(prepared):
                 assert taken[-1] > prepared.patches.nbytes
@@ -371,7 +371,7 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
     tiles = len(tiled.patches) // len(whole.patches)
     assert taken[0] < taken[2] < tiles * taken[0]
 
-    def take(nbytes: int) -> None:
+    def take(nbytes: int, on_gpu: bool) -> None:
         raise MemoryBudgetError("full")
 
     with closing(VisionFolder(tmp_path)) as source:

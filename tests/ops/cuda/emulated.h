@@ -27,6 +27,7 @@ uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each ot
 float fmaf(float, float, float);
 float cosf(float);
 float expf(float);
+float erff(float);
 float log1pf(float);
 float sinf(float);
 float tanhf(float);

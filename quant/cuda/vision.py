@@ -1,0 +1,213 @@
+"""The steps of vision towers on a GPU, by our kernels, on rows that ``put`` has moved there.
+
+Rows are float32; what a product reads is rounded to bf16 (packed matrices take it in 8 bits), and
+so are queries, keys and values. A row's bits do not depend on the others. Attention is that of the
+decoder: each segment is a cache of its own, in which a row sees all rows ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int, c_void_p
+
+import numpy as np
+
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.attention import attend, rope_append, takes_heads
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.kv import LayerPlace
+from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.linear import linear
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import GATES, OUT
+from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.steps import converted, move_rows, norm
+from localrt.quant.cuda.tensor import (
+    BFLOAT16,
+    FLOAT32,
+    INT64,
+    UINT8,
+    Tensor,
+    empty,
+    upload,
+    zeros,
+)
+from localrt.quant.cuda.weight import CudaWeight
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps
+
+_THREADS = 256
+_ROWS = 4096  # of a product at once: what comes between its steps stays small
+
+
+class _LayerNorm(Structure):
+    _fields_ = fields((c_void_p, "x weight bias y"), (c_int, "width"), (c_float, "eps"))
+
+
+class _Activate(Structure):
+    _fields_ = fields((c_void_p, "x y"), (c_int, "width"), (c_float, "low high"))
+
+
+class CudaVision(VisionSteps):
+    """See ``VisionSteps``. Rows on the host are computed there, but for their products."""
+
+    on_gpu = True
+
+    def __init__(self, ops: CudaOps) -> None:
+        super().__init__(ops)
+        self._device = device_of(ops.device)
+        self._turns: tuple[Floats, Tensor, Tensor] | None = None
+
+    def put(self, x: Floats) -> Tensor:
+        return upload(np.ascontiguousarray(x, np.float32), self._device)
+
+    def get(self, x: Array) -> Floats:
+        return x.to_host() if isinstance(x, Tensor) else x
+
+    def end(self) -> None:
+        self._turns = None
+        self._device.trim()
+
+    def linear(
+        self,
+        x: Array,
+        weight: CudaWeight,
+        bias: Tensor | None = None,
+        activation: VisionActivation | None = None,
+    ) -> Array:
+        if not isinstance(x, Tensor):
+            with self.ops.scope():
+                return self.get(self.linear(self.put(x), weight, bias, activation))
+        kind = FLOAT32 if activation is None else BFLOAT16
+        out = empty(len(x), weight.shape[0], dtype=kind, device=self._device)
+        for first in range(0, len(x), _ROWS):
+            rows, y = converted(x[first : first + _ROWS], BFLOAT16), out[first : first + _ROWS]
+            if activation is None:
+                linear(rows, weight, bias, dtype=FLOAT32, out=y)
+            else:
+                _activate(linear(rows, weight, bias, dtype=FLOAT32), activation, y)
+        return out
+
+    def add(self, x: Array, y: Array) -> Array:
+        if not isinstance(x, Tensor):
+            return super().add(x, y)
+        return move_rows(y, empty(*x.shape, device=self._device).put(x), add=True)
+
+    def clip(self, x: Array, low: float, high: float) -> Array:
+        if not isinstance(x, Tensor):
+            return super().clip(x, low, high)
+        x = converted(x, FLOAT32)
+        return _activate(x, "clip", empty(*x.shape, device=self._device), low=low, high=high)
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        if not isinstance(parts[0], Tensor):
+            return super().joined(parts)
+        widths = [part.shape[1] for part in parts]
+        out, first = empty(len(parts[0]), sum(widths), device=self._device), 0
+        for part, width in zip(parts, widths, strict=True):
+            move_rows(part, out[:, first : first + width])
+            first += width
+        return out
+
+    def layer_norm(self, x: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
+        if not isinstance(x, Tensor):
+            return super().layer_norm(x, weight, bias, eps)
+        y = empty(*x.shape, dtype=BFLOAT16, device=self._device)
+        args = _LayerNorm(*pointers(x, weight, bias, y), x.shape[1], eps)
+        program = Program.of("layer_norm", OUT=OUT[y.dtype])
+        launch(self._device, program, (len(x), 1, 1), _THREADS, args)
+        return y
+
+    def rms_norm(self, x: Array, weight: Tensor | None, eps: float) -> Array:
+        if not isinstance(x, Tensor) or weight is None:
+            return super().rms_norm(self.get(x), weight, eps)
+        return norm(x, weight, eps, out=FLOAT32)
+
+    def gated(self, x: Array, activation: VisionActivation) -> Array:
+        if not isinstance(x, Tensor):
+            return super().gated(x, activation)
+        y = empty(len(x), x.shape[1] // 2, dtype=BFLOAT16, device=self._device)
+        return _activate(x, activation, y, gated=True)
+
+    def heads(self, qkv: Array, heads: Heads, places: Places) -> Array:
+        if not isinstance(qkv, Tensor):
+            return super().heads(qkv, heads, places)
+        if not takes_heads(heads.size):
+            return self.put(super().heads(self.get(qkv), heads, places))
+        count, size = heads.count, heads.size
+        cos, sin = self._turning(places)
+        longest = max(np.diff(places.ends, prepend=0).tolist())
+        # Segments come one after another, so one cache serves them all.
+        rows = 2 * count * size  # bytes of the keys of a token
+        nbytes = 2 * rows * BLOCK_TOKENS
+        room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
+        addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)
+        blocks = upload(addresses, self._device)
+        place = LayerPlace(0, rows * BLOCK_TOKENS, count, size, size)
+        held = zeros(1, dtype=INT64, device=self._device)
+        positions = upload(np.arange(longest, dtype=np.int64), self._device)
+        q = empty(longest, count, size, dtype=BFLOAT16, device=self._device)
+        out = empty(len(qkv), count * size, dtype=BFLOAT16, device=self._device)
+        first, ahead = 0, dict[int, Tensor]()
+        for end in places.ends:
+            n = end - first
+            if n not in ahead:
+                ahead[n] = upload(np.arange(n, dtype=np.int32)[::-1], self._device)
+            rope_append(
+                qkv[first:end],
+                q[:n],
+                blocks,
+                place,
+                held,
+                cos=None if cos is None else cos[first:end],
+                sin=None if sin is None else sin[first:end],
+                q_norm=heads.q_norm,
+                k_norm=heads.k_norm,
+                eps=heads.eps,
+                axes=heads.axes,
+                norm_values=heads.value_norm,
+            )
+            attend(
+                q[:n],
+                blocks,
+                place,
+                held,
+                positions[:n],
+                scale=heads.scale,
+                window=None,
+                softcap=None,
+                mask=None,
+                longest=n,
+                ahead=ahead[n],
+                out=out[first:end],
+            )
+            first = end
+        return out
+
+    def _turning(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
+        """The picture's cosines and sines, which all blocks read."""
+        if places.cos is None or places.sin is None:
+            return None, None
+        if self._turns is None or self._turns[0] is not places.cos:
+            self._turns = places.cos, self.put(places.cos), self.put(places.sin)
+        return self._turns[1:]
+
+
+def _activate(
+    x: Tensor,
+    kind: str,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    low: float = 0.0,
+    high: float = 0.0,
+) -> Tensor:
+    """``kind`` of the numbers of x (R, F), float32, or gated (R, 2F), to out (R, F)."""
+    rows, width = out.shape
+    args = _Activate(*pointers(x, out), width, low, high)
+    program = Program.of("activate", ACTIVATION=GATES[kind], GATED=int(gated), OUT=OUT[out.dtype])
+    threads = min(_THREADS, -(-width // 32) * 32)
+    launch(x.device, program, (rows, -(-width // threads), 1), threads, args)
+    return out
