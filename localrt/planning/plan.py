@@ -194,17 +194,24 @@ def _with_draft(plan: Plan, path: Path, settings: Settings) -> Plan:
 
 
 def _with_picture(plan: Plan, found: ResolvedModel) -> Plan:
-    """Add what a picture costs: the tower is computed by the CPU, its tokens like any others."""
+    """Add what a picture costs: its tower's passes, and its tokens like any others."""
     try:
         cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
     except LocalrtError as error:
         return replace(plan, notes=(*plan.notes, f"pictures are refused: {error}"))
     if cost is None:
         return plan
-    rate = plan.request.machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
-    tower = cost.products * rate * _tower_slowness()
+    machine, on_gpu = plan.request.machine, plan.placement.uses_gpu
+    if on_gpu and machine.gpu is not None and machine.link_bytes_s:
+        gpu = machine.gpu
+        tower = 2 * cost.products / (gpu.attention_flops or gpu.flops)
+        tower += cost.tower_bytes / machine.link_bytes_s  # which weights cross for each picture
+    else:
+        rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
+        tower = cost.products * rate * _tower_slowness()
     seconds = tower + cost.tokens / plan.prefill_tok_s
-    return replace(plan, picture=PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes))
+    picture = PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes, on_gpu=on_gpu)
+    return replace(plan, picture=picture)
 
 
 @cache

@@ -336,7 +336,8 @@ def _prompt(plan: Plan) -> str:
 def _picture(picture: PlannedPicture) -> str:
     return (
         f"a picture ({picture.side} x {picture.side} pixels) has {picture.tokens} tokens and is "
-        f"seen in {format_seconds(picture.seconds)}, with {format_bytes(picture.nbytes)} of RAM"
+        f"seen in {format_seconds(picture.seconds)}, with {format_bytes(picture.nbytes)} of "
+        f"{'GPU memory' if picture.on_gpu else 'RAM'}"
     )
 
 

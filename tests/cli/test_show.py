@@ -90,6 +90,9 @@ def test_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     planned = json.loads(capsys.readouterr().out)["picture"]
     assert (planned["tokens"], planned["nbytes"]) == (16, record["picture_bytes"])
     assert planned["seconds"] > 0
+    assert not planned["on_gpu"]
+    assert main(["plan", str(model), "--gpu", "rtx 4060"]) == 0
+    assert "of GPU memory." in " ".join(capsys.readouterr().out.split())
     write_mmproj(
         tmp_path / "folder", tmp_path / "mmproj-F32.gguf", changes={"clip.projector_type": "other"}
     )
