@@ -50,6 +50,7 @@ CHECKS = {
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
     "pictures": ("pictures", "check_pictures"),
+    "towers": ("towers", "check_towers"),
     "mixture-attention": ("attention", "check_mixture_attention"),
     "experts": ("grouped", "check_grouped"),
     "recurrent": ("recurrent", "check_recurrent"),
@@ -57,7 +58,7 @@ CHECKS = {
     "packed": ("models", "check_packed"),
 }
 # These also compute on the CPU.
-_BESIDE = frozenset({"loaded", "heads"})
+_BESIDE = frozenset({"loaded", "heads", "towers"})
 _BUILD_S = 240
 
 

@@ -1,0 +1,217 @@
+"""Vision towers of real shapes on our kernels, for ``scripts/gpu_check``: their rows beside those
+of the CPU's kernels, seconds for a picture of 896 x 896, and its products beside those of cuBLAS.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+from unittest.mock import patch
+from zlib import crc32
+
+import numpy as np
+
+from benchmarks.gpu.timing import RUNS, Result, launch_seconds, torch_seconds
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.vision.pixels import Patches
+from localrt.models.vision.registry import read_tower
+from localrt.models.vision.tower import Prepared, Seen, Tower, Units
+from localrt.models.weights import WeightLoader
+from localrt.quant.choose import vision_steps
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda import cublas
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import dense_product
+from localrt.quant.cuda.tensor import BFLOAT16, empty, upload
+from localrt.quant.formats import BF16, PackedTensor
+from localrt.quant.formats.convert import bf16_bits
+from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.vision import VisionSteps
+
+_BOUND = 0.05
+_TEXT = {"hidden_size": 2560, "num_attention_heads": 8, "vocab_size": 512}
+_TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5",
+        "vision_config": {
+            **{"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "num_heads": 16},
+            **{"out_hidden_size": 2560, "deepstack_visual_indexes": []},
+        },
+    },
+    "gemma-4-e4b": {
+        "model_type": "gemma4",
+        "vision_config": {
+            **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16},
+            **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64},
+        },
+    },
+    "smolvlm-500m": {
+        "model_type": "smolvlm",
+        "scale_factor": 4,
+        "vision_config": {
+            **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+            **{"num_attention_heads": 12, "image_size": 512, "patch_size": 16},
+        },
+    },
+}
+_TILE = (32, 32)
+_GRIDS: Mapping[str, Any] = {
+    "qwen3.5-4b": (56, 56),
+    "gemma-4-e4b": (48, 48),
+    "smolvlm-500m": (_TILE,) * 17,
+}
+"""Patches of a picture of 896 x 896, those of SmolVLM in tiles."""
+_SMALL = {"depth": 2, "num_hidden_layers": 2}  # for the interpreter, with tiny pictures
+_SMALL_GRIDS: Mapping[str, Any] = {
+    "qwen3.5-4b": (4, 6),
+    "gemma-4-e4b": (6, 3),
+    "smolvlm-500m": ((4, 4),) * 2,
+}
+_PRODUCTS = ((3136, 4096, 1024), (3136, 1024, 4096), (1024, 3072, 768))  # rows, results, columns
+_Unit = TypeVar("_Unit")
+
+
+class _RandomTensors:
+    """bf16 tensors of any name, made when a shape is first asked for and kept."""
+
+    path = None
+    architecture = "random"
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._values: dict[str, PackedTensor] = {}
+
+    def add(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.tensors:
+            return
+        rng = np.random.default_rng(crc32(name.encode()))
+        scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+        values = rng.standard_normal(shape, np.float32) * np.float32(scale)
+        if len(shape) == 1 and name.endswith("weight"):
+            values += 1
+        data = bf16_bits(values).reshape(shape[0], -1).view(np.uint8)
+        tensor = self._values[name] = PackedTensor(name, BF16, shape, data)
+        self.tensors[name] = TensorInfo(name, BF16, shape, tensor.nbytes)
+
+    def blocks(self, name: str) -> Iterator[PackedTensor]:
+        yield self._values[name]
+
+    def read(self, name: str, first: int = 0, end: int | None = None) -> PackedTensor:
+        whole = self._values[name]
+        return whole.take_rows(np.arange(whole.shape[0])[first:end])
+
+
+class _RandomLoader(WeightLoader):
+    """A loader whose tensors have the shapes that it is asked for."""
+
+    def __init__(self, tensors: _RandomTensors, ops: Ops) -> None:
+        super().__init__(tensors, ops)  # type: ignore[arg-type]
+        self._tensors = tensors
+
+    def check(self, shape: tuple[int, ...], *names: str) -> None:
+        for name in names:
+            self._tensors.add(name, (shape[0] // len(names), *shape[1:]))
+
+    def scalar(self, name: str) -> float:
+        return 8.0 if name.endswith("max") else -8.0
+
+
+class _RandomUnits(Units):
+    def __init__(self, tensors: _RandomTensors, steps: VisionSteps) -> None:
+        self._tensors, self._steps = tensors, steps
+
+    def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
+        self._steps.begin_unit()
+        return make(_RandomLoader(self._tensors, self._steps.ops))
+
+
+def check_towers(device: str) -> Iterator[Result]:
+    """Rows, seconds and memory of each tower, with and without cuBLAS."""
+    on_gpu = device_of(device).is_gpu
+    for name in _TOWERS:
+        yield _check_tower(name, device, on_gpu=on_gpu)
+    for shape in _PRODUCTS:
+        yield _check_product(*(shape if on_gpu else (130, 24, 40)), device)
+
+
+def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
+    config = {"text_config": _TEXT, **_TOWERS[name]}
+    if not on_gpu:
+        config["vision_config"] = {**config["vision_config"], **_SMALL}
+    tower = read_tower(config, {})
+    prepared = _prepared(tower, (_GRIDS if on_gpu else _SMALL_GRIDS)[name])
+    tensors = _RandomTensors()
+
+    def see(steps: VisionSteps) -> tuple[Seen, float]:
+        start = time.perf_counter()
+        with steps.ops.scope():
+            seen = tower.see(prepared, _RandomUnits(tensors, steps), steps)
+        return seen, time.perf_counter() - start
+
+    there = vision_steps(CudaOps(device=device))
+    host = vision_steps(NativeOps())
+    see(there)  # makes the weights, compiles the kernels
+    memory = device_of(device)
+    memory.trim()
+    runs = [see(there) for _ in range(RUNS if on_gpu else 1)]
+    taken = memory.scratch.nbytes + memory.kept.nbytes
+    with patch.object(cublas, "multiplies", lambda device: False):
+        see(there)
+        own = [see(there) for _ in range(RUNS if on_gpu else 1)]
+    wanted, cpu_s = see(host)
+    errors = [_error(found[-1][0].rows, wanted.rows) for found in (runs, own)]
+    same = all(np.array_equal(seen.rows, own[0][0].rows) for seen, _ in own)
+    values = {
+        "bound": _BOUND,
+        "relative_error": max(errors),
+        "same_bits_again": same,
+        "s": statistics.median(s for _, s in runs),
+        "s_without_cublas": statistics.median(s for _, s in own),
+        "cpu_s": cpu_s,
+        "gpu_mb": taken / 1e6,
+        "patches": len(prepared.patches),
+    }
+    return Result(f"tower {name}", max(errors) < _BOUND and same, values=values)
+
+
+def _prepared(tower: Tower, grid: Any) -> Prepared:
+    tiles = grid if isinstance(grid[0], tuple) else (grid,)
+    count = sum(rows * columns for rows, columns in tiles)
+    pixels = np.random.default_rng(1).integers(0, 256, (count, 3 * 16 * 16), np.uint8)
+    together = tiles[0][0] * tiles[0][1] if len(tiles) > 1 else 0
+    scale, shift = np.full((1, 1), 2 / 255, np.float32), np.full((1, 1), -1, np.float32)
+    return Prepared(
+        patches=Patches(pixels, scale, shift), grid=grid, pieces=(1,), together=together
+    )
+
+
+def _error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def _check_product(rows: int, results: int, columns: int, device: str) -> Result:
+    """bf16 rows with bf16 weights."""
+    gpu, rng = device_of(device), np.random.default_rng(2)
+    x, w = (bf16_bits(rng.standard_normal((n, columns), np.float32)) for n in (rows, results))
+    there = [upload(each, gpu, dtype=BFLOAT16) for each in (x, w)]
+    out = empty(rows, results, dtype=BFLOAT16, device=gpu)
+    ours_s = launch_seconds([partial(dense_product, *there, out)] * 4, device)
+    found = out.to_host()
+    values: dict[str, Any] = {"tflops": 2e-12 * rows * results * columns / ours_s}
+    exact = (x.astype(np.uint32) << 16).view(np.float32) @ (w.astype(np.uint32) << 16).view(
+        np.float32
+    ).T
+    values["relative_error"] = error = _error(found, exact)
+    if gpu.is_gpu and cublas.multiplies(gpu):
+        import torch
+
+        left, right = (torch.as_tensor(each, device=device) for each in there)
+        product = partial(torch.matmul, left.view(torch.bfloat16), right.view(torch.bfloat16).T)
+        values["cublas_tflops"] = (
+            2e-12 * rows * results * columns / torch_seconds([product] * 4, device)
+        )
+    return Result(f"product of {rows} x {columns} with {results}", error < 0.01, values=values)
