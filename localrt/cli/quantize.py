@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
                 revision=model.revision,
                 threads=args.threads,
                 losses=settings.data_dir / "losses",
+                projectors=() if model.extras is None else model.extras.projectors,
                 progress=line,
             )
     notes += [*_fallback_notes(report), *prediction_notes(report.path)]

@@ -47,6 +47,7 @@ from localrt.quantize.layer import (
 )
 from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
 from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
+from localrt.quantize.tower import write_tower
 
 CALIBRATION_TOKENS = 16_384
 
@@ -118,6 +119,7 @@ def quantize_model(
     threads: int | None = None,
     search: ScaleSearch | None = None,
     losses: Path | None = None,
+    projectors: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> QuantizeReport:
@@ -133,6 +135,7 @@ def quantize_model(
         threads: CPU threads of the calibration passes and of the search for scales.
         search: finds the scales of groups; None takes the fastest one on this machine.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
+        projectors: the model's vision towers that do not lie beside it.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix first
             with that of the stage ``"losses"``, in layers.
         cancel: set it from another thread to stop with ``CancelledError``.
@@ -228,6 +231,7 @@ def quantize_model(
         with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
             for text_name, data in text_files(source):
                 writer.write_bytes(text_name, data)
+            write_tower(writer, source.path, projectors)
             if calibration is not None:
                 _write_calibrated_layers(writer, files, weights, calibration)
             for file in writer.pending:

@@ -1,6 +1,6 @@
 """Where a vision tower is: in the model's own folder, or in an ``mmproj`` file beside a GGUF file.
 
-A store holds the decoder only: its tower is that of the model that it was packed from.
+A store has its own in the folder ``vision``, or that of the model that it was packed from.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
 from localrt.models.weight_files import is_named_after, projectors_beside
 
+STORED_TOWER = "vision"
+"""A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
+
 VisionSource = VisionFolder | VisionGguf
 """An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""
 
@@ -34,6 +37,9 @@ def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource |
         UnsupportedModelError: localrt does not know the tower of the model's ``mmproj`` file.
     """
     if (path / MANIFEST_NAME).is_file():
+        if (own := path / STORED_TOWER).is_dir():
+            file = next(own.glob("*.gguf"), None)
+            return VisionFolder(own) if file is None else VisionGguf(file)
         origin = _origin(path)
         return None if origin is None else vision_source(origin, projectors)
     if (path / "config.json").is_file():

@@ -231,8 +231,13 @@ class StoreWriter(Closing):
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """A small file of the store, such as its tokenizer."""
+        self.write_pieces(name, [data])
+
+    def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
+        """A file of the store that is none of ``pending``."""
         with _storage_errors(self.folder), self._aside(name) as stream:
-            stream.write(data)
+            for data in pieces:
+                stream.write(data)
 
     def write(self, file: FilePlan, pieces: Pieces) -> None:
         """Write one file; ``pieces`` is called once for each of its tensors, in file order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
@@ -21,12 +22,14 @@ from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits
+from localrt.models.vision.source import vision_source
 from localrt.models.vision.tower import Prepared, Seen
 from localrt.quant.choose import vision_steps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops
 from localrt.quant.reference.ops import TorchOps
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.make_mmproj import write_mmproj
 from tests.models.tiny import random_model, relative_error
@@ -149,6 +152,35 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
             assert relative_error(seen.rows, rows.rows) < 1e-6
             for layer, deep in zip(seen.deep, rows.deep, strict=True):
                 assert relative_error(layer, deep) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4"])
+def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A store sees as its model does, wherever that is then."""
+    shown = picture(60, 60)
+    folder = shutil.copytree(tiny(kind), tmp_path / "folder")
+    names = {"qwen3_vl": "qwen3-vl"}
+    file = write_tiny_gguf(folder, tmp_path / "m.gguf", names.get(kind, kind))
+    (tmp_path / "other").mkdir()
+    mmproj = write_mmproj(folder, tmp_path / "other" / "mmproj-f32.gguf")
+    stores = []
+    for number, path in enumerate((folder, file)):
+        out = tmp_path / f"store-{number}"
+        quantize_model(path, out, Recipe("int4-g32", method="rtn"), projectors=[mmproj])
+        stores.append(out)
+    again = tmp_path / "again"
+    quantize_model(stores[0], again, Recipe("int8-g32", method="rtn"))
+    shutil.rmtree(folder)
+    shutil.rmtree(mmproj.parent)
+    with closing(VisionFolder(tiny(kind))) as source:
+        ((wanted, rows),) = _see(source, shown)
+    for store in (*stores, again):
+        source_ = vision_source(store)
+        assert source_ is not None
+        with closing(source_):
+            ((prepared, found),) = _see(source_, shown)
+        assert prepared.pieces == wanted.pieces
+        assert relative_error(found.rows, rows.rows) < 1e-6
 
 
 @pytest.mark.parametrize("kind", MODELS)
