@@ -30,6 +30,8 @@ from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import copy_one
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
+from tests.models.vision.oracles import picture
+from tests.models.vision.tiny import qwen_folder
 from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
 from tests.offload.placed import needs_kernels, passing, tokens
 from tests.ops.cuda.emulator import Emulator
@@ -51,6 +53,12 @@ def quantized(folder: Path) -> Path:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama."""
     return quantized(write_tiny_model(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2.5-VL, whose tower is in the folder that it was packed from."""
+    return quantized(qwen_folder(tmp_path_factory.mktemp("vl")))
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +94,32 @@ def talk(model: localrt.Model) -> list[np.ndarray]:
     return [*seen, np.array(answer.token_ids)]
 
 
+def look(model: localrt.Model) -> list[np.ndarray]:
+    """Logits of a prompt with a picture, and what follows from an answer about another one."""
+    engine = engine_of(model)
+    pictures = [picture(90, 41), picture(130, 140, seed=1)]
+    session = engine.session(256)
+    ids = [*tokens(5), *engine.sight.place(pictures[0]).ids, *tokens(3)]
+    seen = [session.extend(ids), *(session.extend([token]) for token in tokens(4, seed=1))]
+    answer = model.chat(max_tokens=4, temperature=0.0).send("hello", images=[pictures[1].image()])
+    return [*seen, np.array(answer.token_ids)]
+
+
 @pytest.fixture
 def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     """A model loaded for a GPU, which must say what its kernels say on the CPU."""
 
-    def both(path: Path, device: str = "cuda") -> localrt.ModelInfo:
+    def both(
+        path: Path,
+        device: str = "cuda",
+        say: Callable[[localrt.Model], list[np.ndarray]] = talk,
+        ctx: int = 64,
+    ) -> localrt.ModelInfo:
         seen, make_ops = [], choose.make_ops
         for made in (lambda *_, **__: OnCpu(), make_ops):
             monkeypatch.setattr(native, "make_ops", made)
-            with localrt.load(path, device=device, draft="off", ctx=64) as model:
-                seen.append(talk(model))
+            with localrt.load(path, device=device, draft="off", ctx=ctx) as model:
+                seen.append(say(model))
                 info = model.info
         for theirs, ours in zip(*seen, strict=True):
             assert np.array_equal(ours, theirs)
@@ -155,6 +179,25 @@ def test_streamed(
     info = on_both(store, device)
     assert (info.device, info.streamed) == ("cuda:1" if device == "cuda:1" else "cuda:0", True)
     assert gpu.launches.count("replay") > 10
+
+
+def test_pictures(on_both: Both, seeing: Path, gpu: Kernels) -> None:
+    info = on_both(seeing, say=look, ctx=256)
+    assert (info.device, info.streamed) == ("cuda:0", False)
+    assert {"rope_append", "dense_many", "activate"} <= set(gpu.launches)
+
+
+def test_streamed_pictures(
+    on_both: Both, place: Callable[..., None], seeing: Path, gpu: Kernels
+) -> None:
+    with closing(open_checkpoint(seeing)) as checkpoint:
+        assert isinstance(checkpoint, StoreCheckpoint)
+        order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
+        where = {name: order[n % 5] for n, name in enumerate(passing(checkpoint))}
+        place(place_on_gpu(checkpoint, where, slack=(2, 2)))
+    info = on_both(seeing, say=look, ctx=256)
+    assert (info.device, info.streamed) == ("cuda:0", True)
+    assert "activate" in gpu.launches
 
 
 def test_hybrid(
