@@ -44,10 +44,12 @@ MANY_BOUNDS = {
 ELSEWHERE = ("q4_0", "q4_k", "q6_k", "iq2_s", "mxfp4", "nvfp4")
 
 SMALL: dict[str, dict[str, object]] = {
+    "activate": {"ACTIVATION": 5, "GATED": 1, "OUT": "Bf16"},
     "combine": {},
     "dense": {"OUT": "Bf16", "WIDE": 1},
     "from_host": {},
     "gate": {"GATE": 3, "IN": "float"},
+    "layer_norm": {"OUT": "Bf16"},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
     "low_rank_up": {"OUT": "Bf16"},
     "move_rows": {"IN": "Bf16", "OUT": "float"},
@@ -172,6 +174,18 @@ def test_the_small_steps(target: int) -> None:
     """Names of the compiler's own are found by the compiler alone."""
     for name, macros in SMALL.items():
         check_program(Program.of(name, **macros), target)
+
+
+@pytest.mark.parametrize("target", [89, *(t for t in TARGETS if t != 89)])
+def test_many_rows_of_bf16(target: int) -> None:
+    """Two blocks of a processor at once."""
+    check_program(Program.of("dense_many", OUT="float"), target, registers=128)
+
+
+def test_heads_of_towers() -> None:
+    for axes in (1, 2):
+        program = rope_program(72, "bf16", FLOAT32, axes, norm_values=axes == 2)
+        check_program(program, 89, registers=64)
 
 
 # Elsewhere the largest, whose registers are nearest to what a processor has.
