@@ -18,6 +18,7 @@ _PARTS = {
     "models larger than 8 GB through `localrt.load`": ("loaded ", "decode_tok_s"),
     "what adapters cost": ("adapters, decode", "cost_1"),
     "what a draft head's steps cost": ("head", "us_step_4"),
+    "pictures through vision towers": ("tower ", "cpu_s"),
 }
 # Of a failed check's values, those that may have failed it.
 _REASONS = re.compile("error|bound|equal|sequential|peak|estimate|finite|same")
@@ -40,7 +41,7 @@ def gpu_tables(record: Record) -> str:
     if missing := list(_not_run(record)):
         parts += ["Not run:", "\n".join(f"- {line}" for line in missing)]
     parts += [_one_row(results), _batches(results), _whole(results)]
-    parts += [_adapters(results), _loaded(results)]
+    parts += [_adapters(results), _towers(results), _loaded(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -168,6 +169,22 @@ def _adapters(results: Sequence[Record]) -> str:
         if f"cost_{count}" in values
     ]
     headers = ["adapters of rank 16", "without", "with one each", "takes longer by"]
+    return _table(headers, rows)
+
+
+def _towers(results: Sequence[Record]) -> str:
+    """Seconds of a picture of 896 x 896 through each tower."""
+    rows = [
+        [
+            name,
+            f"{values['s']:.3f}",
+            f"{values['s_without_cublas']:.3f}",
+            f"{values['cpu_s']:.2f}",
+            f"{values['gpu_mb']:.0f}",
+        ]
+        for name, values in _named(results, "tower ")
+    ]
+    headers = ["tower", "s", "s without cuBLAS", "s on its CPU", "MB of the GPU"]
     return _table(headers, rows)
 
 

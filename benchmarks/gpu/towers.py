@@ -65,7 +65,11 @@ _GRIDS: Mapping[str, Any] = {
     "smolvlm-500m": (_TILE,) * 17,
 }
 """Patches of a picture of 896 x 896, those of SmolVLM in tiles."""
-_SMALL = {"depth": 2, "num_hidden_layers": 2}  # for the interpreter, with tiny pictures
+_SMALL = {  # for the interpreter, with tiny pictures
+    **{"depth": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 96},
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads"), 2),
+    **{"head_dim": 24, "out_hidden_size": 64},
+}
 _SMALL_GRIDS: Mapping[str, Any] = {
     "qwen3.5-4b": (4, 6),
     "gemma-4-e4b": (6, 3),
@@ -141,6 +145,7 @@ def check_towers(device: str) -> Iterator[Result]:
 def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
     config = {"text_config": _TEXT, **_TOWERS[name]}
     if not on_gpu:
+        config["text_config"] = {**_TEXT, "hidden_size": 64}
         config["vision_config"] = {**config["vision_config"], **_SMALL}
     tower = read_tower(config, {})
     prepared = _prepared(tower, (_GRIDS if on_gpu else _SMALL_GRIDS)[name])

@@ -17,6 +17,7 @@ from benchmarks.gpu.adapters import check_adapters
 from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result
+from benchmarks.gpu.towers import check_towers
 from localrt.quant.cuda.formats import TYPES
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
@@ -86,6 +87,15 @@ def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     results = [asdict(result) for result in found.values()]
     record = {"machine": machine, "command": "c", "seconds": 1.0, "results": results}
     assert "| decode, 1 at once |" in gpu_tables(record)
+
+
+def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [asdict(result) for result in check_towers("cpu")]
+    assert all(result["ok"] for result in results), capsys.readouterr().err
+    assert any("tflops" in result["values"] for result in results)
+    about = {"machine": {"device": "a GPU"}, "command": "c", "seconds": 1.0}
+    assert "| gemma-4-e4b |" in gpu_tables({**about, "results": results})
+    assert "- pictures through vision towers" in gpu_tables({**about, "results": []})
 
 
 def test_formats() -> None:
