@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
         f"{format_bytes(report.nbytes)}, {report.layer_bits_per_weight:.2f} bits per weight in the "
         f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}"
     )
+    if report.vision_bytes:
+        print(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
     if args.bits is not None:
         print(
             "matrices: " + ", ".join(f"{n} in {name}" for name, n in sorted(report.formats.items()))

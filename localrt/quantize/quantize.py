@@ -88,7 +88,8 @@ class QuantizeReport:
     ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` only those of the layers.
     ``formats`` counts the layers' matrices by format. ``fallbacks`` has the format of each tensor
     whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
-    the source's, in nats, on text not used for calibration; None without a text.
+    the source's, in nats, on text not used for calibration; None without a text. ``vision_bytes``
+    are those of the vision tower, which is kept as published and not in ``nbytes``; 0 without one.
     """
 
     path: Path
@@ -103,6 +104,7 @@ class QuantizeReport:
     fallbacks: Mapping[str, str]
     formats: Mapping[str, int]
     loss: float | None
+    vision_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The same names and values as plain JSON."""
@@ -231,7 +233,7 @@ def quantize_model(
         with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
             for text_name, data in text_files(source):
                 writer.write_bytes(text_name, data)
-            write_tower(writer, source.path, projectors)
+            vision_bytes = write_tower(writer, source.path, projectors)
             if calibration is not None:
                 _write_calibrated_layers(writer, files, weights, calibration)
             for file in writer.pending:
@@ -261,6 +263,7 @@ def quantize_model(
             },
             formats=dict(Counter(info.format.name for info in changed)),
             loss=loss,
+            vision_bytes=vision_bytes,
         )
 
 

@@ -18,8 +18,8 @@ from localrt.offload.store.writer import StoreWriter
 _PIECE = 16 << 20
 
 
-def write_tower(writer: StoreWriter, path: Path, projectors: Sequence[Path] = ()) -> None:
-    """Write the tower of the model at ``path``, if it has one that can be used.
+def write_tower(writer: StoreWriter, path: Path, projectors: Sequence[Path] = ()) -> int:
+    """Write the tower of the model at ``path``, if it has one that can be used; returns its bytes.
 
     Raises:
         CheckpointError: its files are damaged.
@@ -29,19 +29,20 @@ def write_tower(writer: StoreWriter, path: Path, projectors: Sequence[Path] = ()
     try:
         source = vision_source(path, projectors)
     except LocalrtError:  # such a model answers to text alone
-        return
+        return 0
     if source is None:
-        return
+        return 0
     with closing(source):
         if isinstance(source, VisionGguf):
             name = f"{STORED_TOWER}/{source.path.name}"
             writer.write_pieces(name, _reported(_contents(source.path), writer, name))
-            return
+            return source.path.stat().st_size
         settings = {"config": source.config, "preprocessor_config": source.processor}
         for name, values in settings.items():
             writer.write_bytes(f"{STORED_TOWER}/{name}.json", json.dumps(values).encode())
         name = f"{STORED_TOWER}/{WEIGHTS_NAME}"
         writer.write_pieces(name, _reported(_safetensors(source), writer, name))
+        return sum(info.nbytes for info in source.tensors.values())
 
 
 def _reported(pieces: Iterator[bytes], writer: StoreWriter, name: str) -> Iterator[bytes]:

@@ -166,7 +166,8 @@ def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
     stores = []
     for number, path in enumerate((folder, file)):
         out = tmp_path / f"store-{number}"
-        quantize_model(path, out, Recipe("int4-g32", method="rtn"), projectors=[mmproj])
+        report = quantize_model(path, out, Recipe("int4-g32", method="rtn"), projectors=[mmproj])
+        assert report.vision_bytes > 1000
         stores.append(out)
     again = tmp_path / "again"
     quantize_model(stores[0], again, Recipe("int8-g32", method="rtn"))
