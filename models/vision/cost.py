@@ -55,12 +55,13 @@ def picture_cost(path: Path, projectors: Sequence[Path] = ()) -> PictureCost | N
                 in_block = _UNIT.match(info.name) is not None
                 rows = len(prepared.patches) if in_block else prepared.rows
                 products += rows * prod(info.shape)
-        seen = prepared.together or len(prepared.patches)
+        seen = tower.attended(prepared)
         return PictureCost(
             tokens=prepared.rows,
             tower_bytes=sum(info.nbytes for info in source.tensors.values()),
             room_bytes=sizes.room(prepared),
-            products=products + 2 * sizes.blocks * sizes.narrow * len(prepared.patches) * seen,
+            products=products
+            + round(2 * sizes.blocks * sizes.narrow * len(prepared.patches) * seen),
         )
 
 

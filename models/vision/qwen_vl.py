@@ -256,6 +256,13 @@ class QwenTower(Tower):
             sides = [math.ceil(each * grow / side) * side for each in (height, width)]
         return sides[0], sides[1]
 
+    def attended(self, prepared: Prepared) -> float:
+        config, patches = self.config, len(prepared.patches)
+        if not config.window:
+            return patches
+        full, inside = len(config.full), min(patches, config.square * config.window**2)
+        return (full * patches + (config.depth - full) * inside) / config.depth
+
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> Seen:

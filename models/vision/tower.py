@@ -105,6 +105,10 @@ class Tower(ABC):
         """The tower; if it sees any size, it makes pictures of more than ``rows`` rows smaller."""
         return self
 
+    def attended(self, prepared: Prepared) -> float:
+        """How many patches one of them sees, of all blocks' average."""
+        return prepared.together or len(prepared.patches)
+
     @abstractmethod
     def see(
         self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None

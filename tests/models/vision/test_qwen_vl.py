@@ -97,6 +97,20 @@ def test_published_defaults(kind: str) -> None:
     assert ours.deep == tuple(getattr(theirs, "deepstack_visual_indexes", ()))
 
 
+@pytest.mark.parametrize("kind", TINY)
+def test_attended(kind: str) -> None:
+    """The products of attention, as the steps are asked for them."""
+    text = {"hidden_size": 3584}
+    tower = read_tower({"model_type": kind, "vision_config": {}, "text_config": text}, {})
+    prepared = tower.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
+    config: Any = tower.config  # type: ignore[attr-defined]
+    _, ends = tower._windows(*(n // 2 for n in prepared.grid))  # type: ignore[attr-defined]
+    sizes, patches = np.diff([0, *ends]), len(prepared.patches)
+    windowed = config.depth - len(config.full) if config.window else 0
+    pairs = windowed * (sizes**2).sum() + (config.depth - windowed) * patches**2
+    assert tower.attended(prepared) * patches * config.depth == pytest.approx(pairs)
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "most"),
     [("qwen2_vl", 3584, 16384), ("qwen3_vl", 3584, 16384), ("mistral3", 64, 3025)],
