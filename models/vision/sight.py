@@ -41,6 +41,7 @@ Take = Callable[[int, bool], None]
 
 _PLACED = 256  # pictures whose rows' ids are known
 _MOST_NBYTES = 256 << 20  # of encoded pictures, and of prepared ones that wait
+_COUNTED_NBYTES = 8 << 20  # of these, which the memory budget leaves to a model that sees
 _Unit = TypeVar("_Unit")
 
 
@@ -80,7 +81,9 @@ class Sight:
         self.tower = tower
         self.token = token
         self._source = source
-        self._ways = [ReadUnits(source, each, take) for each in steps]
+        self._take: Take = take or (lambda nbytes, on_gpu: None)
+        self._taken = 0  # bytes of the budget, for pictures that are kept
+        self._ways = [ReadUnits(source, each, self._take) for each in steps]
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id
@@ -227,13 +230,38 @@ class Sight:
         placed = self._placed[digest]
         if placed.seen is None:
             if not len(placed.prepared.patches):
-                raise OptionError("too many pictures at once: ask again about this one")
+                raise OptionError(
+                    "too many pictures at once for the memory that they may take: ask again about "
+                    "this one"
+                )
             seen = self._encode(placed.prepared, check)
             with self._lock:
                 placed.seen, placed.prepared = seen, _without_patches(placed.prepared)
                 self._shrink(placed)
+            self._count(placed)
             return seen
         return placed.seen
+
+    def _count(self, but: Placed) -> None:
+        """Have the budget know what is kept; where it has no room, the oldest pictures go."""
+        while True:
+            with self._lock:
+                kept = [each for each in self._placed.values() if each.seen is not None]
+                total = sum(each.nbytes for each in self._placed.values())
+            more = max(0, total - _COUNTED_NBYTES) - self._taken
+            try:
+                self._take(more, False)
+            except MemoryBudgetError:
+                oldest = next((each for each in kept if each is not but), but)
+                nbytes, oldest.seen = oldest.nbytes, None
+                if oldest is not but:
+                    continue
+                raise MemoryBudgetError(
+                    f"what the model sees of a picture takes {format_bytes(nbytes)}, and the "
+                    f"budget leaves less: make it smaller, or raise {option('ram')}"
+                ) from None
+            self._taken += more
+            return
 
     def _encode(self, prepared: Prepared, check: Check | None) -> Seen:
         for units in self._ways:

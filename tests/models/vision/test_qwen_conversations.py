@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.models.checkpoints import open_checkpoint
@@ -119,6 +120,46 @@ def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any
         assert relative_error(ours, wanted(folder, model, ids, PICTURES)) < 0.02
         for cuts in ([len(ids)], list(range(6, len(ids), 11))):
             np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
+
+
+def test_budget(
+    tiny_vl: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept of pictures counts; the oldest goes where there is no room."""
+    monkeypatch.setattr("localrt.models.vision.sight._COUNTED_NBYTES", 1000)
+    folder, _ = tiny_vl("qwen3_vl")
+    taken, left = 0, 1 << 30
+
+    def take(nbytes: int, on_gpu: bool) -> None:
+        nonlocal taken
+        if taken + nbytes > left:
+            raise MemoryBudgetError("full")
+        taken += nbytes
+
+    source = VisionFolder(folder)
+    tower = read_tower(source.config, source.processor)
+    with closing(Sight(tower, source, all_vision_steps([torch_ops()]), TOKEN, take)) as sight:
+        shown = [picture(60, 60, seed=n) for n in range(3)]
+        placed = [sight.place(each) for each in shown]
+        ids = [np.array(each.ids) for each in placed]
+        for each in ids:
+            sight.given(each)
+        assert taken == sum(each.nbytes for each in placed) - 1000
+        left = taken + placed[0].nbytes  # less than one on its way takes
+        fourth = sight.place(picture(60, 60, seed=3))
+        with pytest.raises(MemoryBudgetError, match="a picture of this size needs"):
+            sight.given(np.array(fourth.ids))
+        monkeypatch.setattr(sight._ways[0], "_take", lambda *_: None)
+        left = taken
+        sight.given(np.array(fourth.ids))
+        assert [each.seen is None for each in (*placed, fourth)] == [True, False, False, False]
+        assert taken == 3 * fourth.nbytes - 1000
+        with pytest.raises(OptionError, match="too many pictures at once"):
+            sight.given(ids[0])
+        left = 0
+        sight.place(shown[0])
+        with pytest.raises(MemoryBudgetError, match="what the model sees of a picture"):
+            sight.given(ids[0])
 
 
 @compiled
