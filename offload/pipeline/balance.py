@@ -155,21 +155,21 @@ class Balance(WeightMemory):
 
     def take_gpu(self, nbytes: int) -> None:
         gpu = self._gpu
-        if gpu is None or nbytes <= 0:  # what is given back is filled by the next passes
+        if gpu is None or nbytes <= 0:  # units return to what is given back as they pass
             self._gpu_taken += nbytes
             return
-        left = gpu.capacity - gpu.used - gpu.held + self._gpu_reclaimable
-        if nbytes > left:
+        self.drop_returning()
+        missing = nbytes - (gpu.capacity - gpu.used - gpu.held)
+        if missing > self._in_slabs:  # experts stay, as nothing brings them all back
             raise MemoryBudgetError(
-                f"{gpu.name}: {format_bytes(nbytes)} are wanted, and {format_bytes(max(left, 0))} "
-                "can be had, with weights that could be streamed"
+                f"{gpu.name}: {format_bytes(nbytes)} are wanted, and weights that can be streamed "
+                f"leave {format_bytes(max(0, nbytes - missing + self._in_slabs))}"
             )
+        if missing > 0:
+            self._evict_slabs(missing)
+            self._gpu_why = "something else in this program needs the GPU's memory"
         self._gpu_taken += nbytes
-        try:
-            self.make_room(0)
-        except MemoryBudgetError:
-            self._gpu_taken -= nbytes
-            raise
+        gpu.hold(gpu.held + nbytes)
 
     def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._why
@@ -274,16 +274,18 @@ class Balance(WeightMemory):
     def evict_gpu(self, nbytes: int) -> int:
         """The same for the GPU's memory: evicted units are read and copied in each pass."""
         freed = 0 if self._gpu_experts is None else self._gpu_experts.evict(nbytes)
-        if freed < nbytes:
-            chosen = choose_slabs(self._slabs(), nbytes - freed)
-            self._evicted += map(list, chosen)
-            streamed = self._move([stage for slab in chosen for stage in slab])
-            self._gpu_given += streamed
-            freed += streamed
-        return freed
+        return freed + self._evict_slabs(nbytes - freed) if freed < nbytes else freed
+
+    def _evict_slabs(self, nbytes: int) -> int:
+        chosen = choose_slabs(self._slabs(), nbytes)
+        self._evicted += map(list, chosen)
+        streamed = self._move([stage for slab in chosen for stage in slab])
+        self._gpu_given += streamed
+        return streamed
 
     def shrink_gpu(self, nbytes: int, words: str) -> int:
-        if self._gpu_reclaimable < nbytes:
+        experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
+        if self._in_slabs + experts < nbytes:
             return 0
         freed = self.evict_gpu(nbytes)
         self._evicted.clear()  # what was asked for stays away
@@ -294,9 +296,9 @@ class Balance(WeightMemory):
         return freed
 
     @property
-    def _gpu_reclaimable(self) -> int:
-        slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
-        return slabs + (0 if self._gpu_experts is None else self._gpu_experts.reclaimable)
+    def _in_slabs(self) -> int:
+        """Bytes of the GPU's units that can be streamed."""
+        return sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
 
     def relieve(self) -> bool:
         """Use less of the GPU's memory after a pass found none; False if nothing can be freed."""

@@ -261,6 +261,23 @@ def test_memory_for_something_else(model: Model) -> None:
         assert not one.weights.counts().memory_note
 
 
+def test_experts_stay(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing would bring back all of those that leave for a while."""
+    with (
+        closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
+        on_gpu(model, places(model, 0.7), expert_costs=COSTS) as decoder,
+    ):
+        for _ in generate(decoder, 2):
+            pass
+        gpu, memory = gpu_of(decoder), decoder.weights.memory
+        gpu.capacity, used = gpu.used + gpu.held + 1000, gpu.used
+        memory.take_gpu(1000)
+        with pytest.raises(MemoryBudgetError, match="weights that can be streamed leave 0"):
+            memory.take_gpu(100_000)
+        memory.take_gpu(-1000)
+        assert gpu.used == used
+
+
 def test_memory_pressure_on_gpu() -> None:
     free = [0]
     pressure = MemoryPressure(free_vram=lambda: free[0])
