@@ -6,11 +6,14 @@ torch sees our memory, and works in our stream. Nothing else of this room needs 
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.launch import is_noting
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor
@@ -39,6 +42,9 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
     """out (R, rows) = x (R, columns) @ weight (rows, columns).T + bias; x and weight are bf16.
 
     With (H, R, columns), (H, rows, columns) and (H, R, rows) these are H products.
+
+    Raises:
+        MemoryBudgetError: the GPU has no room for it.
     """
     if is_noting():
         return
@@ -48,13 +54,31 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
     if device.is_gpu:
         cuda: Any = torch.cuda  # not typed throughout
         stream = cuda.stream(cuda.ExternalStream(int(device.stream), str(device)))
-    with torch.inference_mode(), stream:
+    with _as_ours(), torch.inference_mode(), stream:
         rows, columns, there = _seen(x), _seen(weight).transpose(-1, -2), _seen(out)
         if bias is None and out.dtype is BFLOAT16:
             torch.matmul(rows, columns, out=there)
             return
         y = torch.matmul(rows, columns)
         there.copy_(y if bias is None else y + _seen(bias))
+
+
+def trim() -> None:
+    """Give back what torch keeps of results."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
+            raise MemoryBudgetError("the GPU has no room for products by cuBLAS") from None
+        raise
 
 
 def _seen(tensor: Tensor) -> Any:

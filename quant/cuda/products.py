@@ -1,7 +1,8 @@
 """Products of any number of rows with packed matrices: the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
-result's bits depend on its row and the matrix alone: cuts differ in speed only.
+result's bits depend on its row and the matrix alone: cuts differ in speed only. Those with bf16
+matrices depend on whether there are many rows too.
 
 Rows of packed weights as numbers: an embedding's rows, or all rows for a product of many.
 
@@ -222,9 +223,12 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
 
     With x (H, R, columns) the weight stacks H matrices, and out is
     (H, R, rows / H). cuBLAS would choose its order of sums by R. More than ``MOST_ROWS`` rows of
-    whole eights of columns are multiplied by tensor cores.
+    whole eights of columns are multiplied by tensor cores, in an order of their own; not before
+    Ampere, whose tensor cores have no bf16.
     """
-    if len(x.shape) == 2 and len(x) > MOST_ROWS and not (x.shape[1] | x.strides[0]) % 8:
+    tensor_cores = not out.device.is_gpu or out.device.capability >= (8, 0)
+    whole = len(x.shape) == 2 and not (x.shape[1] | x.strides[0]) % 8
+    if tensor_cores and whole and len(x) > MOST_ROWS:
         _dense_many(x, weight, out, bias)
         return
     heads = x.shape[0] if len(x.shape) == 3 else 1

@@ -1,8 +1,9 @@
 """The steps of vision towers on a GPU, by our kernels, on rows that ``put`` has moved there.
 
 Rows are float32; what a product reads is rounded to bf16 (packed matrices take it in 8 bits), and
-so are queries, keys and values. A row's bits do not depend on the others. Attention is that of the
-decoder: each segment is a cache of its own, in which a row sees all rows ahead.
+so are queries, keys and values, and results of cuBLAS. A picture's bits are always the same.
+Attention is that of the decoder: each segment is a cache of its own, in which a row sees all rows
+ahead.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import numpy as np
 
 from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda import cublas
 from localrt.quant.cuda.attention import attend, rope_append, takes_heads
 from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.kv import LayerPlace
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import launch, pointers, prefers_int8
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import GATES, OUT
@@ -59,6 +61,8 @@ class CudaVision(VisionSteps):
         super().__init__(ops)
         self._device = device_of(ops.device)
         self._turns: tuple[Floats, Tensor, Tensor] | None = None
+        # Where decoders' products are of 8 bits, no budget counts cuBLAS.
+        self._cublas = not prefers_int8(self._device)
 
     def put(self, x: Floats) -> Tensor:
         return upload(np.ascontiguousarray(x, np.float32), self._device)
@@ -69,6 +73,8 @@ class CudaVision(VisionSteps):
     def end(self) -> None:
         self._turns = None
         self._device.trim()
+        if self._cublas and self._device.is_gpu:
+            cublas.trim()
 
     def linear(
         self,
@@ -84,10 +90,10 @@ class CudaVision(VisionSteps):
         out = empty(len(x), weight.shape[0], dtype=kind, device=self._device)
         for first in range(0, len(x), _ROWS):
             rows, y = converted(x[first : first + _ROWS], BFLOAT16), out[first : first + _ROWS]
-            if activation is None:
-                linear(rows, weight, bias, dtype=FLOAT32, out=y)
-            else:
-                _activate(linear(rows, weight, bias, dtype=FLOAT32), activation, y)
+            to = y if activation is None else None
+            product = linear(rows, weight, bias, dtype=FLOAT32, out=to, cublas=self._cublas)
+            if activation is not None:
+                _activate(product, activation, y)
         return out
 
     def add(self, x: Array, y: Array) -> Array:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.common.errors import MemoryBudgetError
+from localrt.quant.cuda import cublas
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import MOST_ROWS, dense_product, quantize, unpack_rows
@@ -105,3 +107,14 @@ def test_joined_matrices() -> None:
     out = linear(x, weight, dtype=FLOAT32)
     values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
     assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6
+
+
+def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+
+    x, w = there(inputs(70, 64)), there(inputs(8, 64))
+    out = empty(70, 8, dtype=BFLOAT16, device=DEVICE)
+    monkeypatch.setattr(torch, "matmul", full)
+    with pytest.raises(MemoryBudgetError, match="no room for products by cuBLAS"):
+        cublas.multiply(x, w, out)
