@@ -133,7 +133,8 @@ def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
         from localrt.quant.cpu.ops import NativeOps
 
         host = NativeOps()
-    return [vision_steps(ops) for ops in (*on_gpu[:1], host or implementations[0])]
+    ways = [*on_gpu[:1], *([] if host is None else [host])]
+    return [vision_steps(ops) for ops in ways or implementations[:1]]
 
 
 def _no_kv_format(name: str | None) -> str:

@@ -201,9 +201,9 @@ def _with_picture(plan: Plan, found: ResolvedModel) -> Plan:
         return replace(plan, notes=(*plan.notes, f"pictures are refused: {error}"))
     if cost is None:
         return plan
-    machine, on_gpu = plan.request.machine, plan.placement.uses_gpu
-    if on_gpu and machine.gpu is not None and machine.link_bytes_s:
-        gpu = machine.gpu
+    machine, on_gpu = plan.request.machine, False
+    if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
+        on_gpu = True
         tower = 2 * cost.products / (gpu.attention_flops or gpu.flops)
         tower += cost.tower_bytes / machine.link_bytes_s  # which weights cross for each picture
     else:

@@ -104,6 +104,14 @@ class TowerSizes:
         floats = rows * self.narrow + together * (4 * self.narrow + 3 * self.wide)
         return 2 * self.unit_bytes + prepared.patches.nbytes + 4 * floats
 
+    def host_room(self, prepared: Prepared) -> int:
+        """The same of RAM, where a GPU has the blocks: patches as numbers, rows before and behind
+        the blocks, a unit's weights on their way.
+        """
+        rows = len(prepared.patches)
+        floats = 12 * prepared.patches.nbytes + 20 * rows * self.narrow
+        return min(self.room(prepared), prepared.patches.nbytes + floats + 2 * self.unit_bytes)
+
 
 def _is_table(name: str) -> bool:
     """Whether it holds positions, of which a picture takes few."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -294,7 +295,7 @@ class ReadUnits(Units):
         wanted = self._sizes.room(prepared)
         parts = [(wanted, False)]
         if self.steps.on_gpu:
-            parts = [(prepared.patches.nbytes + self._sizes.unit_bytes, False), (wanted, True)]
+            parts = [(self._sizes.host_room(prepared), False), (wanted, True)]
         with ExitStack() as stack:
             for nbytes, on_gpu in parts:
                 try:
@@ -308,8 +309,12 @@ class ReadUnits(Units):
                 stack.callback(self._take, -nbytes, on_gpu)
             stack.callback(return_free_memory)
             stack.callback(self.steps.end)
-            with self.steps.ops.scope():
-                yield
+            try:
+                with self.steps.ops.scope():
+                    yield
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # which hold rows and weights
+                raise
 
     @cached_property
     def _sizes(self) -> TowerSizes:

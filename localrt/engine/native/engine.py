@@ -148,6 +148,8 @@ class NativeEngine(Engine):
         if self.weights.memory.streams:
             self.weights.memory.take_gpu(nbytes)
             return
+        if nbytes <= 0:
+            return
         left = self._loaded().ops.free_memory()
         if self.gpu_memory is not None and left is not None:
             caches = sum(cache.nbytes for cache in list(self._caches))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.models.checkpoints import open_checkpoint
@@ -122,6 +122,16 @@ def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any
             np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
 
 
+def _cancelled(after: int) -> Callable[[], None]:
+    left = iter(range(after))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise CancelledError("enough")
+
+    return check
+
+
 def test_budget(
     tiny_vl: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +189,13 @@ def test_gpu(
         ids = prompt(engine, PICTURES)
         ours = said(engine, ids, [len(ids)])
         assert relative_error(ours, wanted(folder, model, ids, PICTURES)[-1:]) < 0.05
+        DEVICE.trim()
+        before = DEVICE.scratch.nbytes
+        ids = prompt(engine, [picture(70, 70, seed=5)])
+        with pytest.raises(CancelledError) as caught:
+            engine.session(512).extend(ids, check=_cancelled(2))
+        assert DEVICE.scratch.nbytes == before, "the error holds none of its memory"
+        del caught
     if not DEVICE.is_gpu:
         names = [program.name for program in emulator.launches]
         assert ("layer_norm" in names) == room
