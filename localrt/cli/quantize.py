@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=line,
             )
     notes += [*_fallback_notes(report), *prediction_notes(report.path)]
+    notes += [report.blind] if report.blind else []
     seconds = time.monotonic() - started
     if args.json:
         record = {"model": model.name, **report.to_dict(), "seconds": seconds, "notes": notes}

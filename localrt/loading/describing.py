@@ -25,6 +25,7 @@ from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.vision.cost import PictureCost, picture_cost
+from localrt.models.vision.source import STORED_TOWER
 
 if TYPE_CHECKING:
     from localrt.loading.draft_offers import DraftOffer
@@ -129,7 +130,7 @@ def describe_model(
             architecture=checkpoint.architecture,
             title=_metadata(checkpoint, "general.name"),
             weights=sum(prod(info.shape) for info in checkpoint.tensors.values()),
-            bytes=_size(found.path) if listed is None else listed.bytes,
+            bytes=files_nbytes(found.path) if listed is None else listed.bytes,
             quantization=(listed and listed.quantization) or quantization_name(checkpoint),
             context=context if isinstance(context, int) else None,
             template=template,
@@ -194,6 +195,9 @@ def _metadata(checkpoint: Checkpoint, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
-    return sum(each.stat().st_size for each in files)
+def files_nbytes(path: Path) -> int:
+    """Bytes of a model's file, or of the files in its folder and in a store's of its tower."""
+    if path.is_file():
+        return path.stat().st_size
+    files = (*path.iterdir(), *(path / STORED_TOWER).glob("*"))
+    return sum(each.stat().st_size for each in files if each.is_file())

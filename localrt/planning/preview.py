@@ -39,7 +39,8 @@ from localrt.planning.models import find_model, shape_of
 from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
-    from localrt.loading.parts import LoadedModel
+    from localrt.loading.describing import files_nbytes
+from localrt.loading.parts import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +100,11 @@ def preview(
     path = find_model(str(model), settings, offline=True)
     budget = ram_budget(None if ram is None else parse_size(ram))
     if engine == "llamacpp":
-        return _whole(_size(path), budget)
+        return _whole(files_nbytes(path), budget)
     try:
         shape = shape_of(path)
     except UnsupportedModelError:  # llama.cpp may run it, if it is installed
-        return _whole(_size(path), budget)
+        return _whole(files_nbytes(path), budget)
     machine, vram = machine_on_device(path, settings, device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
     kept, held = (
@@ -164,12 +165,6 @@ def _whole(nbytes: int, budget: int) -> Preview:
         weight_bytes=nbytes,
         problem=f"does not fit: {format_bytes(nbytes)} in {format_bytes(budget)} of RAM",
     )
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from localrt.quantize.layer import (
 )
 from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
 from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
-from localrt.quantize.tower import write_tower
+from localrt.quantize.tower import KeptTower
 
 CALIBRATION_TOKENS = 16_384
 
@@ -90,6 +90,7 @@ class QuantizeReport:
     whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
     the source's, in nats, on text not used for calibration; None without a text. ``vision_bytes``
     are those of the vision tower, which is kept as published and not in ``nbytes``; 0 without one.
+    ``blind`` says why a model that sees has none here.
     """
 
     path: Path
@@ -105,6 +106,7 @@ class QuantizeReport:
     formats: Mapping[str, int]
     loss: float | None
     vision_bytes: int = 0
+    blind: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same names and values as plain JSON."""
@@ -230,10 +232,13 @@ def quantize_model(
 
         files = plan_files(units, infos | own)
         loss: float | None = None
-        with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
+        tower = opened.enter_context(closing(KeptTower(source.path, projectors)))
+        with StoreWriter(
+            out, manifest, files, beside=tower.nbytes, progress=show, cancel=cancel
+        ) as writer:
             for text_name, data in text_files(source):
                 writer.write_bytes(text_name, data)
-            vision_bytes = write_tower(writer, source.path, projectors)
+            tower.write(writer)
             if calibration is not None:
                 _write_calibrated_layers(writer, files, weights, calibration)
             for file in writer.pending:
@@ -263,7 +268,8 @@ def quantize_model(
             },
             formats=dict(Counter(info.format.name for info in changed)),
             loss=loss,
-            vision_bytes=vision_bytes,
+            vision_bytes=tower.nbytes,
+            blind=tower.problem,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,44 +12,74 @@ from localrt.common.errors import LocalrtError
 from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
-from localrt.models.vision.source import STORED_TOWER, vision_source
+from localrt.models.vision.source import STORED_TOWER, VisionSource, vision_source
 from localrt.models.weight_files import WEIGHTS_NAME
 from localrt.offload.store.writer import StoreWriter
 
 _PIECE = 16 << 20
 
 
-def write_tower(writer: StoreWriter, path: Path, projectors: Sequence[Path] = ()) -> int:
-    """Write the tower of the model at ``path``, if it has one that can be used; returns its bytes.
-
-    Raises:
-        CheckpointError: its files are damaged.
-        StorageError: the disk is full, or fails.
-        CancelledError: the writer was cancelled.
+class KeptTower:
+    """The tower of the model at ``path``, if it has one; ``problem`` says why it cannot be used,
+    and such a model answers to text alone. ``projectors`` are those of ``vision_source``.
     """
-    try:
-        source = vision_source(path, projectors)
-    except LocalrtError:  # such a model answers to text alone
-        return 0
-    if source is None:
-        return 0
-    with closing(source):
+
+    def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
+        self.problem = ""
+        self._source: VisionSource | None = None
+        self._header = b""
+        try:
+            self._source = vision_source(path, projectors)
+        except LocalrtError as error:
+            self.problem = f"pictures are refused: {error}"
+        if isinstance(self._source, VisionFolder):
+            self._header = _header(self._source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights' file; 0 without a tower."""
+        if self._source is None:
+            return 0
+        if isinstance(self._source, VisionGguf):
+            return self._source.path.stat().st_size
+        weights = sum(info.nbytes for info in self._source.tensors.values())
+        return len(self._header) + weights
+
+    def write(self, writer: StoreWriter) -> None:
+        """Write it, unless an earlier run of the same packing has.
+
+        Raises:
+            CheckpointError: its files are damaged.
+            StorageError: the disk is full, or fails.
+            CancelledError: the writer was cancelled.
+        """
+        source = self._source
+        if source is None:
+            shutil.rmtree(writer.folder / STORED_TOWER, ignore_errors=True)
+            return
         if isinstance(source, VisionGguf):
-            name = f"{STORED_TOWER}/{source.path.name}"
-            writer.write_pieces(name, _reported(_contents(source.path), writer, name))
-            return source.path.stat().st_size
-        settings = {"config": source.config, "preprocessor_config": source.processor}
-        for name, values in settings.items():
-            writer.write_bytes(f"{STORED_TOWER}/{name}.json", json.dumps(values).encode())
-        name = f"{STORED_TOWER}/{WEIGHTS_NAME}"
-        writer.write_pieces(name, _reported(_safetensors(source), writer, name))
-        return sum(info.nbytes for info in source.tensors.values())
+            name, pieces = "mmproj.gguf", _contents(source.path)
+        else:
+            name, pieces = WEIGHTS_NAME, self._safetensors(source)
+            # One key says all of the settings, which are merged already.
+            processor = {key: v for key, v in source.processor.items() if key != "image_processor"}
+            settings = {"config": source.config, "preprocessor_config": processor}
+            for file, values in settings.items():
+                writer.write_bytes(f"{STORED_TOWER}/{file}.json", json.dumps(values).encode())
+        path = writer.folder / STORED_TOWER / name
+        if not path.is_file() or path.stat().st_size != self.nbytes:
+            writer.write_pieces(f"{STORED_TOWER}/{name}", _reported(pieces, writer, name))
 
+    def close(self) -> None:
+        """Close its files."""
+        if self._source is not None:
+            self._source.close()
 
-def _reported(pieces: Iterator[bytes], writer: StoreWriter, name: str) -> Iterator[bytes]:
-    for piece in pieces:
-        writer.report(name)  # which raises if the writer was cancelled
-        yield piece
+    def _safetensors(self, source: VisionFolder) -> Iterator[bytes]:
+        yield self._header
+        for name in source.tensors:
+            for block in source.blocks(name):
+                yield block.data.tobytes()
 
 
 def _contents(path: Path) -> Iterator[bytes]:
@@ -57,8 +88,8 @@ def _contents(path: Path) -> Iterator[bytes]:
             yield file.read(first, min(_PIECE, file.size - first)).tobytes()
 
 
-def _safetensors(source: VisionFolder) -> Iterator[bytes]:
-    """All tensors as a file of that format."""
+def _header(source: VisionFolder) -> bytes:
+    """Of a safetensors file of all tensors."""
     entries, position = {}, 0
     for name, info in source.tensors.items():
         end = position + info.nbytes
@@ -69,6 +100,10 @@ def _safetensors(source: VisionFolder) -> Iterator[bytes]:
         }
         position = end
     header = json.dumps(entries).encode()
-    yield len(header).to_bytes(8, "little") + header
-    for name in source.tensors:
-        yield source.read(name).data.tobytes()
+    return len(header).to_bytes(8, "little") + header
+
+
+def _reported(pieces: Iterator[bytes], writer: StoreWriter, name: str) -> Iterator[bytes]:
+    for piece in pieces:
+        writer.report(name)  # which raises if the writer was cancelled
+        yield piece

@@ -165,8 +165,9 @@ def partial_folder(out: Path) -> Path:
 class StoreWriter(Closing):
     """Writes one store: ``write`` all of ``pending``, then ``finish``. Use it with ``with``.
 
-    ``manifest`` has no units; ``files`` are all files of the store. A partial store of the same
-    packing is continued; any other is begun again.
+    ``manifest`` has no units; ``files`` are all files of the store, but for ``beside`` bytes that
+    the caller writes by ``write_pieces``. A partial store of the same packing is continued; any
+    other is begun again.
 
     Raises:
         OptionError: ``out`` exists already.
@@ -180,6 +181,7 @@ class StoreWriter(Closing):
         manifest: Manifest,
         files: Sequence[FilePlan],
         *,
+        beside: int = 0,
         progress: ProgressFunction | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -198,7 +200,7 @@ class StoreWriter(Closing):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._stack.enter_context(_locked(self.folder, out))
                 self._manifest = self._resumed(manifest)
-                self._require_room()
+                self._require_room(beside)
         except BaseException:
             self.close()
             raise
@@ -372,9 +374,9 @@ class StoreWriter(Closing):
             path = self.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _require_room(self) -> None:
+    def _require_room(self, beside: int) -> None:
         free = shutil.disk_usage(self.folder).free
-        missing = self._total - self._done
+        missing = self._total - self._done + beside
         if missing > free:
             raise StorageError(
                 f"{self.out} needs {format_bytes(missing)} more and the disk has "

@@ -23,6 +23,8 @@ from localrt.models.checkpoints.safetensors.header import (
 from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
+_OTHERS = ("mtp.", "mtp_", "audio_tower.", "embed_audio.", "audio_model.")
+"""How names begin of what is neither the decoder nor a vision tower."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -63,6 +65,8 @@ class VisionFolder(SourcedCheckpoint):
             for name, tensor in read_header(file).items():
                 plain = name.removeprefix("model.")
                 if decoder_tensor(name, {}, multimodal=True) is not None or "." not in plain:
+                    continue
+                if plain.startswith(_OTHERS):
                     continue
                 if isinstance(tensor, str) or is_raw(tensor.info.format):
                     kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()

@@ -15,8 +15,10 @@ import pytest
 import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, LocalrtError
+from localrt.loading.describing import files_nbytes
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
@@ -162,12 +164,19 @@ def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
     names = {"qwen3_vl": "qwen3-vl"}
     file = write_tiny_gguf(folder, tmp_path / "m.gguf", names.get(kind, kind))
     (tmp_path / "other").mkdir()
-    mmproj = write_mmproj(folder, tmp_path / "other" / "mmproj-f32.gguf")
+    mmproj = write_mmproj(folder, tmp_path / "other" / "sha256-2a")  # as Ollama names files
+    others = {"mtp.layers.0.mlp.gate_proj.weight": np.zeros((9, 8), np.float32)}
+    others["model.audio_tower.layers.0.weight"] = np.zeros((9, 8), np.float32)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, **others}, folder / "model.safetensors", {"format": "pt"})
+    own = {"image_processor": {"image_mean": [0.1] * 3}}  # which the other file overrules
+    (folder / "processor_config.json").write_text(json.dumps(own))
     stores = []
     for number, path in enumerate((folder, file)):
         out = tmp_path / f"store-{number}"
         report = quantize_model(path, out, Recipe("int4-g32", method="rtn"), projectors=[mmproj])
         assert report.vision_bytes > 1000
+        assert files_nbytes(out) > report.nbytes + report.vision_bytes
         stores.append(out)
     again = tmp_path / "again"
     quantize_model(stores[0], again, Recipe("int8-g32", method="rtn"))
@@ -180,6 +189,7 @@ def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
         assert source_ is not None
         with closing(source_):
             ((prepared, found),) = _see(source_, shown)
+            assert not [name for name in source_.tensors if "mtp" in name or "audio" in name]
         assert prepared.pieces == wanted.pieces
         assert relative_error(found.rows, rows.rows) < 1e-6
 
