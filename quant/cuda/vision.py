@@ -120,6 +120,7 @@ class CudaVision(VisionSteps):
     def layer_norm(self, x: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
         if not isinstance(x, Tensor):
             return super().layer_norm(x, weight, bias, eps)
+        assert x.dtype is FLOAT32
         y = empty(*x.shape, dtype=BFLOAT16, device=self._device)
         args = _LayerNorm(*pointers(x, weight, bias, y), x.shape[1], eps)
         program = Program.of("layer_norm", OUT=OUT[y.dtype])
@@ -212,6 +213,8 @@ def _activate(
 ) -> Tensor:
     """``kind`` of the numbers of x (R, F), float32, or gated (R, 2F), to out (R, F)."""
     rows, width = out.shape
+    assert x.dtype is FLOAT32
+    assert x.is_contiguous
     args = _Activate(*pointers(x, out), width, low, high)
     program = Program.of("activate", ACTIVATION=GATES[kind], GATED=int(gated), OUT=OUT[out.dtype])
     threads = min(_THREADS, -(-width // 32) * 32)
