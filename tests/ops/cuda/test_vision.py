@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from localrt.quant.choose import vision_steps
+from localrt.quant.choose import all_vision_steps, vision_steps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.cuda.vision import CudaVision
@@ -26,6 +26,16 @@ def steps_on_gpu() -> CudaVision:
     steps = vision_steps(CudaOps(device=str(DEVICE)))
     assert isinstance(steps, CudaVision)
     return steps
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU, and the CPU where that has no room; without compiled kernels the GPU alone."""
+    gpu, cpu = CudaOps(device=str(DEVICE)), TorchOps(compute_format="f32", device="cpu")
+    assert [steps.ops for steps in all_vision_steps([cpu, gpu])] == [gpu, cpu]
+    assert [steps.ops for steps in all_vision_steps([cpu])] == [cpu]
+    assert [steps.on_gpu for steps in all_vision_steps([gpu])][:1] == [True]
+    monkeypatch.setattr("localrt.quant.choose.find_library", lambda: None)
+    assert [steps.ops for steps in all_vision_steps([gpu])] == [gpu]
 
 
 @pytest.mark.parametrize(("name", "columns"), [("bf16", 136), ("f16", 43), ("q8_0", 96)])
