@@ -31,6 +31,7 @@ from tests.models.tiny_heads import TinyBlock, TinyEagle3
 pytestmark = pytest.mark.usefixtures("emulated")
 once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 CAPACITY = 200
+LENGTH = 9  # tokens of an answer: some rounds come again, and are replayed
 
 
 class StepByStep(CudaOps):
@@ -76,7 +77,7 @@ def answer(engine: NativeEngine, head: HeadDraft) -> tuple[list[int], list[np.nd
         session = engine.session(CAPACITY)
         drafts = fixed(head.source(session, Options(draft="mtp")), budget=9, depth=3)
         prompt = tokens(6, seed=seed)
-        said += ids(run(engine, drafts, session=session, prompt=prompt, max_tokens=16))
+        said += ids(run(engine, drafts, session=session, prompt=prompt, max_tokens=LENGTH))
     head.forward = forward
     return said, made
 
@@ -93,7 +94,8 @@ def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> tuple[list[
     with opened(folder, StepByStep(device="cpu")) as engine:
         wanted, logits = answer(engine, head_of(engine, folder, own))
         plain = [
-            ids(run(engine, None, prompt=tokens(6, seed=seed), max_tokens=16)) for seed in (1, 2)
+            ids(run(engine, None, prompt=tokens(6, seed=seed), max_tokens=LENGTH))
+            for seed in (1, 2)
         ]
     assert "replay" not in gpu.launches
     with opened(folder, CudaOps(device="cuda")) as engine:
