@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,14 +86,16 @@ def placements(names: list[str]) -> st.SearchStrategy[dict[str, Where]]:
     return st.fixed_dictionaries({name: st.sampled_from(list(Where)) for name in names})
 
 
-def pipeline_threads() -> list[str]:
-    """The threads that pipelines have left running, seconds after they were told to end."""
+def pipeline_threads(before: Sequence[str] = ()) -> list[str]:
+    """The threads that pipelines have left running, seconds after they were told to end; those that
+    ran ``before`` are not waited for.
+    """
     others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
     deadline = time.monotonic() + 5
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
         names = [name for name in names if not name.startswith(others)]
-        if not names or time.monotonic() > deadline:
+        if names == list(before) or not names or time.monotonic() > deadline:
             return names
         time.sleep(0.005)
 

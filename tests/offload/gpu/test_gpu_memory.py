@@ -175,7 +175,7 @@ def test_placement_beyond_capacity(model: Model) -> None:
             with pytest.raises(MemoryBudgetError):
                 open_decoder(model.store, model.ops, model.config, placement, **options)
         assert gpu.used == 0
-        assert pipeline_threads() == before
+        assert pipeline_threads(before) == before
 
 
 # -- memory that others need -----------------------------------------------------------------------
