@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -81,6 +82,17 @@ async def test_running_answer_elsewhere(opening: Opening) -> None:
         assert screen.marks(first) == []
         await until(right, lambda: screen.answers(second)[-1] == "One.")
         assert screen.kinds(first)[-4:] == ["UserTurn", "Answer"] * 2
+
+
+async def test_overtaken_counts(opening: Opening) -> None:
+    """Of tokens: the first ones end before they have begun, and leave nothing behind."""
+    app = app_for(FakeLoader(FakeModel(["One."])), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "First")
+        for _ in range(3):
+            app.screen._count_tokens()  # type: ignore[attr-defined]
+        gc.collect()
+        await until(pilot, lambda: idle(app))
 
 
 async def test_take_back(opening: Opening) -> None:

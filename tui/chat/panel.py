@@ -16,6 +16,7 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.timer import Timer
 from textual.widget import Widget
+from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError
 from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
@@ -189,7 +190,7 @@ class LivePanel(Widget):
                 self._data = replace(self._data, status=status, outlook=found)
                 self._draw()
 
-        self.run_worker(ask(), group="advise", exit_on_error=False)
+        _: Worker[None] = self.run_worker(ask, group="advise", exit_on_error=False)
 
     def _draw(self) -> None:
         if not self.is_open:

@@ -17,6 +17,7 @@ from textual.events import Key
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import TextArea
+from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.mcp.toolbox import PendingCall, Toolbox
@@ -197,7 +198,8 @@ class ChatScreen(Screen[None]):
                 if session is self.state.session and not self.queue.answering:
                     self.footer.change(used=used, metrics=None)
 
-        self.run_worker(count(), exclusive=True, group="tokens")
+        # The worker calls it: a later one may end this before it has begun.
+        _: Worker[None] = self.run_worker(count, exclusive=True, group="tokens")
 
     # -- tools -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard, TypeVar
@@ -20,6 +20,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.timer import Timer
 from textual.widgets import OptionList, Static
+from textual.worker import Worker, WorkType
 
 import localrt
 from localrt import FoundModel, LocalModel
@@ -139,7 +140,7 @@ class ModelsScreen(SearchDialog[_Row]):
             here = _name(row) if isinstance(row, LocalModel | Path) else None
             self.fill(keep or here, self.rows.highlighted or 0)
 
-        self._later(show(), "look")
+        self._later(show, "look")
 
     def fill(self, keep: str | None = None, place: int = 0) -> None:
         """The rows that fit the words; ``keep`` is highlighted, or else the row at ``place``."""
@@ -200,7 +201,9 @@ class ModelsScreen(SearchDialog[_Row]):
         known = self._previews.get(_name(row))
         self._say(f"{_title(row)}: {'…' if known is None else _expected(known)}")
         if known is None:
-            self._wait = self.set_timer(_PAUSE, lambda: self._later(self._plan(row), "plan"))
+            self._wait = self.set_timer(
+                _PAUSE, lambda: self._later(partial(self._plan, row), "plan")
+            )
 
     async def _plan(self, model: LocalModel | Path) -> None:
         name = _name(model)
@@ -237,7 +240,7 @@ class ModelsScreen(SearchDialog[_Row]):
         elif isinstance(item, LocalModel | Path):
             self._load(item)
         elif isinstance(item, FoundModel):
-            self._later(self._offer(item.name), "hub")
+            self._later(partial(self._offer, item.name), "hub")
         else:
             self.action_search()
 
@@ -288,7 +291,7 @@ class ModelsScreen(SearchDialog[_Row]):
             self._previews.pop(model.name, None)
             self._look()
 
-        ask(self, Confirm(question, "delete"), lambda yes: self._later(delete(), "delete"))
+        ask(self, Confirm(question, "delete"), lambda yes: self._later(delete, "delete"))
 
     # -- the hub ---------------------------------------------------------------------------------
 
@@ -309,7 +312,7 @@ class ModelsScreen(SearchDialog[_Row]):
             if words == self.words.strip():
                 self.fill()
 
-        self._later(search(), "hub")
+        self._later(search, "hub")
 
     async def _offer(self, repo: str) -> None:
         """Ask which of a repository's files to download."""
@@ -379,7 +382,8 @@ class ModelsScreen(SearchDialog[_Row]):
         self.key_line.update(_PULLING if shown else _KEYS)
         (self._ticker.resume if shown else self._ticker.pause)()
 
-    def _later(self, work: Coroutine[Any, Any, None], group: str) -> None:
+    def _later(self, work: WorkType[None], group: str) -> None:
+        # A function, which the worker calls: a later one may end this before it has begun.
         self.run_worker(work, group=group, exclusive=True)
 
 
@@ -453,7 +457,7 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
 
     def on_mount(self) -> None:
         self.fill()
-        self.run_worker(self._look())
+        _: Worker[None] = self.run_worker(self._look)
 
     async def _look(self) -> None:
         try:
