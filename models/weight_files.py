@@ -15,6 +15,8 @@ from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+STORED_TOWER = "vision"
+"""A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _DRAFTS = re.compile(
@@ -107,3 +109,11 @@ def index_shards(folder: Path) -> frozenset[str] | None:
         return frozenset(map(str, index["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def files_nbytes(path: Path) -> int:
+    """Bytes of a model's file, or of the files in its folder and in a store's of its tower."""
+    if path.is_file():
+        return path.stat().st_size
+    files = (*path.iterdir(), *(path / STORED_TOWER).glob("*"))
+    return sum(each.stat().st_size for each in files if each.is_file())

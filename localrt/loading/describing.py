@@ -25,7 +25,7 @@ from localrt.hub.other_programs import Extras
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.vision.cost import PictureCost, picture_cost
-from localrt.models.vision.source import STORED_TOWER
+from localrt.models.weight_files import files_nbytes
 
 if TYPE_CHECKING:
     from localrt.loading.draft_offers import DraftOffer
@@ -193,11 +193,3 @@ def _metadata(checkpoint: Checkpoint, key: str) -> str:
         return ""
     value = checkpoint.metadata.get(key)
     return value if isinstance(value, str) else ""
-
-
-def files_nbytes(path: Path) -> int:
-    """Bytes of a model's file, or of the files in its folder and in a store's of its tower."""
-    if path.is_file():
-        return path.stat().st_size
-    files = (*path.iterdir(), *(path / STORED_TOWER).glob("*"))
-    return sum(each.stat().st_size for each in files if each.is_file())

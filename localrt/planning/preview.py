@@ -21,6 +21,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.models.weight_files import files_nbytes
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Plan, make_plan
@@ -39,8 +40,7 @@ from localrt.planning.models import find_model, shape_of
 from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
-    from localrt.loading.describing import files_nbytes
-from localrt.loading.parts import LoadedModel
+    from localrt.loading.parts import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

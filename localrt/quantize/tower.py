@@ -12,8 +12,8 @@ from localrt.common.errors import LocalrtError
 from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
-from localrt.models.vision.source import STORED_TOWER, VisionSource, vision_source
-from localrt.models.weight_files import WEIGHTS_NAME
+from localrt.models.vision.source import VisionSource, vision_source
+from localrt.models.weight_files import STORED_TOWER, WEIGHTS_NAME
 from localrt.offload.store.writer import StoreWriter
 
 _PIECE = 16 << 20

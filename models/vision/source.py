@@ -17,10 +17,7 @@ from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
-from localrt.models.weight_files import is_named_after, projectors_beside
-
-STORED_TOWER = "vision"
-"""A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
+from localrt.models.weight_files import STORED_TOWER, is_named_after, projectors_beside
 
 VisionSource = VisionFolder | VisionGguf
 """An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""

@@ -25,6 +25,14 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert str(found).startswith("fits in RAM, about")
 
 
+def test_files_alone(tiny_folder: Path) -> None:
+    """For an engine that says nothing of its memory."""
+    found = preview(tiny_folder, engine="llamacpp")
+    assert found.fits
+    files = [each for each in tiny_folder.iterdir() if each.is_file()]
+    assert found.weight_bytes == sum(each.stat().st_size for each in files)
+
+
 def test_config_alone(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",

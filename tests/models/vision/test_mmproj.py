@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, LocalrtError
-from localrt.loading.describing import files_nbytes
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
@@ -26,6 +25,7 @@ from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits
 from localrt.models.vision.source import vision_source
 from localrt.models.vision.tower import Prepared, Seen
+from localrt.models.weight_files import files_nbytes
 from localrt.quant.choose import vision_steps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import unpack
