@@ -144,7 +144,7 @@ class RandomCheckpoint:
         self.generation_config: Mapping[str, Any] = {}
         self.metadata: Mapping[str, Any] = {}
         self.tensors = {
-            name: _info(name, shape, F32 if len(shape) == 1 else format)
+            name: tensor_info(name, shape, F32 if len(shape) == 1 else format)
             for name, shape in decoder_shapes(architecture, config).items()
         }
 
@@ -190,7 +190,8 @@ class RandomPackedCheckpoint(RandomCheckpoint):
         yield whole if len(whole.shape) == 1 else tile_tensor(whole)
 
 
-def _info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
+def tensor_info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
+    """Of a vector or a matrix."""
     rows = shape[0] if len(shape) == 2 else 1
     return TensorInfo(name, shape, format, rows * format.row_bytes(shape[-1]))
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from unittest.mock import patch
-from zlib import crc32
 
 import numpy as np
 
+from benchmarks.common.random_store import RandomCheckpoint, tensor_info
 from benchmarks.gpu.timing import RUNS, Result, launch_seconds, torch_seconds
-from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.tower import Prepared, Seen, Tower, Units
@@ -27,8 +26,8 @@ from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import dense_product
 from localrt.quant.cuda.tensor import BFLOAT16, empty, upload
-from localrt.quant.formats import BF16, PackedTensor
-from localrt.quant.formats.convert import bf16_bits
+from localrt.quant.formats import BF16, F32
+from localrt.quant.formats.convert import bf16_bits, bf16_values
 from localrt.quant.ops.protocol import Ops
 from localrt.quant.ops.vision import VisionSteps
 
@@ -79,34 +78,15 @@ _PRODUCTS = ((3136, 4096, 1024), (3136, 1024, 4096), (1024, 3072, 768))  # rows,
 _Unit = TypeVar("_Unit")
 
 
-class _RandomTensors:
-    """bf16 tensors of any name, made when a shape is first asked for and kept."""
-
-    path = None
-    architecture = "random"
+class _RandomTensors(RandomCheckpoint):
+    """Tensors of any name, made when their shape is first asked for and kept."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, TensorInfo] = {}
-        self._values: dict[str, PackedTensor] = {}
+        self.tensors = {}
+        self.read = cache(super().read)  # type: ignore[method-assign]
 
     def add(self, name: str, shape: tuple[int, ...]) -> None:
-        if name in self.tensors:
-            return
-        rng = np.random.default_rng(crc32(name.encode()))
-        scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
-        values = rng.standard_normal(shape, np.float32) * np.float32(scale)
-        if len(shape) == 1 and name.endswith("weight"):
-            values += 1
-        data = bf16_bits(values).reshape(shape[0], -1).view(np.uint8)
-        tensor = self._values[name] = PackedTensor(name, BF16, shape, data)
-        self.tensors[name] = TensorInfo(name, BF16, shape, tensor.nbytes)
-
-    def blocks(self, name: str) -> Iterator[PackedTensor]:
-        yield self._values[name]
-
-    def read(self, name: str, first: int = 0, end: int | None = None) -> PackedTensor:
-        whole = self._values[name]
-        return whole.take_rows(np.arange(whole.shape[0])[first:end])
+        self.tensors.setdefault(name, tensor_info(name, shape, F32 if len(shape) == 1 else BF16))
 
 
 class _RandomLoader(WeightLoader):
@@ -206,17 +186,13 @@ def _check_product(rows: int, results: int, columns: int, device: str) -> Result
     out = empty(rows, results, dtype=BFLOAT16, device=gpu)
     ours_s = launch_seconds([partial(dense_product, *there, out)] * 4, device)
     found = out.to_host()
-    values: dict[str, Any] = {"tflops": 2e-12 * rows * results * columns / ours_s}
-    exact = (x.astype(np.uint32) << 16).view(np.float32) @ (w.astype(np.uint32) << 16).view(
-        np.float32
-    ).T
-    values["relative_error"] = error = _error(found, exact)
+    work = 2e-12 * rows * results * columns
+    values: dict[str, Any] = {"tflops": work / ours_s}
+    values["relative_error"] = error = _error(found, bf16_values(x) @ bf16_values(w).T)
     if gpu.is_gpu and cublas.multiplies(gpu):
         import torch
 
         left, right = (torch.as_tensor(each, device=device) for each in there)
         product = partial(torch.matmul, left.view(torch.bfloat16), right.view(torch.bfloat16).T)
-        values["cublas_tflops"] = (
-            2e-12 * rows * results * columns / torch_seconds([product] * 4, device)
-        )
+        values["cublas_tflops"] = work / torch_seconds([product] * 4, device)
     return Result(f"product of {rows} x {columns} with {results}", error < 0.01, values=values)

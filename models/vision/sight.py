@@ -77,14 +77,14 @@ class Sight:
         source: VisionSource,
         steps: Sequence[VisionSteps],
         token: int,
-        take: Take | None = None,
+        take: Take,
     ) -> None:
         self.tower = tower
         self.token = token
         self._source = source
-        self._take: Take = take or (lambda nbytes, on_gpu: None)
+        self._take = take
         self._taken = 0  # bytes of the budget, for pictures that are kept
-        self._ways = [ReadUnits(source, each, self._take) for each in steps]
+        self._ways = [ReadUnits(source, each, take) for each in steps]
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, Placed] = OrderedDict()
         self._where: dict[int, tuple[bytes, int]] = {}  # a row's picture and number, by its id

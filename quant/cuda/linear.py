@@ -9,7 +9,7 @@ a model.
 
 from __future__ import annotations
 
-from localrt.quant.cuda import cublas as library
+from localrt.quant.cuda import cublas
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.launch import prefers_int8
 from localrt.quant.cuda.products import (
@@ -40,9 +40,9 @@ def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
     most GPUs, or all where there is no cuBLAS that multiplies bf16.
     """
     if isinstance(part, Tensor):
-        return rows <= MOST_ROWS or not library.multiplies(part.device)
+        return rows <= MOST_ROWS or not cublas.multiplies(part.device)
     device = _device(part)
-    return rows <= MOST_ROWS or prefers_int8(device) or not library.multiplies(device)
+    return rows <= MOST_ROWS or prefers_int8(device) or not cublas.multiplies(device)
 
 
 def linear(
@@ -52,10 +52,10 @@ def linear(
     *,
     dtype: Dtype = BFLOAT16,
     out: Tensor | None = None,
-    cublas: bool = True,
+    ours: bool = False,
 ) -> Tensor:
     """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``, or to
-    ``out``, whose rows may lie apart. bf16 weights do without ``cublas`` if it is not allowed.
+    ``out``, whose rows may lie apart; with ``ours`` by our kernels, for any number of rows.
 
     The adapters of the pass are added.
     """
@@ -74,9 +74,7 @@ def linear(
         if isinstance(x, Records):
             assert isinstance(part, TiledMatrix), "records are for packed weights"
             product(x, part, y, bias=own)
-        elif isinstance(part, Tensor) and not cublas:
-            dense_product(x, part, y, bias=own)
-        elif not _by_kernels(len(x), part):
+        elif not ours and not _by_kernels(len(x), part):
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
             dense_product(x, part, y, bias=own)
@@ -152,11 +150,11 @@ def _multiply_unpacked(
     x: Tensor, part: TiledMatrix | Tensor, out: Tensor, bias: Tensor | None
 ) -> None:
     rows, columns = part.shape
-    at_once = max(16, library.UNPACKED // columns // 16 * 16)
+    at_once = max(16, cublas.UNPACKED // columns // 16 * 16)
     for first in range(0, rows, at_once):
         stop = min(rows, first + at_once)
         own = None if bias is None else bias[first:stop]
-        library.multiply(x, _unpacked(part, first, stop), out[:, first:stop], own)
+        cublas.multiply(x, _unpacked(part, first, stop), out[:, first:stop], own)
 
 
 def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
@@ -174,7 +172,7 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     if _by_kernels(count, dense):
         dense_product(x, dense, out)
     else:
-        library.multiply(x, dense.view(heads, rows, columns), out)
+        cublas.multiply(x, dense.view(heads, rows, columns), out)
 
 
 def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:

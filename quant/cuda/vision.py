@@ -62,7 +62,7 @@ class CudaVision(VisionSteps):
         self._device = device_of(ops.device)
         self._turns: tuple[Floats, Tensor, Tensor] | None = None
         # Where decoders' products are of 8 bits, no budget counts cuBLAS.
-        self._cublas = not prefers_int8(self._device)
+        self._ours = prefers_int8(self._device)
 
     def put(self, x: Floats) -> Tensor:
         return upload(np.ascontiguousarray(x, np.float32), self._device)
@@ -73,7 +73,7 @@ class CudaVision(VisionSteps):
     def end(self) -> None:
         self._turns = None
         self._device.trim()
-        if self._cublas and self._device.is_gpu:
+        if not self._ours and self._device.is_gpu:
             cublas.trim()
 
     def linear(
@@ -91,7 +91,7 @@ class CudaVision(VisionSteps):
         for first in range(0, len(x), _ROWS):
             rows, y = converted(x[first : first + _ROWS], BFLOAT16), out[first : first + _ROWS]
             to = y if activation is None else None
-            product = linear(rows, weight, bias, dtype=FLOAT32, out=to, cublas=self._cublas)
+            product = linear(rows, weight, bias, dtype=FLOAT32, out=to, ours=self._ours)
             if activation is not None:
                 _activate(product, activation, y)
         return out
