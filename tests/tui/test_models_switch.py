@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
+from localrt import History
 from localrt.common.errors import CancelledError, CheckpointError, StorageError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
@@ -99,6 +101,48 @@ async def test_failure_offers_previous_model() -> None:
         await pilot.press("y")
         await until(pilot, lambda: idle(app))
         assert shelf.asked == ["broken", "smollm2"]
+
+
+BOXES = {
+    "a conversation": ("/delete",),
+    "one of the list": ("ctrl+o", "down", "ctrl+d"),
+    "a model": ("f4", "up", "ctrl+d"),
+    "a model that does not fit": ("f4", "down", "about", "enter"),
+    "the model before": ("broken",),
+}
+
+
+@pytest.mark.parametrize("box", BOXES)
+async def test_enter_says_no_yes(box: str, tmp_path: Path) -> None:
+    """Enter may be pressed twice, or meant for the composer: what is named is y."""
+    shelf = Shelf()
+    shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
+    with History(tmp_path / "h.db") as history:
+        history.new(model="smollm2").add("user", "Before")
+    async with shelf.running(history=lambda: History(tmp_path / "h.db")) as (app, pilot):
+        await asked(pilot, "Hi")
+        for step in BOXES[box]:
+            if step == "broken":
+                app.load_model(step)
+            elif step == "about":
+                about = app.screen.query_one("#about", Static)
+                await until(pilot, lambda about=about: "does not fit" in str(about.render()))
+            elif step.startswith("/"):
+                await screen.say(pilot, step)
+            else:
+                await pilot.press(step)
+                await until(pilot, lambda: getattr(app.screen, "chosen", app))
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        asked_for = list(shelf.asked)
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Confirm)
+        await pilot.press("n")
+        await until(pilot, lambda: not isinstance(app.screen, Confirm))
+        assert screen.users(app) == ["Hi"]
+        assert shelf.asked == asked_for
+    with History(tmp_path / "h.db") as history:
+        assert len(history.list()) == 2
 
 
 async def test_failure_without_previous_model() -> None:

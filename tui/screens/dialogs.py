@@ -89,10 +89,10 @@ class Dialog(ModalScreen[_Answer | None]):
 
 
 class Confirm(Dialog[bool]):
-    """A question; y or Enter says yes, n or Esc no."""
+    """A question; y says yes, n or Esc no. Enter does nothing: it may have been pressed twice."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y,enter", "dismiss(True)", "Yes", show=False),
+        Binding("y", "dismiss(True)", "Yes", show=False),
         Binding("n", "leave", "No", show=False),
     ]
 
