@@ -10,19 +10,22 @@ import asyncio
 import gc
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
+from textual.driver import Driver
 from textual.events import Event, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
 
-from localrt import History
+from localrt import History, Settings
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
@@ -33,6 +36,7 @@ from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
 from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
@@ -46,17 +50,19 @@ if TYPE_CHECKING:
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
+_SIGNALS = () if os.name == "nt" else (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) -> int:
     """Open the app, with ``ChatApp``'s arguments, until the user leaves.
 
     Returns:
-        The process's exit status: 1 when the model could not be loaded (the reason is on stderr).
+        The process's exit status: 1 when the model could not be loaded or the app crashed (the
+        reason is on stderr), 128 and a signal's number when that ended it.
     """
-    folder = config_folder()
+    folder, data = config_folder(), Settings.from_environment().data_dir
     toolbox = Toolbox.open(folder)
-    arguments |= {"history": History, "config": folder, "toolbox": toolbox}
+    arguments |= {"history": History, "config": folder, "toolbox": toolbox, "data": data}
     type_ahead = _line_waiting()
     graphics = "" if type_ahead else find_graphics()
     app = ChatApp(load, type_ahead=type_ahead, graphics=graphics, **arguments)
@@ -104,6 +110,7 @@ class ChatApp(App[None]):
             those of this machine.
         load_options: budgets and other options of ``load``, to plan for other models.
         config: the folder of preferences; None keeps nothing.
+        data: the folder for what outlives a crash; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
         graphics: how the terminal draws pictures.
     """
@@ -128,16 +135,18 @@ class ChatApp(App[None]):
         list_models: Callable[[], Sequence[tuple[str, str]]] | None = None,
         load_options: Mapping[str, Any] | None = None,
         config: Path | None = None,
+        data: Path | None = None,
         toolbox: Toolbox | None = None,
         graphics: Graphics = "",
     ) -> None:
         super().__init__()
+        self._data = data
         register(self)
         self.animation_level = "none"  # frames that would only send bytes over SSH
         self.preferences, self.presets = PreferencesFile(config), PresetsFile(config)
         self._preferred = self.preferences.load()
         self.keys: tuple[Key, ...] = KEYS
-        # Why the model could not be loaded, in one line.
+        # Why the model could not be loaded, or the app crashed, in one line.
         self.failure: str | None = None
         self._list_models = list_models
         self._load_options = load_options or {}
@@ -183,6 +192,10 @@ class ChatApp(App[None]):
             self.chat.view.add_notice(note, "error")
         self._watch(self._loading)
         self.chat.watch_tools()
+        if draft := take_draft(self._data):
+            self.chat.composer.put(draft)
+        for number in () if self.is_headless else _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         if self.is_web:  # its server may be killed
             server = os.getppid()
             self.set_interval(1.0, lambda: None if os.getppid() == server else self.exit())
@@ -427,6 +440,37 @@ class ChatApp(App[None]):
             self.exit()
         else:
             self.exit(return_code=1)
+
+    def get_driver_class(self) -> type[Driver]:
+        found = super().get_driver_class()
+        if found.__module__ != "textual.drivers.linux_driver":
+            return found
+        from localrt.tui.terminal import RestoringDriver  # needs a Unix
+
+        return RestoringDriver
+
+    def _end(self, number: int) -> None:
+        """A signal: a logout, ``kill``."""
+        self._keep_draft()
+        self.exit(return_code=128 + number)
+
+    def _keep_draft(self) -> None:
+        with suppress(Exception):  # whatever is broken now
+            keep_draft(self._data, self.chat.unsent)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """A widget, timer or worker raised: end with one line, lose nothing."""
+        if self._exception is None:
+            self._keep_draft()
+            self.failure = write_report(error, self._data)
+        super()._handle_exception(error)
+
+    def _fatal_error(self) -> None:
+        self._close_messages_no_wait()  # Textual's own prints the values of all variables
+
+    def panic(self, *renderables: object) -> None:
+        self._return_code, self.failure = 1, self.failure or "the terminal cannot be read any more"
+        self._close_messages_no_wait()
 
     async def on_unmount(self) -> None:
         """End the threads, park the conversation, free the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from localrt.tui.conversation.open_conversation import OpenConversation, answer_
 from localrt.tui.text import explained
 
 if TYPE_CHECKING:
-    from localrt import ChatSession, KeptPicture, Turn
+    from localrt import ChatSession, Turn
 
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # seconds between two looks at a thread
@@ -122,9 +122,9 @@ class MessageQueue:
         return len(self._waiting)
 
     @property
-    def next_pictures(self) -> Sequence[KeptPicture]:
-        """Those of the message to be sent next."""
-        return self._waiting[0].draft.pictures if self._waiting else ()
+    def drafts(self) -> list[Draft]:
+        """The messages that wait."""
+        return [waiting.draft for waiting in self._waiting]
 
     def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
         """Put a message at the end of the queue; ``waiting`` shows it as not sent yet.

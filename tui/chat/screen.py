@@ -37,7 +37,7 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQ
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.thumbnails import Graphics
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.commands import Command, read_line
+from localrt.tui.commands import Command, as_typed, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import Decision
@@ -257,7 +257,7 @@ class ChatScreen(Screen[None]):
 
     def send_next(self) -> None:
         session = self.state.session
-        if not self._takes(self.queue.next_pictures):
+        if not all(self._takes(draft.pictures) for draft in self.queue.drafts[:1]):
             self.composer.put_back(self.queue.take_back())
         if session is not None and self.queue.send_next(session.chat):
             self._begin_watching()
@@ -373,6 +373,13 @@ class ChatScreen(Screen[None]):
         task = asyncio.create_task(asyncio.to_thread(session.leave))
         self._parking.add(task)
         task.add_done_callback(self._parking.discard)
+
+    @property
+    def unsent(self) -> str:
+        """The messages that wait and the one being written, as text."""
+        waiting = (as_typed(draft.text) for draft in self.queue.drafts)
+        written = self.composer.attachments.unfolded(self.composer.text)
+        return "\n\n".join(text for text in (*waiting, written) if text)
 
     async def wait_for_parking(self) -> None:
         if self._parking:

@@ -147,6 +147,11 @@ class Attachments:
             place = match.end()
         return Draft("".join([*pieces, text[place:]]), tuple(folds), tuple(pictures))
 
+    def unfolded(self, text: str) -> str:
+        """The message with the text of every label in its place; pictures keep theirs."""
+        found = self._found(text)
+        return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in found])
+
     def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with a label in the place of each file that it names (``read_mentioned``)."""
         found = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]

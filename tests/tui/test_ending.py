@@ -1,0 +1,209 @@
+"""However the app ends, the terminal and what was written come back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import stat
+import subprocess
+import sys
+import termios
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from localrt import History
+from tests.waits import wait_for
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# As a shell: it leads the terminal's session, and outlives the app.
+LEADER = """
+import fcntl, signal, subprocess, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+app = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=sys.stdin)
+signal.signal(signal.SIGHUP, lambda *_: app.send_signal(signal.SIGHUP))
+print(app.pid, flush=True)
+print(app.wait(), flush=True)
+time.sleep(600)
+"""
+APP = """
+import sys
+from tests.tui.fakes import FakeLoader, FakeModel
+from localrt.tui import run_chat
+{broken}
+model = FakeModel(["A whole sentence. ", "and the rest"])
+model.hold()
+model.allow(1)
+sys.exit(run_chat(FakeLoader(model), model_name="tiny-model", system=None, options={}))
+"""
+SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MODES = {"1000", "1003", "1006", "2004", "1004", "1049"}
+DATA = Path("data") / "localrt"
+
+
+class Shell:
+    """The app in a pseudo-terminal, under a process that stays when it ends."""
+
+    def __init__(self, folder: Path, stack: ExitStack, broken: str = "") -> None:
+        self.master, self.slave = pty.openpty()
+        stack.callback(os.close, self.slave)
+        stack.callback(self._close)
+        os.set_blocking(self.master, False)
+        termios.tcsetwinsize(self.slave, (24, 80))
+        self.before = termios.tcgetattr(self.slave)
+        self.written = b""
+        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "TERM": "xterm"}
+        environment |= {"XDG_CONFIG_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+        self.leader = subprocess.Popen(
+            [sys.executable, "-c", LEADER, APP.replace("{broken}", broken)],
+            stdin=self.slave,
+            stderr=self.slave,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        stack.enter_context(self.leader)
+        stack.callback(self.leader.kill)
+        assert self.leader.stdout is not None
+        self.out = self.leader.stdout
+        self.app = int(self.out.readline())
+
+    def _close(self) -> None:
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def read(self) -> bytes:
+        """All that was written to the terminal so far."""
+        try:
+            while some := os.read(self.master, 1 << 16):
+                self.written += some
+        except BlockingIOError:
+            pass
+        return self.written
+
+    def shows(self, text: str) -> bool:
+        return text in SEQUENCE.sub("", self.read().decode(errors="replace"))
+
+    @property
+    def modes(self) -> set[str]:
+        """The modes that are on."""
+        on = set[str]()
+        for number, letter in re.findall(rb"\x1b\[\?(\d+)([hl])", self.read()):
+            (on.add if letter == b"h" else on.discard)(number.decode())
+        return on
+
+    @property
+    def status(self) -> int:
+        return int(self.out.readline())
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGQUIT, 131),
+        (signal.SIGABRT, -6),
+        (signal.SIGSEGV, -11),
+        (signal.SIGBUS, -7),
+        (signal.SIGKILL, -9),
+    ],
+)
+def test_signals(number: int, status: int, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        wait_for(lambda: "2004" in shell.modes)
+        shell.type("Hi\r")
+        wait_for(lambda: shell.shows("A whole sentence."))
+        shell.type("a draft")
+        wait_for(lambda: shell.shows("a draft"))
+        assert shell.modes >= MODES
+        assert termios.tcgetattr(shell.slave) != shell.before
+        os.kill(shell.app, number)
+        assert shell.status == status
+        wait_for(lambda: not shell.modes & MODES)
+        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
+        rest = shell.read().rpartition(b"\x1b[?1049h")[2]
+        assert b"\x1b[<u" in rest, "of the keys' protocol"
+        assert rest.rfind(b"\x1b[?25h") > rest.rfind(b"\x1b[?25l")
+    with History(tmp_path / DATA / "history.db") as history:
+        *_, answer = history.open(history.list()[0].id).turns
+    assert answer.content.strip() == "A whole sentence."
+    draft = tmp_path / DATA / "draft.txt"
+    assert draft.is_file() == (status > 0)
+    if status > 0:
+        assert draft.read_text() == "a draft"
+
+
+def test_closed_terminal(tmp_path: Path) -> None:
+    """Its window is closed, or the connection is lost: nothing can be written any more."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        wait_for(lambda: "2004" in shell.modes)
+        shell.type("Hi\r")
+        wait_for(lambda: shell.shows("A whole sentence."))
+        shell.type("a draft")
+        wait_for(lambda: shell.shows("a draft"))
+        shell._close()
+        assert shell.status == 129
+    assert (tmp_path / DATA / "draft.txt").read_text() == "a draft"
+
+
+BREAKS = """
+from localrt.tui.chat.bars import Footer
+from localrt.tui.chat.screen import ChatScreen
+def fail(self):
+    pasted = self.app.chat.composer.text
+    raise ValueError(pasted)
+async def work(screen):
+    fail(screen)
+"""
+F3 = "\x1bOR"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "fail",
+        "lambda self: self.set_timer(0.001, lambda: fail(self))",
+        "lambda self: self.run_worker(work(self))",
+        "lambda self: (setattr(Footer, 'render', fail), self.footer.refresh())",
+    ],
+    ids=["handler", "timer", "worker", "render"],
+)
+def test_crash(broken: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, f"{BREAKS}ChatScreen.action_panel = {broken}")
+        wait_for(lambda: "2004" in shell.modes)
+        shell.type("Hi\r")
+        wait_for(lambda: shell.shows("A whole sentence."))
+        shell.type("secret word")
+        wait_for(lambda: shell.shows("secret word"))
+        shell.type(F3)
+        assert shell.status == 1
+        assert not shell.modes & MODES
+        assert termios.tcgetattr(shell.slave) == shell.before
+        after = SEQUENCE.sub("", shell.read().rpartition(b"\x1b[?1004l")[2].decode())
+    report = tmp_path / DATA / "crash-report.txt"
+    assert after.count("\n") == 1
+    assert after.startswith("localrt: the app ended because of an error in it (ValueError)")
+    assert str(report) in after
+    assert "in fail" in report.read_text()
+    assert "ValueError" in report.read_text()
+    assert "secret" not in report.read_text() + after
+    assert stat.S_IMODE(report.stat().st_mode) == 0o600
+    with History(tmp_path / DATA / "history.db") as history:
+        *_, answer = history.open(history.list()[0].id).turns
+    assert answer.content.strip() == "A whole sentence."
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        wait_for(lambda: shell.shows("secret word"))
+    assert not (tmp_path / DATA / "draft.txt").exists()

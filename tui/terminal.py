@@ -1,0 +1,55 @@
+"""Gives the terminal back however the app ends, also if it is killed or crashes in native code.
+
+A shell script, a child of the app, reads a pipe from it. If the pipe ends without a word, the
+script undoes what the app had set.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+
+from textual.drivers.linux_driver import LinuxDriver
+
+# It writes what LinuxDriver does as it ends. A shell may have the terminal by then: the modes are
+# set back only while they are the app's, which alone turns off the keys' signals.
+_WATCH = r"""trap '' HUP INT QUIT TERM TTIN TTOU
+exec 3<&1
+read -r word && exit
+printf '\033[?2026l\033[?2004l\033[?7h\033[?2048l\033[?1000l\033[?1003l\033[?1015l\033[?1006l'
+printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
+case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
+"""
+
+
+class RestoringDriver(LinuxDriver):
+    """Textual's driver, with that script beside it while the terminal is the app's."""
+
+    _watcher: subprocess.Popen[bytes] | None = None
+
+    def start_application_mode(self) -> None:
+        """Without ``sh`` or ``stty`` there is no watcher."""
+        tty, pipe, none = self._file, subprocess.PIPE, subprocess.DEVNULL
+        with suppress(OSError, subprocess.CalledProcessError):
+            modes = subprocess.check_output(["stty", "-g"], stdin=tty, stderr=none, text=True)
+            command = ["sh", "-c", _WATCH, "sh", modes.strip()]
+            self._watcher = self._watcher or subprocess.Popen(
+                command, stdin=pipe, stdout=tty, stderr=none, process_group=0
+            )
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+
+    @property
+    def _writes(self) -> bool:
+        """False once the terminal is gone: the queue, which nobody empties, would fill up."""
+        return self._writer_thread is not None and self._writer_thread.is_alive()
+
+    def write(self, data: str) -> None:
+        if self._writes:
+            super().write(data)
+
+    def close(self) -> None:
+        if self._writes:
+            super().close()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.communicate(b"done\n")
