@@ -21,6 +21,7 @@ from localrt.client.servers import Address
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import one_line
+from localrt.common.settings import network_problem
 
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
@@ -195,15 +196,11 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
             f"the connection to {origin} broke off in the middle of the answer: what came is kept, "
             "send again"
         )
+    if problem := network_problem(error, address.host):
+        return problem
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # the system's message
         cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of {address.host} is not trusted "
-            f"({one_line(cause.verify_message, 80)}): for an authority of your own "
-            "set SSL_CERT_FILE to its certificate"
-        )
     if isinstance(cause, ssl.SSLError):
         if cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
             return f"{origin} does not speak TLS: is it http://{address.place}?"

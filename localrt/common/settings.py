@@ -7,6 +7,7 @@ tools. Imports only the standard library, and little of it: every command starts
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _OLLAMA_SERVICES = (  # where Ollama's system service on Linux keeps its downloa
     Path("/usr/share/ollama/.ollama/models"),
     Path("/var/lib/ollama/.ollama/models"),
 )
+_UNREAD = (errno.ENOENT, errno.EISDIR, errno.EACCES)  # of a file that OpenSSL does not name
 _TRUE = frozenset({"1", "on", "yes", "true"})
 
 
@@ -92,6 +94,28 @@ class Settings:
             return self.hub_token_file.read_text(encoding="utf-8").strip() or None
         except (OSError, UnicodeDecodeError):
             return None
+
+
+def network_problem(error: BaseException | None, host: str) -> str:
+    """What to set of the environment that an HTTP client failed at; empty for other errors."""
+    import ssl
+
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return (
+                f"the certificate of {host} is not trusted ({error.verify_message[:80]}): for an "
+                "authority of your own set SSL_CERT_FILE to its certificate"
+            )
+        unread = isinstance(error, ssl.SSLError) and error.reason == "NO_CERTIFICATE_OR_CRL_FOUND"
+        if unread or (isinstance(error, OSError) and error.errno in _UNREAD and not error.filename):
+            return "SSL_CERT_FILE is no file of certificates: correct it, or unset it"
+        if isinstance(error, ImportError | ValueError) and "proxy" in str(error).lower():
+            return (
+                "ALL_PROXY, HTTPS_PROXY or HTTP_PROXY names a proxy of a kind that cannot be used: "
+                "take one with http://, or unset it"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _first(env: Mapping[str, str], *names: str) -> str | None:

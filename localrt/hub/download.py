@@ -47,7 +47,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.common.settings import Settings
+from localrt.common.settings import Settings, network_problem
 from localrt.hub.cache import CachedRepo
 
 # The HTTP client's root exception; the client depends on huggingface_hub's version.
@@ -125,20 +125,26 @@ def hub_errors(
         ModelNotFoundError: no such repository, revision or file.
         OfflineError: the hub cannot be reached, or the connection was lost.
         StorageError: ``folder`` cannot be written, or the disk is full.
-        HubError: any other answer of the hub.
+        HubError: any other answer of the hub, or failure to ask.
     """
     try:
+        get_session()  # fails at the environment's proxies and certificates, whatever follows
         yield
     except LocalrtError:
         raise
     except Exception as error:
+        if problem := network_problem(error, settings.hub_endpoint):
+            raise HubError(f"cannot ask the hub for {repo}: {problem}") from error
         if isinstance(error, HTTP_ERROR):
-            raise _hub_error(error, repo, settings, revision) from error
+            raise _hub_error(error, repo, settings, revision, folder) from error
         if isinstance(error, OfflineModeIsEnabled):
             raise OfflineError(f"{repo} needs the hub, and HF_HUB_OFFLINE is on") from error
         if isinstance(error, OSError):
             raise storage_error(error, folder) from error
-        raise
+        if folder is not None:  # a callback's error
+            raise
+        reason = f"{type(error).__name__}: {one_line(error, 120)}"
+        raise HubError(f"cannot ask the hub for {repo}: {reason}") from error
 
 
 def storage_error(error: OSError, folder: Path | None) -> StorageError:
@@ -150,7 +156,9 @@ def storage_error(error: OSError, folder: Path | None) -> StorageError:
     return StorageError(f"cannot write to {where}: {reason} (HF_HOME sets another folder)")
 
 
-def _hub_error(error: Exception, repo: str, settings: Settings, revision: str | None) -> HubError:
+def _hub_error(
+    error: Exception, repo: str, settings: Settings, revision: str | None, folder: Path | None
+) -> HubError:
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFoundError(f"{repo} has no revision {revision!r} on the hub")
     if isinstance(error, RemoteEntryNotFoundError):
@@ -158,9 +166,10 @@ def _hub_error(error: Exception, repo: str, settings: Settings, revision: str | 
     if isinstance(error, HfHubHTTPError):
         return _refused(error.response.status_code, repo, settings)
     reason = one_line(error, 120) or type(error).__name__
+    kept = "" if folder is None else "; what was downloaded is kept"
     return OfflineError(
         f"cannot reach {settings.hub_endpoint} for {repo} ({reason}): check the connection and try "
-        "again; what was downloaded is kept"
+        f"again{kept}"
     )
 
 

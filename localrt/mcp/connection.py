@@ -24,6 +24,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from localrt.common.formatting import one_line
+from localrt.common.settings import network_problem
 from localrt.common.version import __version__
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
@@ -170,7 +171,8 @@ class Connection:
         url = self._config.url
         place = urlsplit(url)
         shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
-        reason = (one_line(error) or type(error).__name__).replace(url, shown)
+        problem = network_problem(error, place.hostname or "")
+        reason = (problem or one_line(error) or type(error).__name__).replace(url, shown)
         return f"cannot be reached at {shown}: {reason}"  # a query may hold a key
 
     async def _listed(self, client: mcp.Client) -> tuple[Tool, ...]:

@@ -7,11 +7,13 @@ import shutil
 import socket
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi, close_session
 
 from localrt.common.errors import (
     CancelledError,
@@ -25,6 +27,8 @@ from localrt.common.errors import (
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve
+from localrt.hub.download import download, list_repo
+from localrt.hub.searching import search_models
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
 
@@ -477,3 +481,60 @@ def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
     assert len(found) == 2
     assert len(hub.file_requests(SHARD)) == 1
     assert (found[0] / SHARD).read_bytes() == WEIGHTS
+
+
+CERTIFICATES = "SSL_CERT_FILE is no file of certificates"
+PROXY = "a proxy of a kind that cannot be used"
+ENVIRONMENTS = {
+    "ALL_PROXY=socks5://127.0.0.1:1": PROXY,
+    "HTTPS_PROXY=socks4://127.0.0.1:1": PROXY,
+    "HTTP_PROXY=ftp://127.0.0.1:1": PROXY,
+    "ALL_PROXY=://": PROXY,
+    "ALL_PROXY=http://127.0.0.1:1": "cannot reach",
+    "ALL_PROXY=https://127.0.0.1:1": "cannot reach",
+    "HTTP_PROXY=127.0.0.1:1": "cannot reach",
+    "ALL_PROXY=http://[": "cannot reach",
+    "SSL_CERT_FILE=missing.pem": CERTIFICATES,
+    "SSL_CERT_FILE=empty.pem": CERTIFICATES,
+    "SSL_CERT_FILE=words.pem": CERTIFICATES,
+    "SSL_CERT_FILE=.": CERTIFICATES,
+}
+
+
+@pytest.mark.parametrize("ask", ["search", "list", "download"])
+@pytest.mark.parametrize("line", ENVIRONMENTS)
+def test_environment(
+    line: str,
+    ask: str,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Proxies and certificates that cannot be used are one line each, whatever is asked."""
+    remote = list_repo("org/tiny", None, settings)
+    close_session()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.pem").touch()
+    (tmp_path / "words.pem").write_text("no certificate")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(*line.split("=", 1))
+    asks: dict[str, Callable[[], object]] = {
+        "search": lambda: search_models("tiny", settings=settings),
+        "list": lambda: list_repo("org/tiny", None, settings),
+        "download": lambda: download(remote, ["config.json"], revision=None, settings=settings),
+    }
+    with pytest.raises(HubError) as caught:
+        asks[ask]()
+    said = one_line_error(caught.value)
+    assert ENVIRONMENTS[line] in said
+    assert ("is kept" in said) == (ask == "download" and "cannot reach" in said)
+
+
+def test_any_other_failure(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unheard of")
+
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    with pytest.raises(HubError, match=r"for org/tiny: RuntimeError: unheard of"):
+        list_repo("org/tiny", None, settings)

@@ -152,6 +152,25 @@ def test_failed_start(started: Callable[..., ToolServers]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SSL_CERT_FILE", "/missing.pem", "SSL_CERT_FILE is no file of certificates"),
+        ("HTTPS_PROXY", "socks5://127.0.0.1:9", "a proxy of a kind that cannot be used"),
+    ],
+)
+def test_environment(
+    name: str,
+    value: str,
+    said: str,
+    started: Callable[..., ToolServers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(name, value)
+    servers = started(ServerConfig(name="far", url="https://127.0.0.1:9/mcp"))
+    assert said in status(servers, "far").problem
+
+
 def test_timeout(started: Callable[..., ToolServers]) -> None:
     servers = started(stdio(timeout=5.0))
     result = call(servers, "local", "sleep", seconds=60)

@@ -337,7 +337,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._asking = True
         try:
             return await asyncio.to_thread(question, words)
-        except LocalrtError as error:
+        except Exception as error:  # noqa: BLE001 - whatever the network brings
             self._say(one_line(error))
             return None
         finally:
