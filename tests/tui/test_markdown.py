@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from rich.color import Color
 from rich.style import Style
 
@@ -173,14 +174,28 @@ def test_streaming_any_text(pieces: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("opening", "line"),
-    [("```python\n", "x = 1\n"), ("", "- an item\n"), ("", "7. an item\n")],
+    [
+        ("```python\n", "x = 1\n"),
+        ("", "- an item\n"),
+        ("", "7. an item\n"),
+        ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n"),
+        ("|a|b|\n|-|-|\n", f"| {'word ' * 9} | `code` |\n"),
+    ],
 )
-def test_long_blocks(opening: str, line: str) -> None:
+def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = MarkdownLines(STYLES, 40)
     lines.append(opening)
-    changed = [lines.append(line) for _ in range(70)]
-    assert changed[-1] > 30  # the first lines are no longer touched
-    assert len(lines.lines) == 70
+    parsed, parse = [], MarkdownIt.parse
+    monkeypatch.setattr(
+        MarkdownIt, "parse", lambda self, text: (parsed.append(len(text)), parse(self, text))[1]
+    )
+    changed, most = [], 0
+    for _ in range(400):
+        changed.append(lines.append(line))
+        most = max(most, len(lines.lines) - changed[-1])
+    assert changed[-1] > 330  # the first lines are no longer touched
+    assert max(parsed) < 80 * len(opening + line)
+    assert most < 80 * max(1, len(lines.lines) // 400)
     streamed = drawn(lines)
     lines.finish()
     assert [row.split() for row in streamed.splitlines()] == [

@@ -218,6 +218,7 @@ class MarkdownLines:
         self._closed = 0  # lines of the blocks that are closed
         self._sliced = False  # the open block goes on after a closed slice
         self._number = 1  # of its first item then, in an ordered list
+        self._widths: Sequence[int] = ()  # of its columns, in a table
 
     def append(self, text: str) -> int:
         """Add a piece of source; returns the first line that changed."""
@@ -278,6 +279,14 @@ class MarkdownLines:
             closed = [*tokens[:following], tokens[-1]]
             self._number = int(first.attrs.get("start", 1)) + ready
             source = _from_line(self._open, _start(tokens[following:]))
+        elif first.type == "table_open":
+            rows = [i for i, t in enumerate(tokens) if t.type == "tr_open"][1:]  # not the header
+            if not (ready := _ready(len(rows))):
+                return False
+            following = rows[ready]
+            closed = [*tokens[:following], *tokens[-2:]]
+            heading = self._open.splitlines(keepends=True)[:2]
+            source = "".join(heading) + _from_line(self._open, _start(tokens[following:]))
         else:
             return False
         self._add(closed)
@@ -288,10 +297,10 @@ class MarkdownLines:
     def _add(self, block: Sequence[Token]) -> None:
         if self.lines and not self._sliced:
             self.lines.append(Strip([]))
-        renderable = _Block(block, self.styles)
+        renderable = _Block(block, self.styles, self._widths if self._sliced else ())
         rows = self._console.render_lines(renderable, self._options, pad=False)
         self.lines.extend(Strip(without_marks(segments)) for segments in _trimmed(rows))
-        self._sliced = False
+        self._sliced, self._widths = False, renderable.widths
 
 
 def code_blocks(source: str) -> list[tuple[str, str]]:
@@ -389,13 +398,27 @@ class _Line(HorizontalRule):
 
 
 class _Table(TableElement):
-    """A table whose cells go on below instead of being cut off."""
+    """A table whose cells go on below instead of being cut off. A later slice has no heading."""
+
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self._block = block
+
+    @classmethod
+    def create(cls, markdown: Markdown, token: Token) -> _Table:
+        assert isinstance(markdown, _Block), "nothing else renders it"
+        return cls(markdown)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
             assert isinstance(table, Table), "that is what it yields"
-            for column in table.columns:
+            block = self._block
+            table.show_header = not block.widths
+            room = options.update_width(options.max_width - table._extra_width)
+            block.widths = block.widths or table._calculate_column_widths(console, room)
+            for place, column in enumerate(table.columns):
                 column.overflow = "fold"
+                column.width = block.widths[place] - table._get_padding_width(place)
             yield table
 
 
@@ -411,7 +434,10 @@ class _Block(Markdown):
         "table_open": _Table,
     }
 
-    def __init__(self, tokens: Sequence[Token], styles: MarkdownStyles) -> None:
+    def __init__(
+        self, tokens: Sequence[Token], styles: MarkdownStyles, widths: Sequence[int] = ()
+    ) -> None:
+        self.widths = widths  # of a table's columns, laid out or to be kept
         # Not the base's: that makes a parser, which costs more than drawing a paragraph.
         self.markup = ""
         self.parsed = list(tokens)
