@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,7 @@ from textual.events import Event, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.worker import Worker
 
 from localrt import History, Settings
 from localrt.common.errors import CancelledError, LocalrtError
@@ -113,6 +115,7 @@ class ChatApp(App[None]):
         data: the folder for what outlives a crash; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
         graphics: how the terminal draws pictures.
+        welcome: called in a thread, for a line that newcomers see once the model is there.
     """
 
     TITLE = "localrt"
@@ -138,8 +141,10 @@ class ChatApp(App[None]):
         data: Path | None = None,
         toolbox: Toolbox | None = None,
         graphics: Graphics = "",
+        welcome: Callable[[], str] | None = None,
     ) -> None:
         super().__init__()
+        self._welcome = welcome
         self._data = data
         register(self)
         self.animation_level = "none"  # frames that would only send bytes over SSH
@@ -324,6 +329,10 @@ class ChatApp(App[None]):
                 self.chat.say(f"{short_name(other)} was not loaded: {explained(error)}", "error")
         else:
             self.chat.model_loaded(session)
+            if self._welcome is not None:
+                say = partial(self._say_welcome, self._welcome)
+                _: Worker[None] = self.run_worker(say, exit_on_error=False)
+                self._welcome = None
             if self._chat_path is not None:
                 path, self._chat_path = self._chat_path, None
                 self.chat.open_conversation(lambda: self.state.load(path))
@@ -331,6 +340,11 @@ class ChatApp(App[None]):
             self.load_model(wanted)
         else:
             self.chat.send_next()
+
+    async def _say_welcome(self, welcome: Callable[[], str]) -> None:
+        line = await asyncio.to_thread(welcome)
+        if not self.state.conversation.turns:
+            self.chat.say(line)
 
     def _fail(self, error: Exception) -> None:
         """The first model could not be loaded."""

@@ -30,8 +30,11 @@ from localrt.cli.options import (
 )
 from localrt.cli.run import answer, prompt_of
 from localrt.common.errors import OptionError
+from localrt.common.formatting import format_bytes
 from localrt.common.progress import ProgressCallback
+from localrt.common.settings import Settings
 from localrt.engine.options import read_options
+from localrt.hub import DEMO_NAME
 
 EXAMPLES: Examples = (
     ("localrt chat", "SmolLM2, a small model"),
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         from localrt.tui import run_chat as chat
 
         more = {"load_options": load_options(args), "load_by_name": load_by_name}
+        more["welcome"] = welcome if args.model == DEMO_NAME and args.endpoint is None else None
         if is_remote:
             more["list_models"] = lambda: endpoint_models(args)
     return chat(
@@ -117,3 +121,15 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         **more,
     )
+
+
+def welcome() -> str:
+    """What newcomers should know of the demo model; takes half a second."""
+    from localrt.planning.what_runs import best_here
+
+    better = best_here(Settings.from_environment())
+    line = f"{DEMO_NAME} is small, for a first try. "
+    if better is not None and better.expected is not None:
+        size = format_bytes(better.expected.nbytes)
+        line += f"{better.model.name} ({size}) runs well on this PC: F4 finds it. "
+    return line + "F1 lists the keys."

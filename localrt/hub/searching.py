@@ -12,6 +12,7 @@ from localrt.common.errors import HubError, LocalrtError, OfflineError
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 from localrt.hub.files import gguf_variants, name_words, safetensors_model_files, variant_name
+from localrt.hub.known_models import find_known
 from localrt.hub.names import HubRef
 from localrt.models.weight_files import is_draft_file
 
@@ -57,6 +58,8 @@ def search_models(
 ) -> list[FoundModel]:
     """Return models whose names contain these words, the most downloaded first.
 
+    A short name, like ``qwen3:8b``, stands for its repository.
+
     Raises:
         OfflineError: offline mode is on, or the hub cannot be reached.
         HubError: the hub refused the request, or the server is not a model hub.
@@ -64,8 +67,10 @@ def search_models(
     from localrt.hub.download import hub_errors
 
     _check_online(settings)
+    known = find_known(words)
+    words = words.strip() if known is None else known.repo
     with hub_errors("the search", settings):
-        entries = _ask(words.strip(), settings, 2 * limit, timeout_s)  # some are dropped below
+        entries = _ask(words, settings, 2 * limit, timeout_s)  # some are dropped below
     found = [_found_model(entry) for entry in entries if isinstance(entry.get("id"), str)]
     return [model for model in found if model.kinds][:limit]
 

@@ -13,8 +13,9 @@ from typing import Any
 from localrt.common.formatting import format_bytes, format_seconds, table
 from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
+from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile
-from localrt.offload.planner.pc import Hardware, planned_hardware
+from localrt.offload.planner.pc import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.offload.planner.report import figures
 from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
@@ -124,6 +125,17 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
         OptionError: a description of hardware that cannot be understood.
     """
     machine, budgets, note = planned_hardware(wanted, settings)
+    return WhatRuns(machine, budgets, _ranked(machine, budgets), wanted.hypothetical, note)
+
+
+def best_here(settings: Settings) -> Runnable | None:
+    """The first of ``what_runs`` on this PC, by rates that are known: nothing is measured."""
+    machine, vram = machine_on_device(settings.hub_cache, settings, "auto", None)
+    budgets = budgets_of(machine, ram_budget(None), vram)
+    return next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
+
+
+def _ranked(machine: MachineProfile, budgets: Budgets) -> tuple[Runnable, ...]:
     found: dict[tuple[object, ...], Recommendation] = {}  # some models differ only in their weights
     models = []
     for model in KNOWN_MODELS:
@@ -132,8 +144,7 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
             found[key] = recommend_on(usual_offer(model), machine, budgets)
         best = found[key]
         models.append(Runnable(model, best.name if best.expected else None, best.expected))
-    ranked = tuple(sorted(models, key=_rank))
-    return WhatRuns(machine, budgets, ranked, wanted.hypothetical, note)
+    return tuple(sorted(models, key=_rank))
 
 
 def _rank(each: Runnable) -> tuple[int, bool, float]:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from localrt.cli import main
+from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
+from localrt.common.settings import Settings
 from localrt.hub.resolving import Offer
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
+from localrt.planning.what_runs import best_here
 from tests.planner.models import CONFIGS
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
@@ -215,3 +218,17 @@ def test_hub_files(
     faster = {change["command"]: change["what"] for change in report["changes"]}
     assert faster["localrt chat org/small:Q4_K_M"] == "Q4_K_M instead of Q8_0, 1.1 GB"
     assert as_json(capsys, "org/small", "--offline", *WHAT_IF)["quantization"] is None
+
+
+def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app's first screen names what ``localrt plan`` names, and measures nothing for it."""
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr("localrt.offload.planner.pc.machine_here", measured)
+    best = best_here(Settings.from_environment())
+    assert best is not None
+    assert best.level != "slow"
+    assert f" {best.model.name} (" in welcome()
+    assert "F1" in welcome()

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError
 from localrt.common.settings import Settings
+from localrt.hub.known_models import find_known
 from localrt.hub.searching import list_variants, search_models
 from tests.hub.server import FakeHub
 
@@ -67,6 +69,14 @@ def test_models_by_words(settings: Settings) -> None:
     assert found[1].gated
     assert len(asked) == 1
     assert "search=chat" in asked[0]
+
+
+def test_short_name(settings: Settings) -> None:
+    with search_server(b"[]") as (endpoint, asked):
+        search_models(" qwen3:30b", settings=replace(settings, hub_endpoint=endpoint))
+    known = find_known("qwen3:30b")
+    assert known is not None
+    assert parse_qs(urlsplit(asked[0]).query)["search"] == [known.repo]
 
 
 @pytest.mark.parametrize(("answer", "status"), [(b"<html>log in</html>", 200), (b"{}", 503)])

@@ -111,6 +111,39 @@ async def test_answers(model: FakeModel) -> None:
         await until(pilot, lambda: idle(app))
 
 
+WELCOME = (
+    "smollm2 is small, for a first try. qwen3:30b (18 GB) runs well on this PC: F4 finds it. "
+    "F1 lists the keys."
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 20)])
+async def test_first_screen(model: FakeModel, size: tuple[int, int]) -> None:
+    async with running(model, size=size, welcome=lambda: WELCOME) as (app, pilot):
+        await until(pilot, lambda: WELCOME in screen.notices(app))
+        assert " ".join(screen.shown(app).split()).endswith(WELCOME)
+        assert len(screen.shown(app).splitlines()) < size[1] // 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_no_welcome(model: FakeModel, fails: bool) -> None:
+    """It comes too late, or there is none."""
+    gate = threading.Event()
+
+    def welcome() -> str:
+        gate.wait(60)
+        if fails:
+            raise OSError("no such GPU")
+        return WELCOME
+
+    async with running(model, welcome=welcome) as (app, pilot):
+        await asked(pilot, "Hi")
+        gate.set()
+        await until(pilot, lambda: all(worker.is_finished for worker in app.workers))
+        await asked(pilot, "You?")
+        assert WELCOME not in screen.notices(app)
+
+
 async def test_finish_reasons(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         model.finish_reason = "length"
