@@ -20,6 +20,7 @@ import localrt
 from localrt import DraftOffer, FoundModel, LocalModel, Preview, Variant
 from localrt.common.errors import (
     CancelledError,
+    CheckpointError,
     LocalrtError,
     OfflineError,
     StorageError,
@@ -61,7 +62,8 @@ class FakeLibrary:
         disk = shutil.disk_usage(".")._replace(free=81_000_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
         self.budgets: dict[str, Any] = {}
-        self.here, self.previews = list(MODELS), dict(PREVIEWS)
+        self.here = list(MODELS)
+        self.previews: dict[str, Any] = dict(PREVIEWS)
         self.asked: list[str] = []
         self.planned: list[str] = []
         self.gate = threading.Event()
@@ -77,6 +79,8 @@ class FakeLibrary:
     def preview(self, name: str, **budgets: Any) -> Preview:
         self.planned.append(name)
         self.budgets = budgets
+        if isinstance(self.previews[name], LocalrtError):
+            raise self.previews[name]
         return self.previews[name]
 
     def preview_size(self, nbytes: int, *, ram: Any) -> Preview:
@@ -177,7 +181,7 @@ async def test_list_and_previews(library: FakeLibrary) -> None:
         room = str(app.models.query_one("#room", Static).render())
         assert room == "3 models take 94 GB, 81 GB free"
         await until(pilot, lambda: "Good for chat: 45 tok/s" in about(app))
-        await until(pilot, lambda: "· in RAM" in rows(app)[1])
+        await until(pilot, lambda: "· fits in RAM" in rows(app)[1])
         # What does not fit is asked about.
         await pilot.press("down")
         await until(pilot, lambda: "does not fit" in about(app))
@@ -193,6 +197,25 @@ async def test_list_and_previews(library: FakeLibrary) -> None:
         await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
         assert library.asked == []  # nothing but the disk was looked at
         assert library.budgets == {"ram": "4GB"}
+
+
+@pytest.mark.parametrize("planned", [False, True])
+async def test_damaged_file(
+    library: FakeLibrary, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at before the present model goes, however quickly Enter comes."""
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 0.01 if planned else 60.0)
+    library.previews["org/chat:Q4_K_M"] = CheckpointError("the file is truncated")
+    async with opened(library) as (app, pilot):
+        await pilot.press("up")
+        if planned:
+            await until(pilot, lambda: "truncated" in about(app))
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: "Q4_K_M: the file is truncated" in about(app))
+        assert "cannot be read" in rows(app)[0]
+        assert app.screen is app.models
+        await pilot.press("escape")
+        await until(pilot, lambda: app.chosen == [None])
 
 
 async def test_row_passed_quickly(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,18 +245,26 @@ class ModelsScreen(SearchDialog[_Row]):
             self.action_search()
 
     def _load(self, model: LocalModel | Path) -> None:
-        """Close with the model; ask first if it cannot fit."""
+        """Close with the model; ask first if it cannot fit, not at all if it cannot be read."""
         name = _name(model)
         if name == self._current:
             self._say("This model is loaded already")
             return
         known = self._previews.get(name)
-        problem = known if isinstance(known, str) else "" if known is None else known.problem
-        if not problem:
+        if known is None:
+            self._later(partial(self._plan_and_load, model), "load")
+        elif isinstance(known, str):
+            self._say(f"{_title(model)}: {known}")
+        elif known.problem:
+            dialog = Confirm(f"{_title(model)}: {known.problem}\n\nLoad it anyway?", "load it")
+            ask(self, dialog, lambda yes: self.dismiss(name))
+        else:
             self.dismiss(name)
-            return
-        dialog = Confirm(f"{_title(model)}: {problem}\n\nLoad it anyway?", "load it")
-        ask(self, dialog, lambda yes: self.dismiss(name))
+
+    async def _plan_and_load(self, model: LocalModel | Path) -> None:
+        """Look at the file before the present model is unloaded for it."""
+        await self._plan(model)
+        self._load(model)
 
     def action_delete(self) -> None:
         """Ask, then delete for good: of files that are not localrt's, only its packed copy."""
@@ -433,7 +441,7 @@ def _where(known: Preview | str) -> str:
     if known.problem:
         return "does not fit"
     if known.fits:
-        return "on the GPU" if known.place == "GPU" else "in RAM"
+        return "fits on the GPU" if known.place == "GPU" else "fits in RAM"
     return "streamed"
 
 
