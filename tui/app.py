@@ -305,7 +305,7 @@ class ChatApp(App[None]):
         task.start()
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_loading)
 
-    def _watch_loading(self) -> None:
+    async def _watch_loading(self) -> None:
         self.chat.loading_line.progress = self._loading.progress
         for note in self._loading.take_notes():
             self.chat.say(note)
@@ -328,7 +328,7 @@ class ChatApp(App[None]):
             else:
                 self.chat.say(f"{short_name(other)} was not loaded: {explained(error)}", "error")
         else:
-            self.chat.model_loaded(session)
+            await self.chat.model_loaded(session)
             if self._welcome is not None:
                 say = partial(self._say_welcome, self._welcome)
                 _: Worker[None] = self.run_worker(say, exit_on_error=False)

@@ -86,14 +86,19 @@ async def test_commands_without_a_model(model: FakeModel) -> None:
         await screen.say(pilot, "/tmp/file is what?")
         assert screen.notices(app, "error")[0].startswith("No command /tmp/file: /help")
         assert screen.users(app) == []
-        await screen.say(pilot, "/regenerate")  # another name of /retry
-        assert "still loading" in screen.notices(app, "error")[-1]
+        await screen.say(pilot, "/set temperature 0.3")
+        await screen.say(pilot, "/system Be brief.")
+        assert screen.notices(app)[-1] == "/system runs when the model is ready"
         loader.gate.set()
         await until(pilot, lambda: idle(app))
+        assert model.last_chat.options == {"temperature": 0.3}
+        assert model.last_chat.system == "Be brief."
         await screen.say(pilot, "//etc is what?")
         assert screen.users(app) == ["/etc is what?"]
-        await screen.say(pilot, "/retry")
+        await screen.say(pilot, "/regenerate")  # another name of /retry
         assert "Esc stops it" in screen.notices(app, "error")[-1]
+        assert screen.composer(app).text == "/retry"  # not lost
+        screen.composer(app).put("")
         await screen.say(pilot, "/clear")  # the old name of /new
         assert "will open when this answer ends" in screen.notices(app)[-1]
         assert screen.users(app) == ["/etc is what?"]
@@ -129,10 +134,11 @@ async def test_system_and_set(model: FakeModel) -> None:
         assert model.last_chat.options == {"ignore_eos": True}
         assert screen.notices(app, "error") == []
         for count, line in enumerate(
-            ("temperature -1", "tempertaure 1", "top_p", "thinking perhaps"), 1
+            ("temperature -1", "tempertaure 1", "foo 1", "top_p", "thinking perhaps"), 1
         ):
             await screen.say(pilot, f"/set {line}")
             assert len(screen.notices(app, "error")) == count
+            assert len(screen.notices(app, "error")[-1]) < 120
             assert model.last_chat.options == {"ignore_eos": True}
 
 

@@ -99,6 +99,7 @@ class ChatScreen(Screen[None]):
         self._starting = True
         self._next: Callable[[], None] | None = None  # action for when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
+        self._for_later: list[Command] = []  # commands that wait for the model
         self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
             "open": self.action_conversations,
             "find": self.action_find,
@@ -130,8 +131,8 @@ class ChatScreen(Screen[None]):
 
     # -- the model -------------------------------------------------------------------------------
 
-    def model_loaded(self, session: Session) -> None:
-        """Show the model's description, above waiting messages."""
+    async def model_loaded(self, session: Session) -> None:
+        """Show the model's description, above waiting messages, and run waiting commands."""
         info = session.model.info
         waiting = self.queue.take_back()
         self.view.add_notices(session.describe(), *info.notes, *session.notes)
@@ -145,6 +146,9 @@ class ChatScreen(Screen[None]):
         self.composer.placeholder = "Message (/ for commands, F1 for help)"
         self.panel.take(session.model)
         self._count_tokens()
+        commands, self._for_later = self._for_later, []
+        for command in commands:
+            await self._run(command)
 
     def _adapter(self, name: str) -> None:
         self.say(self._session.adapter(name))
@@ -501,7 +505,12 @@ class ChatScreen(Screen[None]):
         entry = command.entry
         if entry is None:
             self.say(f"No command /{command.name}: /help lists them, // sends a slash", "error")
-        elif not entry.idle or self.idle(command.name):
+        elif entry.idle and self.footer.status.phase is Phase.LOADING:
+            self._for_later.append(command)
+            self.say(f"/{command.name} runs when the model is ready")
+        elif entry.idle and not self.idle(command.name):
+            self.composer.put(f"/{command.name} {command.argument}".rstrip())
+        else:
             try:
                 if entry.action:
                     await self.run_action(entry.action)
