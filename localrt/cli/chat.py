@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             raise OptionError(
                 "--continue is for the app: for a single answer use localrt run --continue"
             )
+        if args.load is not None:
+            raise OptionError("--load is for the app: leave it out for a single answer")
         return answer(args, prompt_of(args, "chat"), None)
     options = sampling_options(args)
     read_options(options)

@@ -140,6 +140,8 @@ def test_continue_or_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert "either --continue or --load" in capsys.readouterr().err
     assert main(["chat", "-p", "Hi", "-c"]) == 2
     assert "localrt run" in capsys.readouterr().err
+    assert main(["chat", "-p", "Hi", "--load", "/dev/zero"]) == 2
+    assert "--load is for the app" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
