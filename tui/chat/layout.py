@@ -41,7 +41,7 @@ class BlockColumn:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.width = 8
+        self.width = 0  # not known yet
         self._tops = [0]  # the first line of each block, its gap included; then the end
 
     @property
@@ -75,7 +75,7 @@ class BlockColumn:
 
     def place_at(self, line: int, styles: Styles) -> TextPlace | None:
         """The words that a line begins with."""
-        if not self.blocks:
+        if not self.blocks or not self.width:
             return None
         place = self.at(line)
         row = line - self._tops[place] - self.blocks[place].gap

@@ -224,7 +224,7 @@ class ConversationView(ScrollView, can_focus=False):
         """Heights from block ``first`` on may have changed."""
         if self._read[0] is not None and first <= self._read[0].block:
             self._read = None, 0
-        if not self.is_mounted:
+        if not self._column.width:  # nothing is laid out before the first size is known
             return
         self._column.measure(first)
         self._fit_height()
