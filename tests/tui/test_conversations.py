@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
+from textual.strip import Strip
 from textual.widgets import Input, OptionList
 
 from localrt import History
 from localrt.common.errors import StorageError
+from localrt.tui.chat.blocks import Styles, UserTurn
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
@@ -57,6 +59,41 @@ async def test_resume(model: FakeModel, opening: Opening) -> None:
         assert model.last_chat.options == {"seed": 3}
         await pilot.press("up", "up")
         assert screen.composer(app).text == "Hi", "earlier messages are in the prompt history"
+
+
+async def test_laid_out_once(
+    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is drawn before the width is known."""
+    async with running(model, history=opening) as (_, pilot):
+        await asked(pilot, "Hi")
+    widths, lay_out = set[int](), UserTurn.lay_out
+
+    def noted(block: UserTurn, width: int, styles: Styles) -> list[Strip]:
+        widths.add(width)
+        return lay_out(block, width, styles)
+
+    monkeypatch.setattr(UserTurn, "lay_out", noted)
+    async with running(model, history=opening, resume=True) as (app, _):
+        assert widths == {screen.conversation(app)._column.width}
+
+
+async def test_context_of_a_branch(
+    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what the answer took, also when the branch is shown again, or after a restart."""
+    async with running(model, history=opening) as (app, pilot):
+        await asked(pilot, "One two three")
+        before = screen.footer(app)
+        assert "context 5 of" in before
+        model.answer = ["Another", " longer", " answer."]
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: idle(app) and "context 6 of" in screen.footer(app))
+        await pilot.press("alt+left")
+        await until(pilot, lambda: "context 5 of" in screen.footer(app))
+    monkeypatch.setattr(model, "count", lambda messages: 99)
+    async with running(model, history=opening, resume=True) as (app, pilot):
+        await until(pilot, lambda: "context 5 of" in screen.footer(app))
 
 
 async def test_list_search_open_new(

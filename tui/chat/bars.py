@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
@@ -238,7 +239,7 @@ class Footer(Widget):
                 phase=Phase.GENERATING,
                 percent=None,
                 metrics=metrics,
-                used=metrics.prompt_tokens + metrics.completion_tokens,
+                used=update.used,
             )
         elif prefill is not None:
             phase = Phase.SERVERS if prefill.stage == SERVERS else Phase.PREFILL
@@ -253,6 +254,9 @@ class Footer(Widget):
 
     def render(self) -> Content:
         return footer_line(self.status, self.size.width)
+
+
+_SHORTEST = 16  # columns that a long name of a model keeps
 
 
 def footer_line(status: Status, width: int) -> Content:
@@ -274,6 +278,10 @@ def footer_line(status: Status, width: int) -> Content:
     for most in range(6, -1, -1):  # the highest number goes first when there is no room
         start, end = (_joined([p[:2] for p in side if p[2] <= most]) for side in (left, right))
         gap = width - 2 - start.cell_length - end.cell_length
+        room = cell_len(status.model) + gap - 2
+        if gap < 2 and most < 5 and room >= _SHORTEST:
+            short = Content(status.model).truncate(room, ellipsis=True).plain
+            return footer_line(replace(status, model=short, engine=""), width)
         if gap >= 2 * bool(end):
             break
     return Content.assemble(" ", start, " " * max(gap, 0), end, " ")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import localrt
 from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.option_names import did_you_mean
 from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.attachments import Draft
 from localrt.tui.conversation.open_conversation import OpenConversation
@@ -95,7 +96,11 @@ class Session:
         )
 
     def tokens(self) -> int:
-        """Tokens of the conversation as it is sent to the model; slow for a long one."""
+        """Tokens of the conversation: those of its last answer, or counted, which takes a while."""
+        turns = self.conversation.turns
+        match turns[-1].info if turns else {}:
+            case {"context": [int(used), name]} if name == self.model.info.name:
+                return used
         messages = self.conversation.messages()
         return self.model.count(messages) if messages else 0
 
@@ -129,6 +134,9 @@ class Session:
             return self._options()
         name, _, text = argument.partition(" ")
         name = name.replace("-", "_")
+        if name not in OPTIONS:
+            hint = did_you_mean(name, OPTIONS) or "/set lists them"
+            raise OptionError(f"there is no option {name!r:.60}: {hint}")
         if not text.strip():
             raise OptionError(f"/set {name} needs a value; none restores the model's default")
         value = _value(name, text.strip())
