@@ -203,6 +203,25 @@ def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def test_several_tables() -> None:
+    """Each has its heading and its columns, in a quote, in items of a list and in slices."""
+    small, large = "|a|b|\n|-|-|\n|1|2|\n", "|c|d|e|\n|-|-|-|\n|3|4|5|\n"
+    rows = large + "|6|7|8|\n" * 60
+    quote = "".join(f"> {line}\n" for line in f"{small}\n{large}".splitlines())
+    items = "".join(
+        f"- item\n\n  {each.replace(chr(10), chr(10) + '  ')}\n" for each in [small, large] * 20
+    )
+    for source in (quote, items, f"{rows}\n{small}", f"{rows}\n- {small}"):
+        lines = MarkdownLines(STYLES, 40)
+        for line in source.splitlines(keepends=True):
+            lines.append(line)
+        streamed = drawn(lines)
+        lines.finish()
+        assert streamed.split() == drawn(lines).split()
+        assert drawn(lines) == whole(source)
+    assert whole(quote).count("c") == whole(quote).count("a") == 1
+
+
 def test_wrapping() -> None:
     text = whole("word " * 50 + "\n\n```\n" + "x" * 90 + "\n```", width=30)
     assert max(map(len, text.splitlines())) <= 30

@@ -297,7 +297,8 @@ class MarkdownLines:
     def _add(self, block: Sequence[Token]) -> None:
         if self.lines and not self._sliced:
             self.lines.append(Strip([]))
-        renderable = _Block(block, self.styles, self._widths if self._sliced else ())
+        goes_on = self._sliced and block[0].type == "table_open"
+        renderable = _Block(block, self.styles, self._widths if goes_on else ())
         rows = self._console.render_lines(renderable, self._options, pad=False)
         self.lines.extend(Strip(without_marks(segments)) for segments in _trimmed(rows))
         self._sliced, self._widths = False, renderable.widths
@@ -413,9 +414,9 @@ class _Table(TableElement):
         for table in super().__rich_console__(console, options):
             assert isinstance(table, Table), "that is what it yields"
             block = self._block
-            table.show_header = not block.widths
+            table.show_header = not block.kept
             room = options.update_width(options.max_width - table._extra_width)
-            block.widths = block.widths or table._calculate_column_widths(console, room)
+            block.widths = block.kept or table._calculate_column_widths(console, room)
             for place, column in enumerate(table.columns):
                 column.overflow = "fold"
                 column.width = block.widths[place] - table._get_padding_width(place)
@@ -435,9 +436,9 @@ class _Block(Markdown):
     }
 
     def __init__(
-        self, tokens: Sequence[Token], styles: MarkdownStyles, widths: Sequence[int] = ()
+        self, tokens: Sequence[Token], styles: MarkdownStyles, widths: Sequence[int]
     ) -> None:
-        self.widths = widths  # of a table's columns, laid out or to be kept
+        self.kept = self.widths = widths  # of a table's columns: to be kept, and laid out
         # Not the base's: that makes a parser, which costs more than drawing a paragraph.
         self.markup = ""
         self.parsed = list(tokens)
