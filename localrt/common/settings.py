@@ -7,7 +7,6 @@ tools. Imports only the standard library, and little of it: every command starts
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ _OLLAMA_SERVICES = (  # where Ollama's system service on Linux keeps its downloa
     Path("/usr/share/ollama/.ollama/models"),
     Path("/var/lib/ollama/.ollama/models"),
 )
-_UNREAD = (errno.ENOENT, errno.EISDIR, errno.EACCES)  # of a file that OpenSSL does not name
 _TRUE = frozenset({"1", "on", "yes", "true"})
 
 
@@ -100,15 +98,18 @@ def network_problem(error: BaseException | None, host: str) -> str:
     """What to set of the environment that an HTTP client failed at; empty for other errors."""
     import ssl
 
+    named = os.environ.get("SSL_CERT_FILE")
+    unread = named and not (Path(named).is_file() and os.access(named, os.R_OK))
+    failures = (ssl.SSLError, FileNotFoundError, IsADirectoryError, PermissionError)
     while error is not None:
+        empty = isinstance(error, ssl.SSLError) and error.reason == "NO_CERTIFICATE_OR_CRL_FOUND"
+        if empty or (unread and isinstance(error, failures)):
+            return f"SSL_CERT_FILE ({named}) is no file of certificates: correct it, or unset it"
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
                 f"the certificate of {host} is not trusted ({error.verify_message[:80]}): for an "
                 "authority of your own set SSL_CERT_FILE to its certificate"
             )
-        unread = isinstance(error, ssl.SSLError) and error.reason == "NO_CERTIFICATE_OR_CRL_FOUND"
-        if unread or (isinstance(error, OSError) and error.errno in _UNREAD and not error.filename):
-            return "SSL_CERT_FILE is no file of certificates: correct it, or unset it"
         if isinstance(error, ImportError | ValueError) and "proxy" in str(error).lower():
             return (
                 "ALL_PROXY, HTTPS_PROXY or HTTP_PROXY names a proxy of a kind that cannot be used: "

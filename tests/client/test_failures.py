@@ -176,6 +176,10 @@ def test_tls(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(LocalrtError, match=r"closed the connection|does not speak HTTP"):
             connect(url.replace("https", "http"))
         assert running.asked == []
+        for file in (tmp_path / "missing.pem", tmp_path):
+            monkeypatch.setenv("SSL_CERT_FILE", str(file))
+            with pytest.raises(LocalrtError, match=r"SSL_CERT_FILE .* is no file of certificates"):
+                connect(url, api_key=KEY)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         with connect(url, api_key=KEY) as remote:
             assert remote.info.notes == ()

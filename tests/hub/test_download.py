@@ -483,7 +483,7 @@ def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
     assert (found[0] / SHARD).read_bytes() == WEIGHTS
 
 
-CERTIFICATES = "SSL_CERT_FILE is no file of certificates"
+CERTIFICATES = "is no file of certificates"
 PROXY = "a proxy of a kind that cannot be used"
 ENVIRONMENTS = {
     "ALL_PROXY=socks5://127.0.0.1:1": PROXY,

@@ -155,7 +155,7 @@ def test_failed_start(started: Callable[..., ToolServers]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("SSL_CERT_FILE", "/missing.pem", "SSL_CERT_FILE is no file of certificates"),
+        ("SSL_CERT_FILE", "/missing.pem", "is no file of certificates"),
         ("HTTPS_PROXY", "socks5://127.0.0.1:9", "a proxy of a kind that cannot be used"),
     ],
 )
