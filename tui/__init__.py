@@ -18,7 +18,8 @@ and it answers again. The app and ``tui/plain.py``, the same chat without a scre
 Its threads only fill plain objects. The screen looks at them on a timer, at most 20 times a second
 and for at most a hundredth of the processor, so that decoding never waits for drawing.
 
-``browser.py`` serves the app to a tab of a browser, a process for each.
+``terminal.py`` gives the terminal back however the app ends; ``crash.py`` keeps the unsent message
+and a report. ``browser.py`` serves the app to a tab of a browser, a process for each.
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and

@@ -239,7 +239,7 @@ class Footer(Widget):
                 phase=Phase.GENERATING,
                 percent=None,
                 metrics=metrics,
-                used=update.used,
+                used=metrics.prompt_tokens + metrics.completion_tokens,
             )
         elif prefill is not None:
             phase = Phase.SERVERS if prefill.stage == SERVERS else Phase.PREFILL

@@ -16,7 +16,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.ruler import RuleOptionsType
@@ -401,19 +401,18 @@ class _Line(HorizontalRule):
 class _Table(TableElement):
     """A table whose cells go on below instead of being cut off. A later slice has no heading."""
 
-    def __init__(self, block: _Block) -> None:
-        super().__init__()
-        self._block = block
+    block: _Block
 
     @classmethod
     def create(cls, markdown: Markdown, token: Token) -> _Table:
-        assert isinstance(markdown, _Block), "nothing else renders it"
-        return cls(markdown)
+        table = cls()
+        table.block = cast(_Block, markdown)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
             assert isinstance(table, Table), "that is what it yields"
-            block = self._block
+            block = self.block
             table.show_header = not block.kept
             room = options.update_width(options.max_width - table._extra_width)
             block.widths = block.kept or table._calculate_column_widths(console, room)

@@ -123,12 +123,6 @@ class AnswerUpdate:
         return None if self.chunk is None else self.chunk.metrics
 
     @property
-    def used(self) -> int:
-        """Tokens of the context that prompt and answer take; 0 before the first."""
-        metrics = self.metrics
-        return metrics.prompt_tokens + metrics.completion_tokens if metrics else 0
-
-    @property
     def finish_reason(self) -> str | None:
         if self.chunk is None:  # nothing: it was stopped while servers were starting
             return "cancelled" if self.done and self.error is None else None
@@ -273,7 +267,8 @@ class Reply:
         if update.metrics is not None:
             info["tokens"] = update.metrics.completion_tokens
             info["tok_s"] = update.metrics.decode_tok_s
-            info["context"] = [update.used, self._conversation.model]
+            used = update.metrics.prompt_tokens + update.metrics.completion_tokens
+            info["context"] = [used, self._conversation.model]
         if thought_s is not None:
             info["thinking_s"] = thought_s
         if update.error is not None:
