@@ -206,4 +206,4 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
         wait_for(lambda: shell.shows("secret word"))
-    assert not (tmp_path / DATA / "draft.txt").exists()
+        assert not (tmp_path / DATA / "draft.txt").exists()
