@@ -1,5 +1,5 @@
 """Finds the safetensors files of a Hugging Face folder that hold its weights, and GGUF files beside
-a model's that only draft for it or see for it.
+a model's that only draft for it or see for it; tells whether a model's files have changed.
 
 The index decides if there is one, since exporters number shards in many ways. Works on names and
 opens only the index, so that the same code serves hub, cache and folder.
@@ -7,10 +7,12 @@ opens only the index, so that the same code serves hub, cache and folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
@@ -19,6 +21,7 @@ STORED_TOWER = "vision"
 """A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _DRAFTS = re.compile(
     r"(^|/)mtp[-_./]|(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant)"
     r"(?=[-._/]|$)",
@@ -29,6 +32,31 @@ _WORD = re.compile(r"[a-z0-9]+")
 _FORMATS = ("bf16", "f16", "fp16", "f32", "fp32", "q8")
 _NO_WORDS = frozenset((*_FORMATS, "mmproj", "model", "gguf", "0"))
 _OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
+
+
+def split_part(path: Path) -> tuple[str, int, int] | None:
+    """``(stem, part, parts)`` of a name such as ``big-00002-of-00005.gguf``, else None."""
+    match = _PART_NAME.fullmatch(path.name)
+    return (match["stem"], int(match["part"]), int(match["parts"])) if match else None
+
+
+def model_stamp(path: Path) -> str:
+    """A digest of the sizes, times and identities of the files of the model at ``path``, which
+    changes whenever a file does: unlike a modification time, a change time cannot be set back.
+    """
+    split = split_part(path)
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+    else:
+        files = sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
+    about = []
+    for file in filter(Path.is_file, files):
+        with suppress(OSError):
+            now = file.stat()
+            about.append(
+                f"{file.name} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino}"
+            )
+    return hashlib.sha256("\n".join(about).encode(errors="surrogateescape")).hexdigest()
 
 
 def weight_files(names: Collection[str], shards: Collection[str] | None) -> list[str]:

@@ -136,6 +136,7 @@ class RandomCheckpoint:
     """Follows the ``Checkpoint`` protocol. Every read of a tensor gives the same numbers."""
 
     kind = "safetensors"
+    stamp = ""
     path = Path("random-weights")
 
     def __init__(self, architecture: str, config: Mapping[str, Any], format: Format = BF16) -> None:

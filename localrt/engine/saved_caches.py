@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from glob import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol, TypeAlias
@@ -28,7 +27,6 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 from localrt.engine.protocol import EngineSession
-from localrt.models.checkpoints.gguf.file import split_part
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.formats.packed import Bytes
@@ -406,28 +404,9 @@ class _RamCopy:
         return length
 
 
-def model_key(path: Path, fingerprint: str, *facts: object) -> str:
-    """Return a name for what a KV cache depends on: the model at ``path``, and engine ``facts``.
-
-    ``fingerprint`` identifies contents by a sample. Each file's identity and times reveal changes
-    outside the sample: unlike its modification time, its change time cannot be set back.
-    """
-    about = [fingerprint, *map(repr, facts)]
-    for file in _files_of(path):
-        with suppress(OSError):
-            status = file.stat()
-            about.append(
-                f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} "
-                f"{status.st_ino}"
-            )
-    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-
-
-def _files_of(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(path.rglob("*"))
-    split = split_part(path)
-    return sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
+def model_key(*facts: object) -> str:
+    """Return a name for what a KV cache depends on: the ``facts`` of a model and its engine."""
+    return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()[:16]
 
 
 def _goes_on(held: Tokens, tokens: Tokens) -> bool:

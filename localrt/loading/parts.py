@@ -47,7 +47,7 @@ class LoadedModel:
     """The running parts of a model. ``tokenizer`` is None for a model without one.
 
     ``blind`` says why a model that sees does not see here.
-    ``fingerprint`` identifies the model's contents; empty if its KV caches cannot be saved.
+    ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
     ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
     """
 
@@ -131,7 +131,7 @@ def load_parts(
             tokenizer_problem=problem,
             pooling=_pooling(checkpoint),
             system=system,
-            fingerprint=fingerprint(checkpoint) if name == "native" else "",
+            fingerprint=checkpoint.stamp + fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
             blind=eyes.problem,
             has_block=(

@@ -29,7 +29,7 @@ from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
@@ -64,7 +64,7 @@ from localrt.offload.planner.measure import machine_profile
 from localrt.offload.planner.search import fits
 from localrt.offload.planner.shapes import check_shapes
 from localrt.offload.planner.simulate import simulate
-from localrt.offload.store.cached import cached_store, mend_unit, store_folder
+from localrt.offload.store.cached import cached_store, mend_unit
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -270,9 +270,10 @@ def _packed(
         CheckpointError: a tensor is not as the config says, so packing would be useless.
     """
     stores = settings.data_dir / "stores"
-    there = (store_folder(checkpoint, stores) / MANIFEST_NAME).is_file()
-    if not isinstance(checkpoint, StoreCheckpoint) and not there:
+    if not isinstance(checkpoint, StoreCheckpoint):
         check_shapes(checkpoint)
+
+    def announce() -> None:
         why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
         if options.shrinkable:
             why = "the model can then leave its memory to others"
@@ -285,7 +286,7 @@ def _packed(
         if progress is not None:
             progress(Progress("pack", done, total, "bytes", file))
 
-    return cached_store(checkpoint, stores, progress=packed, cancel=cancel)
+    return cached_store(checkpoint, stores, announce=announce, progress=packed, cancel=cancel)
 
 
 def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.option_names import option
-from localrt.common.progress import Progress, ProgressCallback
+from localrt.common.progress import Progress, ProgressCallback, note_to
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
@@ -234,7 +234,13 @@ def quantize_model(
         loss: float | None = None
         tower = opened.enter_context(closing(KeptTower(source.path, projectors)))
         with StoreWriter(
-            out, manifest, files, beside=tower.nbytes, progress=show, cancel=cancel
+            out,
+            manifest,
+            files,
+            beside=tower.nbytes,
+            progress=show,
+            note=note_to(progress),
+            cancel=cancel,
         ) as writer:
             for text_name, data in text_files(source):
                 writer.write_bytes(text_name, data)

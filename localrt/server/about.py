@@ -23,10 +23,10 @@ from localrt.chat_format.templates.chat_template import load_template
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
 from localrt.common.version import __version__
-from localrt.engine.saved_caches import model_key
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.vision.cost import PictureCost, picture_cost
+from localrt.models.weight_files import model_stamp
 from localrt.server.anthropic import routes as anthropic
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
@@ -99,7 +99,7 @@ def facts_of(path: Path) -> ModelFacts:
     Raises:
         LocalrtError: they cannot be read.
     """
-    return _facts_of(path, model_key(path, ""))
+    return _facts_of(path, model_stamp(path))
 
 
 @lru_cache(maxsize=256)

@@ -286,7 +286,7 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     if settings.kv_disk.lower() in ("0", "off") or not parts.fingerprint:
         return None
     info = parts.engine.info
-    key = model_key(parts.path, parts.fingerprint, info.engine, info.format)
+    key = model_key(parts.fingerprint, info.engine, info.format)
     folder = settings.cache_dir / "kv"
     keep_private(folder)
     return PromptCache(folder / key, limit=parse_size(settings.kv_disk, KV_DISK))

@@ -163,6 +163,10 @@ class Checkpoint(TensorSource, Protocol):
         """
 
     @property
+    def stamp(self) -> str:
+        """``model_stamp`` of its files when it was opened."""
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The architecture's parameters under the keys of a Hugging Face ``config.json``."""
 

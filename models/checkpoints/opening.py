@@ -7,7 +7,6 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
-from localrt.models.checkpoints.gguf.file import split_part
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
@@ -16,6 +15,7 @@ from localrt.models.weight_files import (
     WEIGHTS_NAME,
     is_draft_file,
     is_projector_file,
+    split_part,
     weight_files,
 )
 

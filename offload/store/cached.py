@@ -1,8 +1,10 @@
 """Makes and keeps a model's packed form, which streaming reads instead of a GGUF file.
 
 Stores are in one folder, each named after its model and the model's fingerprint, so that another
-file of the same name gets another store. Two processes that need the same store make it once. A
-damaged unit is made again from the model and must have the manifest's SHA-256.
+file of the same name gets another store. Two processes that need the same store make it once. If
+the model's files have changed since (or were moved or copied), each unit is compared with them, and
+if one differs, the store is made anew. A damaged unit is made again from the model and must have
+the manifest's SHA-256.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +29,19 @@ from localrt.common.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from localrt.common.files import private_folder
+from localrt.common.files import atomic_write, private_folder
 from localrt.common.free_memory import return_free_memory
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
+from localrt.models.checkpoints.store.manifest import (
+    MANIFEST_NAME,
+    PARTIAL_NAME,
+    StoredUnit,
+    read_manifest,
+)
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pieces
-from localrt.offload.store.writer import ProgressFunction
+from localrt.offload.store.writer import ProgressFunction, partial_folder
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats.packed import Bytes
 
@@ -52,10 +60,12 @@ def cached_store(
     stores: Path,
     *,
     tiler: Tiler | None = None,
+    announce: Callable[[], None] = lambda: None,
     progress: ProgressFunction | None = None,
     cancel: threading.Event | None = None,
 ) -> StoreCheckpoint:
-    """``source`` itself if it is a store, else its packed form in ``stores``, made if necessary.
+    """``source`` itself if it is a store, else its packed form in ``stores``, made if necessary,
+    after ``announce``. Copies of what ``source`` was before are deleted.
 
     Raises:
         StorageError: ``stores`` cannot be written, or its disk is full.
@@ -72,8 +82,12 @@ def cached_store(
         raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):
         store = _opened(folder)
+        if store is not None and store.manifest.source.stamp != source.stamp:
+            store = _renewed(store, source, progress, cancel)
         if store is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            announce()
+            for old in (folder, *_superseded(source, folder)):
+                shutil.rmtree(old, ignore_errors=True)
             pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
             store = StoreCheckpoint(folder, verify=False)  # the sums were just made
             gc.collect()  # what packing made
@@ -89,6 +103,45 @@ def _opened(folder: Path) -> StoreCheckpoint | None:
         return StoreCheckpoint(folder)
     except (CheckpointError, UnsupportedModelError):
         return None
+
+
+def _renewed(
+    store: StoreCheckpoint,
+    source: Checkpoint,
+    progress: ProgressFunction | None,
+    cancel: threading.Event | None,
+) -> StoreCheckpoint | None:
+    """The store, with the stamp of ``source``, if it is still a copy of it; else None."""
+    manifest, done = store.manifest, 0
+    total = sum(unit.nbytes for unit in manifest.units)
+    store.close()
+    for unit in manifest.units:
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("comparing the packed copy with the model was cancelled")
+        if progress is not None:
+            progress(done, total, f"comparing {unit.file} with the model")
+        data = np.empty(unit.nbytes, np.uint8)
+        if not _fill(source, unit, data):
+            return None
+        done += unit.nbytes
+    path = str(source.path.absolute())
+    manifest = replace(manifest, source=replace(manifest.source, path=path, stamp=source.stamp))
+    try:
+        with atomic_write(store.path / MANIFEST_NAME) as stream:
+            stream.write(manifest.to_json().encode())
+    except OSError as error:
+        raise StorageError(f"{store.path} cannot be written: {error.strerror}") from error
+    return StoreCheckpoint(store.path)
+
+
+def _superseded(source: Checkpoint, folder: Path) -> Iterator[Path]:
+    """Other stores of the same file or folder, finished or not: it has changed since."""
+    others = {found.parent for found in folder.parent.glob("*/manifest*.json")}
+    for other in others - {folder, partial_folder(folder)}:
+        for name in (MANIFEST_NAME, PARTIAL_NAME):
+            with suppress(LocalrtError):
+                if read_manifest(other / name).source.path == str(source.path.absolute()):
+                    yield other
 
 
 def discard_store(folder: Path) -> None:
@@ -132,9 +185,8 @@ def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
     damaged = f"{store}: unit {unit.name} in {unit.file} is damaged"
     try:
         with closing(open_checkpoint(model)) as source:
-            _fill(source, unit, data)
-        if not unit.is_whole(data):
-            raise CheckpointError("it is not the model that was packed")
+            if not _fill(source, unit, data):
+                raise CheckpointError("it is not the model that was packed")
         _write(store / unit.file, unit.offset, data)
     except (LocalrtError, OSError) as error:
         with suppress(OSError):
@@ -156,16 +208,20 @@ def _write(path: Path, offset: int, data: Bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> None:
+def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> bool:
+    """Fill ``data`` (bytes of the unit,) from the model; return whether that is what was packed."""
     data[:] = 0  # padding between tensors and after the last
     tiler = fast_tiler()
     for tensor in unit.tensors:
         out = data[tensor.offset : tensor.offset + tensor.nbytes]
         at = -tensor.row * tensor.format.row_bytes(tensor.shape[-1]) if tensor.row else 0
         for piece in stored_pieces(source, tensor.name, tiler):
+            if piece.scale != tensor.scale:
+                return False
             rows = piece.data.reshape(-1).view(np.uint8)
             part = rows[max(0, -at) : max(0, len(out) - at)]
             out[max(0, at) : max(0, at) + len(part)] = part
             at += len(rows)
             if at >= len(out):
                 break
+    return unit.is_whole(data)

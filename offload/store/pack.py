@@ -121,7 +121,7 @@ def describe_source(
         generation_config=source.generation_config,
         format=format,
         exactness=exactness,
-        source=Source(name or source.path.name, fingerprint(source), revision),
+        source=Source(name or source.path.name, fingerprint(source), revision, stamp=source.stamp),
         quantization=quantization,
     )
 

@@ -167,7 +167,7 @@ class StoreWriter(Closing):
 
     ``manifest`` has no units; ``files`` are all files of the store, but for ``beside`` bytes that
     the caller writes by ``write_pieces``. A partial store of the same packing is continued; any
-    other is begun again.
+    other is begun again, after a ``note`` if the source's files have changed meanwhile.
 
     Raises:
         OptionError: ``out`` exists already.
@@ -183,6 +183,7 @@ class StoreWriter(Closing):
         *,
         beside: int = 0,
         progress: ProgressFunction | None = None,
+        note: Callable[[str], None] = lambda line: None,
         cancel: threading.Event | None = None,
     ) -> None:
         self.out = out
@@ -191,6 +192,7 @@ class StoreWriter(Closing):
         self._total = sum(file.nbytes for file in files)
         self._done = 0
         self._progress = progress
+        self._note = note
         self._cancel = cancel
         self._stack = ExitStack()
         if out.exists():
@@ -284,7 +286,12 @@ class StoreWriter(Closing):
             quantization = self._manifest.quantization
             if quantization is not None:
                 quantization = replace(quantization, loss=loss)
-            self._manifest = replace(self._manifest, units=tuple(units), quantization=quantization)
+            source = self._manifest.source
+            if source.path is None:  # it is no copy that must follow its source
+                source = replace(source, stamp=None)
+            self._manifest = replace(
+                self._manifest, units=tuple(units), source=source, quantization=quantization
+            )
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
             (self.folder / PARTIAL_NAME).unlink(missing_ok=True)
             _sync_folder(self.folder)
@@ -330,18 +337,24 @@ class StoreWriter(Closing):
 
     def _resumed(self, manifest: Manifest) -> Manifest:
         """``manifest`` with the units of files that are there already."""
+        changed = False
         for name in (MANIFEST_NAME, PARTIAL_NAME):
             try:
                 earlier = read_manifest(self.folder / name)
             except LocalrtError:
                 continue
             if not earlier.describes_same(manifest):
+                earlier = replace(earlier, source=manifest.source)
+                changed = changed or earlier.describes_same(manifest)
                 continue
             kept = [unit for file in self._files for unit in self._kept(file, earlier)]
             # With the final name, the folder could be mistaken for a model.
             self._save(replace(manifest, units=tuple(kept)))
             (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
             return self._manifest
+        if changed:
+            name = manifest.source.name
+            self._note(f"{name} has changed since {self.out.name} was begun: starting anew")
         self._clear()
         self._save(manifest)
         return manifest

@@ -19,6 +19,7 @@ class SyntheticCheckpoint:
     """A random Llama. ``formats`` are those of matrices by the end of their names; else q8_0."""
 
     kind = "safetensors"
+    stamp = ""
     architecture = "LlamaForCausalLM"
     generation_config: Mapping[str, Any] = {}
     notes: tuple[str, ...] = ()

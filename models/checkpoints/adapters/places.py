@@ -197,6 +197,10 @@ class MergedCheckpoint:
         return self._base.architecture
 
     @property
+    def stamp(self) -> str:
+        return self._base.stamp
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self._base.notes
 

@@ -27,6 +27,7 @@ from localrt.models.checkpoints.text_model import (
     prediction_blocks,
     prediction_config,
 )
+from localrt.models.weight_files import model_stamp
 from localrt.quant.formats import F32
 
 _ONE_ROW = ".shared_expert_gate.weight"
@@ -54,6 +55,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, predicts: bool = False) -> None:
+        self.stamp = model_stamp(path)  # before a file is open that may be replaced
         self._parts = open_gguf_parts(path)
         try:
             self.path = self._parts[0].path

@@ -8,7 +8,6 @@ size. ``checkpoint.py`` adds Hugging Face's names and row order.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +15,9 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, read_pairs
+from localrt.models.weight_files import split_part
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
 
-_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 
 _MOST_TENSORS = 1 << 20
@@ -62,12 +61,6 @@ class GgufFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def split_part(path: Path) -> tuple[str, int, int] | None:
-    """``(stem, part, parts)`` of a name such as ``big-00002-of-00005.gguf``, else None."""
-    match = _PART_NAME.fullmatch(path.name)
-    return (match["stem"], int(match["part"]), int(match["parts"])) if match else None
 
 
 def open_gguf_parts(path: Path) -> tuple[GgufFile, ...]:

@@ -42,7 +42,7 @@ from localrt.models.checkpoints.text_model import (
     prediction_config,
     prediction_tensor,
 )
-from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, model_stamp, weight_files
 
 _KIMIS_LENGTH = "model_max_length"
 _HEADS_LAYER = "transformer_layer_config"
@@ -105,7 +105,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     kind = "safetensors"
 
     def __init__(self, path: Path, *, predicts: bool = False) -> None:
-        self.path = path
+        self.path, self.stamp = path, model_stamp(path)
         self.metadata: Mapping[str, Any] = {}
         self._files: dict[str, RangedFile] = {}
         config = read_json(path / "config.json")

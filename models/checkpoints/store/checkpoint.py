@@ -27,6 +27,7 @@ from localrt.models.checkpoints.store.manifest import (
     read_manifest,
 )
 from localrt.models.checkpoints.text_model import prediction_config
+from localrt.models.weight_files import model_stamp
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
@@ -143,7 +144,7 @@ class StoreCheckpoint:
         verify: bool = True,
         predicts: bool = False,
     ) -> None:
-        self.path = path
+        self.path, self.stamp = path, model_stamp(path)
         if predicts and not (path / f"{PREDICTION}.safetensors").is_file():
             raise CheckpointError(f"{path} has no MTP block")
         manifest = manifest or read_manifest(path / MANIFEST_NAME)

@@ -86,13 +86,15 @@ class StoredUnit:
 class Source:
     """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
 
-    ``path`` is where a packed copy was made from; stores meant for sharing leave it out.
+    ``path`` is where a packed copy was made from, and ``stamp`` tells whether the files there have
+    changed since; finished stores meant for sharing leave both out.
     """
 
     name: str
     fingerprint: str
     revision: str | None = None
     path: str | None = None
+    stamp: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,302 @@
+"""A model whose files change in place is never answered from what was made of it before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import localrt
+from localrt.common.errors import CancelledError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, read_manifest
+from localrt.models.weight_files import model_stamp
+from localrt.offload.store.cached import cached_store
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quantize.quantize import Recipe, quantize_model
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny import save_tiny
+from tests.store.test_writer import contents
+
+KIND = "qwen3-moe"
+Weights = dict[str, Any]
+
+
+def _added_tokens(weights: Weights) -> None:
+    weights["model.embed_tokens.weight"][-3:] *= -1
+
+
+def _bad_block(weights: Weights) -> None:
+    rows = weights["model.layers.1.self_attn.q_proj.weight"].reshape(-1)
+    rows[-1024:] = 0.125
+
+
+def _all_rows_but_first(weights: Weights) -> None:
+    for value in weights.values():
+        if value.ndim == 2:
+            value[1:] = value[1:][::-1].copy()
+
+
+def _another_expert(weights: Weights) -> None:
+    for name, value in weights.items():
+        if ".experts." in name:
+            others = value[1:] if value.ndim == 3 else value[: None if ".0." not in name else 0]
+            others *= -1
+
+
+def _vectors(weights: Weights) -> None:
+    weights["model.norm.weight"][...] *= 2
+
+
+CHANGES: dict[str, Callable[[Weights], None]] = {
+    "rows of added tokens": _added_tokens,
+    "a bad block": _bad_block,
+    "all rows but the first": _all_rows_but_first,
+    "other experts": _another_expert,
+    "vectors": _vectors,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "model"
+    save_tiny(KIND, folder)
+    return folder
+
+
+def change(folder: Path, edit: Callable[[Weights], None], *, keep_times: bool = True) -> None:
+    """Write other weights of the same size into the folder, by default with the old times."""
+    file = folder / "model.safetensors"
+    before, size = file.stat(), file.stat().st_size
+    weights = {name: value.copy() for name, value in load_file(file).items()}
+    edit(weights)
+    aside = folder / "aside"
+    save_file(weights, aside, metadata={"format": "pt"})
+    file.write_bytes(aside.read_bytes())
+    aside.unlink()
+    assert file.stat().st_size == size
+    if keep_times:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class Model:
+    """A folder, or the GGUF file of one; ``change`` changes it in place."""
+
+    def __init__(self, base: Path, place: Path, kind: str) -> None:
+        self._folder = Path(shutil.copytree(base, place / "published"))
+        self.path = place / "m.gguf" if kind == "gguf" else self._folder
+        if kind == "gguf":
+            write_tiny_gguf(self._folder, self.path, KIND)
+
+    def change(self, edit: Callable[[Weights], None]) -> None:
+        change(self._folder, edit)
+        if self.path != self._folder:
+            before = self.path.stat()
+            aside = write_tiny_gguf(self._folder, self.path.with_suffix(".aside"), KIND)
+            self.path.write_bytes(aside.read_bytes())
+            assert self.path.stat().st_size == before.st_size
+            os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def packed(path: Path, stores: Path, **options: Any) -> tuple[dict[str, bytes], list[str]]:
+    """What is packed of the model, and what was reported."""
+    said: list[str] = []
+    with closing(open_checkpoint(path)) as source:
+        store = cached_store(
+            source,
+            stores,
+            tiler=tile_tensor,
+            announce=lambda: said.append("announced"),
+            progress=lambda _done, _all, file: said.append(file),
+            **options,
+        )
+        with closing(store):
+            return contents(store.path), said
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("edit", CHANGES)
+def test_packed_copy(base: Path, tmp_path: Path, kind: str, edit: str) -> None:
+    model, stores = Model(base, tmp_path, kind), tmp_path / "data" / "stores"
+    old, said = packed(model.path, stores)
+    assert said[0] == "announced"
+    assert packed(model.path, stores) == (old, [])
+    model.change(CHANGES[edit])
+    new, said = packed(model.path, stores)
+    assert "announced" in said
+    assert new != old
+    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
+    assert packed(model.path, stores) == (new, [])
+    assert len([path for path in stores.iterdir() if path.is_dir()]) == 1, "the old copy is gone"
+
+
+@pytest.mark.parametrize("edit", CHANGES)
+def test_resumed_packing(base: Path, tmp_path: Path, edit: str) -> None:
+    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
+
+    with closing(open_checkpoint(model.path)) as source:
+        stop = _Stop(after="layer-0000.safetensors")
+        with pytest.raises(CancelledError):
+            cached_store(source, stores, tiler=tile_tensor, progress=stop, cancel=stop.cancel)
+    model.change(CHANGES[edit])
+    new, _ = packed(model.path, stores)
+    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
+    assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("edit", CHANGES)
+def test_quantizing_that_goes_on(base: Path, tmp_path: Path, edit: str) -> None:
+    model, said = Model(base, tmp_path, "folder"), list[str]()
+    recipe, out = Recipe("int8-g32", method="rtn"), tmp_path / "out"
+    stop = _Stop(after="layer-0000.safetensors")
+    with pytest.raises(CancelledError):
+        quantize_model(
+            model.path,
+            out,
+            recipe,
+            progress=lambda step: stop(step.done, step.total, step.detail),
+            cancel=stop.cancel,
+        )
+    model.change(CHANGES[edit])
+    quantize_model(model.path, out, recipe, progress=lambda step: said.append(step.detail))
+    quantize_model(model.path, tmp_path / "fresh", recipe)
+    assert contents(out) == contents(tmp_path / "fresh")
+    assert said.count("published has changed since out was begun: starting anew") == 1
+
+
+class _Stop:
+    """Cancels once a file is finished."""
+
+    def __init__(self, after: str) -> None:
+        self.cancel = threading.Event()
+        self._after, self._seen = after, False
+
+    def __call__(self, done: int, total: int, file: str) -> None:
+        if self._seen and file != self._after:
+            self.cancel.set()
+        self._seen = self._seen or file == self._after
+
+
+def _touch(path: Path) -> Path:
+    os.utime(path / "model.safetensors")
+    return path
+
+
+def _replace(path: Path) -> Path:
+    """Another inode, of the same contents, size and modification time."""
+    file, other = path / "model.safetensors", path / "other"
+    shutil.copy2(file, other)
+    other.replace(file)
+    return path
+
+
+def _move(path: Path) -> Path:
+    """As by ``cp -a`` to another disk."""
+    moved = Path(shutil.copytree(path, path.parent / "elsewhere" / path.name))
+    shutil.rmtree(path)
+    return moved
+
+
+def _links(path: Path) -> Path:
+    """As the hub's cache has it, moved: links to blobs."""
+    blob = path.parent / "blobs" / "abc"
+    blob.parent.mkdir()
+    (path / "model.safetensors").replace(blob)
+    (path / "model.safetensors").symlink_to("../blobs/abc")
+    return path
+
+
+@pytest.mark.parametrize("same", [_touch, _replace, _move, _links])
+def test_the_same_contents_are_not_packed_again(
+    base: Path, tmp_path: Path, same: Callable[[Path], Path]
+) -> None:
+    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
+    packed(model.path, stores)
+    path = same(model.path)
+    _, said = packed(path, stores)
+    assert said
+    assert all(line.startswith("comparing ") for line in said)
+    assert packed(path, stores)[1] == [], "compared once"
+
+
+def test_a_copy_without_the_record_is_compared(base: Path, tmp_path: Path) -> None:
+    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
+    packed(model.path, stores)
+    (folder,) = stores.glob("published-*/")
+    for edit in (None, "a bad block"):
+        manifest = read_manifest(folder / MANIFEST_NAME)
+        older = replace(manifest, source=replace(manifest.source, stamp=None))
+        (folder / MANIFEST_NAME).write_text(older.to_json())
+        if edit is not None:
+            model.change(CHANGES[edit])
+        new, said = packed(model.path, stores)
+        assert ("announced" in said) is (edit is not None)
+    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
+
+
+def test_a_finished_store_has_no_record_of_files(base: Path, tmp_path: Path) -> None:
+    report = quantize_model(base, tmp_path / "out", Recipe("int8-g32", method="rtn"))
+    assert read_manifest(report.path / MANIFEST_NAME).source.stamp is None
+
+
+def _second_part(folder: Path) -> Path:
+    return folder / "m-00002-of-00002.gguf"
+
+
+def _stamped(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Paths of models, and a file of each."""
+    for name in ("m.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "config.json"):
+        (folder / name).write_bytes(b"data")
+    yield folder / "m.gguf", folder / "m.gguf"
+    yield folder / "m-00001-of-00002.gguf", _second_part(folder)
+    yield folder, folder / "config.json"
+
+
+@pytest.mark.parametrize("how", ["size", "in place", "time set back", "other file"])
+def test_stamp(tmp_path: Path, how: str) -> None:
+    for path, file in _stamped(tmp_path):
+        before, status = model_stamp(path), file.stat()
+        assert model_stamp(path) == before
+        if how == "other file":
+            aside = tmp_path.parent / "aside"
+            shutil.copy2(file, aside)
+            aside.replace(file)
+        else:
+            file.write_bytes(b"data!" if how == "size" else b"date")
+        if how == "time set back":
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert model_stamp(path) != before
+
+
+def test_answers(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged, streamed, with its cache kept; then repaired: streamed and whole agree with a
+    machine that has seen the good file alone.
+    """
+    prompt = "The quick brown fox jumps over the lazy dog. " * 5
+
+    def answer(folder: Path, home: str, **options: Any) -> str:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / home))
+        monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / home / "cache"))
+        with localrt.load(folder, ctx=512, **options) as model:
+            chat = model.chat()
+            text: str = chat.send(prompt, max_tokens=8, temperature=0).text
+            chat.park()
+        return text
+
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    good = (folder / "model.safetensors").read_bytes()
+    expected = [answer(folder, "fresh", shrinkable=True), answer(folder, "fresh")]
+    change(folder, _all_rows_but_first, keep_times=False)
+    damaged = answer(folder, "home", shrinkable=True)
+    (folder / "model.safetensors").write_bytes(good)
+    found = [answer(folder, "home", shrinkable=True), answer(folder, "home")]
+    assert found == expected
+    assert damaged not in expected
