@@ -95,3 +95,21 @@ def test_park_idle_caches_of_batch(model: Model) -> None:
         after = live.generate(PROMPT, **options)
     assert after.token_ids == before.token_ids
     assert after.metrics.cached_tokens > 100 > before.metrics.cached_tokens
+
+
+@pytest.mark.parametrize("disk", ["1GB", "off"])
+def test_cache_without_room(
+    disk: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another request pushes out comes back from the disk, if that may be used."""
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCALRT_KV_DISK", disk)
+    monkeypatch.setattr("localrt.service.live.kv_room", lambda _: 0)
+    monkeypatch.setattr("localrt.engine.batch.schedule._WORTH_SAVING_S", 0.0)
+    with localrt.load(tiny_folder) as model, model.live(most=1) as live:
+        first = live.generate(PROMPT[:200], max_tokens=8, temperature=0.0)
+        live.generate("A title: " + PROMPT[:200], max_tokens=8)
+        again = live.generate(PROMPT[:200], max_tokens=8, temperature=0.0)
+    assert again.token_ids == first.token_ids
+    assert (again.metrics.cached_tokens > 200) is (disk != "off")
+    assert (tmp_path / "cache" / "kv").exists() is (disk != "off")

@@ -25,6 +25,7 @@ from localrt.engine.batch.schedule import FairQueue
 from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
+from localrt.quant.ops.kv import grown_capacity
 from tests.engine.fake_session import VOCAB, ScriptedSession
 from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, request
 from tests.waits import wait_for
@@ -264,12 +265,68 @@ def test_cache_kept_between_turns() -> None:
                 said(live.submit(request([250 + task] * 30, 1)))
 
 
+class Sized(ScriptedEngine):
+    """Whose caches take memory."""
+
+    def session(self, capacity: int) -> ScriptedSession:
+        class SizedSession(ScriptedSession):
+            @property
+            def nbytes(self) -> int:  # type: ignore[override]
+                return KV * grown_capacity(len(self.tokens))
+
+        self.sessions.append(SizedSession(lambda n: 0, capacity))
+        return self.sessions[-1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("slow", [False, True], ids=["quick to read", "slow to read"])
+@pytest.mark.parametrize("caches", [1, 3, 100], ids="room for {}".format)
+@pytest.mark.parametrize("titles", [1, 3, 8, 20])
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_long_requests_between_turns(
+    most: int, titles: int, caches: int, slow: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Titles as long as the conversation, as Open WebUI asks for: whatever has no room is saved, if
+    reading it again takes long.
+    """
+    monkeypatch.setattr(
+        "localrt.engine.batch.schedule._WORTH_SAVING_S", 0.0 if slow else float("inf")
+    )
+    engine = Sized()
+    engine.info = replace(engine.info, streamed=streamed)
+    saved: list[list[int]] = []
+
+    def restore(session: Any, tokens: Any) -> None:
+        session.tokens = max(
+            ([a for a, b in zip(held, tokens, strict=False) if a == b] for held in saved),
+            key=len,
+            default=session.tokens,
+        )
+
+    room = caches * KV * 256 + 4 * VOCAB
+    with open_live(
+        engine,
+        ctx=768,
+        most=most,
+        room=room,
+        save=lambda session: saved.append(list(session.tokens)),
+    ) as live:
+        talk = [n % 90 for n in range(240)]
+        said(live.submit(request(talk, 1)))
+        for title in range(titles):
+            said(live.submit(request([100 + title] * 250, 1)))
+        (last,) = list(live.submit(request([*talk, 91, 91], 1, restore=restore)))[-1:]
+    fits = titles < min(caches, 2 if streamed else 32)
+    assert (last.metrics.cached_tokens == len(talk)) is (fits or slow)
+    assert slow or not saved
+
+
 def test_cache_evicted() -> None:
     engine = ScriptedEngine()
     with open_live(engine, most=2) as live:
         said(live.submit(request(list(range(200)), 1)))
-        for number in range(40):
-            said(live.submit(request([number, *[210] * 30], 1)))
+        for number in range(280):
+            said(live.submit(request([number, *[290] * 30], 1)))
         assert engine.sessions[0].closed
 
 

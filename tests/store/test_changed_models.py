@@ -288,9 +288,10 @@ def test_answers(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with localrt.load(folder, ctx=512, **options) as model:
             chat = model.chat()
             text: str = chat.send(prompt, max_tokens=8, temperature=0).text
-            chat.park()
+            assert chat.park()
         return text
 
+    monkeypatch.delenv("LOCALRT_KV_DISK", raising=False)
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     good = (folder / "model.safetensors").read_bytes()
     expected = [answer(folder, "fresh", shrinkable=True), answer(folder, "fresh")]

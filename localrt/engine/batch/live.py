@@ -138,8 +138,9 @@ _AHEAD = 512
 # Rows of prompts in the first passes with answers, where weights are in memory: more rows would
 # delay each answer's next token and gain little.
 _PROMPT_ROWS = 128
-# Caches kept for conversations that go on. Where weights are streamed, caches take their room.
-_KEEP, _KEEP_STREAMED = 8, 2
+# The most caches kept for conversations that go on, if there is room. Where weights are streamed,
+# caches take their room.
+_KEEP, _KEEP_STREAMED = 32, 2
 _ROOM_AGE_S = 0.5  # until free memory is read again: other programs use it too
 _LOOK_S = 0.25  # between checks of paused answers while nothing runs
 _FORGET_S = 600.0  # until unused caches are freed
@@ -187,8 +188,9 @@ class LiveStats:
 class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
-    ``room`` returns how many more bytes the caches may take. ``save`` saves an unused cache before
-    it is freed. Batches of one device that share ``turns`` compute one after another.
+    ``room`` returns how many more bytes the caches may take. ``save`` saves a cache before it is
+    freed, if computing it again would take long. Batches of one device that share ``turns`` compute
+    one after another.
     """
 
     def __init__(
@@ -376,7 +378,7 @@ class Live:
             return
         except BaseException as error:  # noqa: BLE001  a panic too: the thread serves others after
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
-            self._schedule.rest(keep=0)  # the contents of the caches are unknown
+            self._schedule.forget()  # the contents of the caches are unknown
             return
         for seq, found in items:
             self._give(seq, found)
@@ -424,16 +426,21 @@ class Live:
 
     def _scheduler(self, engine: Engine, tokenizer: Tokenizer | None) -> Schedule[LiveAnswer]:
         limits = self._limits
-        keep = min(_KEEP_STREAMED if engine.info.streamed else _KEEP, limits.most)
         terms = Terms(
             most=limits.most,
             capacity=limits.ctx,
             ahead=_AHEAD,
-            keep=keep,
+            keep=_KEEP_STREAMED if engine.info.streamed else _KEEP,
             prompt_rows=engine.pass_rows if engine.info.streamed else _PROMPT_ROWS,
         )
         return Schedule(
-            engine, tokenizer, self._waiting, terms, room=self._kv_room, check=self._check
+            engine,
+            tokenizer,
+            self._waiting,
+            terms,
+            room=self._kv_room,
+            check=self._check,
+            save=self._save,
         )
 
     def _kv_room(self) -> int:

@@ -147,6 +147,8 @@ def _copy(
     seq.copy(session, source)
 
 
+_WORTH_SAVING_S = 1.0  # tokens that take less are computed again
+
 # More rows of a decode pass gain little: from here on matrix products are compute-bound.
 MOST_SEQUENCES = 64
 
@@ -174,7 +176,8 @@ class Schedule(Generic[Owner]):
     """The running sequences, and what the next pass computes. Not thread-safe.
 
     ``waiting`` has sequences that have not started or must restart. ``room`` returns the bytes that
-    all caches may take, ``check`` raises to abandon a pass.
+    all caches may take, ``check`` raises to abandon a pass, ``save`` saves a cache that gives its
+    room to others.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class Schedule(Generic[Owner]):
         *,
         room: Callable[[], int],
         check: Check,
+        save: Callable[[EngineSession], object] = lambda session: None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -193,6 +197,7 @@ class Schedule(Generic[Owner]):
         self._terms = terms
         self._room = room
         self._check = check
+        self._save = save
         most = min(terms.most, engine.pass_rows) if engine.shares_passes else 1
         self._most = self._limit = most
         self._live: list[tuple[BatchSequence[Owner], EngineSession]] = []  # in the order of joining
@@ -253,26 +258,33 @@ class Schedule(Generic[Owner]):
         self.remove(seq)
         return [seq.end("cancelled")]
 
-    def rest(self, keep: int | None = None) -> None:
-        """Free idle caches until ``keep`` are left, by default the usual number."""
-        while len(self._idle) > (self._terms.keep if keep is None else keep):
-            self._idle.evict().close()
+    def rest(self) -> None:
+        """Free idle caches until the usual number is left."""
+        while len(self._idle) > self._terms.keep:
+            self._evict()
+
+    def forget(self) -> None:
+        """Free all idle caches; nothing is saved."""
+        for session in self._idle:
+            session.close()
+        self._idle = IdleSessions()
 
     def park(self, save: Callable[[EngineSession], object]) -> int:
         """Call ``save`` for every idle cache and free them; return their bytes."""
         nbytes = self._idle.nbytes
         for session in self._idle:
             save(session)
-        self.rest(keep=0)
+        self.forget()
         return nbytes
 
     def close(self) -> None:
         """Free all caches."""
         for seq in self.sequences:
             seq.settle()
-        for session in [*self._idle, *(session for _, session in self._live)]:
+        self.forget()
+        for _, session in self._live:
             session.close()
-        self._idle, self._live = IdleSessions(), []
+        self._live = []
 
     def cost(self, seq: BatchSequence[Owner], session: EngineSession | None = None) -> int:
         """Return the bytes to reserve for a sequence: its cache and its row of logits."""
@@ -368,7 +380,7 @@ class Schedule(Generic[Owner]):
         if session is not None:
             self._idle.take(session)
         while self._idle and needed + self._idle.nbytes > room:
-            self._idle.evict().close()
+            self._evict()
         if session is not None:
             return session
         return self._engine.session(self._terms.capacity or seq.capacity)
@@ -392,7 +404,7 @@ class Schedule(Generic[Owner]):
         while len(self._live) > 1:
             needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
             while self._idle and needed + self._idle.nbytes > room:
-                self._idle.evict().close()
+                self._evict()
             if needed <= room:
                 break
             self._postpone()
@@ -438,7 +450,7 @@ class Schedule(Generic[Owner]):
             logits = None
         if logits is None:  # not above: the error keeps caches from being freed
             if self._idle:
-                self._idle.evict().close()
+                self._evict()
             else:
                 self._postpone()
             return []
@@ -514,9 +526,19 @@ class Schedule(Generic[Owner]):
         self._live.remove((seq, session))
         self._shared.leave(seq)
         seq.settle()
-        session.close()
+        self._free(session)
         self._waiting.put_back(seq.client, seq)
         self._most = len(self._live)
+
+    def _evict(self) -> None:
+        """Free the idle cache that is cheapest to compute again."""
+        self._free(self._idle.evict())
+
+    def _free(self, session: EngineSession) -> None:
+        """Close ``session``; its cache is saved if reading its tokens again would take long."""
+        if (self._times.seconds(len(session.tokens)) or 0.0) >= _WORTH_SAVING_S:
+            self._save(session)
+        session.close()
 
     # -- bytes -----------------------------------------------------------------------------------
 
