@@ -88,6 +88,12 @@ def _prefill(
         if request.on_progress is not None:
             request.on_progress(Progress("prefill", done, total, "tokens"))
 
-    logits = session.extend(prompt[held:], check=check, on_progress=report)
+    done = held
+    if held < request.repeated < len(prompt):
+        done = request.repeated
+        session.extend(prompt[held:done], check=check, on_progress=report)
+    logits = session.extend(
+        prompt[done:], check=check, on_progress=lambda count: report(done - held + count)
+    )
     meter.prefilled(held)
     return logits

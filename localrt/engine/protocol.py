@@ -245,12 +245,14 @@ class Engine(ABC):
     A pass has at most ``pass_rows`` rows, of several sessions if it ``shares_passes``. ``plan`` is
     the placement of the weights, ``weights`` reports on them while they exist. ``ram`` and
     ``gpu_memory`` are the user's budgets in bytes; None: no budget was given. ``turn`` is a
-    batch's: see ``background``. ``sight`` is what it sees pictures with, if it does.
+    batch's: see ``background``. ``sight`` is what it sees pictures with, if it does. ``recurrent``:
+    its sessions go back only to where a pass ended.
     """
 
     info: EngineInfo
     pass_rows: int = 512
     shares_passes: bool = False
+    recurrent: bool = False
     plan: Plan | None = None
     weights = WeightStore()  # an empty store
     ram: int | None = None

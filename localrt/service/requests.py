@@ -58,6 +58,9 @@ _ANSWER_SHARE = 4
 # Reading stops this many tokens beyond the context: up to there the message has the exact length.
 _TOLD = 8192
 
+# So many ids tell where an answer's opening begins, among so many last ones of a prompt.
+_OPENING_IDS, _LONGEST_OPENING = 3, 256
+
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
     """Put the model's own system prompt first, if a conversation does not begin with one."""
@@ -183,6 +186,7 @@ class RequestBuilder:
         constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
+            repeated=self._before_answer(ids) if chat and self._engine.recurrent else 0,
             sampling=chosen.sampling,
             max_tokens=_answer_tokens(chosen, len(ids)),
             stop=stops,
@@ -284,6 +288,28 @@ class RequestBuilder:
         return sight is not None and shows_pictures(self._template, sight.tower.placeholder)
 
     # -- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The first ids of what the chat template writes before an answer."""
+        turn: list[Message] = [{"role": "user", "content": "."}]
+        try:
+            asked = self._template.render(turn, add_generation_prompt=False)
+            opened = self._template.render(turn)
+        except TemplateError:
+            return []
+        added = opened.removeprefix(asked) if opened != asked else ""
+        ids = self.tokenizer.encode(added, add_special=False, parse_special=True)
+        return ids[:_OPENING_IDS]
+
+    def _before_answer(self, ids: Sequence[int]) -> int:
+        """Return how many of a conversation's ids come before its answer's opening; 0: unknown."""
+        opening = self._opening
+        if not opening:
+            return 0
+        last = len(ids) - len(opening)
+        places = range(last, max(last - _LONGEST_OPENING, 0), -1)
+        return next((i for i in places if ids[i : i + len(opening)] == opening), 0)
 
     @cached_property
     def _syntax(self) -> TemplateSyntax:

@@ -10,9 +10,10 @@ a cancelled pass leaves no trace.
 A *kept* set no longer changes: the next pass makes another. So a sequence can return to a kept set,
 and to each of the few tokens before it, without computing; for any other place, tokens since the
 nearest kept set are computed again, and ``trim`` returns how many are still held. Sets are kept at
-the end of every pass of a prompt and every 256 tokens of an answer, as many as fit 256 MB, at least
-one; the set that saves the least recomputation is dropped first. This module knows no devices:
-arrays come from an implementation, and are only read and written in contiguous slices.
+the end of every pass of a prompt and every 256 tokens of an answer, at least 32 tokens apart, as
+many as fit 256 MB, at least one; the set that saves the least recomputation is dropped first. This
+module knows no devices: arrays come from an implementation, and are only read and written in
+contiguous slices.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SHORT_ROWS = 4
 _KEPT_NBYTES = 256 << 20
 _MOST_KEPT = 32
 _KEEP_EVERY = 256  # tokens of an answer between kept sets
+_KEEP_LEAST = 32  # tokens between any two: fewer are computed again nearly as quickly
 
 Alloc = Callable[[int], Any]
 """A zeroed float32 array of so many numbers."""
@@ -332,7 +334,7 @@ class StateCache:
     def _keep(self, length: int, *, always: bool = False) -> None:
         """Keep a set for returning to the first ``length`` tokens, if worth it."""
         now, last = self._now, self._kept[-1].length if self._kept else 0
-        if not always and length - last < _KEEP_EVERY:
+        if length - last < (_KEEP_LEAST if always else _KEEP_EVERY):
             return
         now.length = length
         if not now.kept:

@@ -9,7 +9,9 @@ import pytest
 
 import localrt
 from localrt.api import Model
-from tests.models.tiny import save_tiny, tokens
+from tests.conftest import write_byte_tokenizer
+from tests.models.tiny import random_model, save_tiny, tokens
+from tests.models.tiny_configs import CONFIGS
 from tests.offload.placed import needs_kernels
 
 pytestmark = needs_kernels
@@ -96,3 +98,38 @@ def test_recurrent_batch(model: Model) -> None:
     alone = [model.generate(token_ids=prompt, **OPTIONS).token_ids for prompt in prompts]
     together = model.generate_batch(token_ids=prompts, **OPTIONS)
     assert [answer.token_ids for answer in together] == alone
+
+
+# As Qwen3.5's: an answer is opened with a thought, which later turns do not show.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+    "{% if enable_thinking is false %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "in a batch"])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear", "lfm2", "falcon-h1"])
+def test_turns_read_what_is_new(tmp_path: Path, name: str, thinking: bool, shared: bool) -> None:
+    """A recurrent model goes back to where the answer began, as one that can go back anywhere."""
+
+    def read(name: str) -> list[int]:
+        config = CONFIGS[name]()
+        folder = tmp_path / name
+        folder.mkdir()
+        config.vocab_size = write_byte_tokenizer(folder, TEMPLATE)
+        random_model(config).save_pretrained(folder)
+        options = {**OPTIONS, "thinking": thinking, "max_tokens": 40}
+        counts, turns = [], list[dict[str, str]]()
+        with localrt.load(folder, ctx=4000, draft="off") as model, model.live(most=1) as live:
+            for turn in range(12):
+                turns.append({"role": "user", "content": f"Question {turn}: " + "what? " * 20})
+                answer = (live if shared else model).generate(turns, **options)
+                counts.append(answer.metrics.prompt_tokens - answer.metrics.cached_tokens)
+                turns.append({"role": "assistant", "content": f"Answer {turn}. " * 5})
+        return counts
+
+    found, plain = read(name), read("llama")
+    assert found[0] == plain[0]
+    assert sum(found) <= 1.15 * sum(plain), (found, plain)

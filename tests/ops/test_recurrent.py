@@ -119,13 +119,17 @@ def test_cancelled_pass(native: dict[str, Layer], name: str, rows: int) -> None:
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
     back=st.integers(0, 30),
     saved=st.booleans(),
+    apart=st.sampled_from([1, 8, 32]),
 )
-def test_trim(native: dict[str, Layer], name: str, cuts: list[int], back: int, saved: bool) -> None:
+def test_trim(
+    native: dict[str, Layer], name: str, cuts: list[int], back: int, saved: bool, apart: int
+) -> None:
     """After a trim, and after states were saved and brought back into another cache."""
     layer, ends = native[name], list(accumulate(cuts, initial=0))
     x, cache = random_rows(ends[-1] + 3), layer.cache()
-    for start, stop in pairwise(ends):
-        layer.run((cache, x[start:stop]))
+    with patch.object(states, "_KEEP_LEAST", apart):
+        for start, stop in pairwise(ends):
+            layer.run((cache, x[start:stop]))
     wanted = max(0, ends[-1] - back)
     if saved:
         assert isinstance(cache, HybridCache)
@@ -135,9 +139,9 @@ def test_trim(native: dict[str, Layer], name: str, cuts: list[int], back: int, s
     else:
         held = cache.trim(wanted)
     assert held == cache.length <= wanted
-    # Where several tokens were read at once, their end is come back to.
+    # Where several tokens were read at once, their end is come back to, or a place so near.
     read = [stop for start, stop in pairwise(ends) if stop - start > 1 and stop <= wanted]
-    assert held >= max(read, default=0)
+    assert held > max(read, default=0) - apart
     out = layer.run((cache, x[held:]))
     np.testing.assert_array_equal(out, layer.run((layer.cache(), x))[held:])
 

@@ -495,7 +495,7 @@ class Schedule(Generic[Owner]):
             rows = self._by_goals(answers, [seq for seq, _ in prompts])
         parts = [(seq, session, seq.pending) for seq, session in answers]
         return parts + [
-            (seq, session, seq.pending[: self._engine.uncut(seq.pending, 0, share)])
+            (seq, session, seq.pending[: self._engine.uncut(seq.pending, 0, min(share, seq.uncut))])
             for (seq, session), share in zip(prompts, rows, strict=True)
             if share
         ]

@@ -72,6 +72,12 @@ class BatchSequence(Generic[Owner]):
         return len(self.request.prompt) + said
 
     @property
+    def uncut(self) -> int:
+        """The most pending tokens that a pass may take."""
+        left = self.request.repeated - (self.length - len(self.pending))
+        return left if left > 0 else len(self.pending)
+
+    @property
     def left(self) -> int:
         """The number of tokens that the answer may still get."""
         return self._limit - (self.length - len(self.request.prompt))

@@ -87,6 +87,7 @@ class NativeEngine(Engine):
         self._ram = RamMeter(ram)
         self._decoder: Decoder | None = decoder
         self.weights = decoder.weights
+        self.recurrent = decoder.config.recurrent is not None
         self.pass_rows = pass_rows
         self._forecaster = forecaster
         self._vram = 0 if plan is None else plan.request.budgets.vram
