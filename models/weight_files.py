@@ -53,10 +53,8 @@ def model_stamp(path: Path) -> str:
     for file in filter(Path.is_file, files):
         with suppress(OSError):
             now = file.stat()
-            about.append(
-                f"{file.name} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino}"
-            )
-    return hashlib.sha256("\n".join(about).encode(errors="surrogateescape")).hexdigest()
+            about.append((file.name, now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino))
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def weight_files(names: Collection[str], shards: Collection[str] | None) -> list[str]:

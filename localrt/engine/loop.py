@@ -88,9 +88,8 @@ def _prefill(
         if request.on_progress is not None:
             request.on_progress(Progress("prefill", done, total, "tokens"))
 
-    done = held
-    if held < request.repeated < len(prompt):
-        done = request.repeated
+    done = request.repeated if held < request.repeated < len(prompt) else held
+    if done > held:
         session.extend(prompt[held:done], check=check, on_progress=report)
     logits = session.extend(
         prompt[done:], check=check, on_progress=lambda count: report(done - held + count)

@@ -298,16 +298,14 @@ class RequestBuilder:
             opened = self._template.render(turn)
         except TemplateError:
             return []
-        added = opened.removeprefix(asked) if opened != asked else ""
-        ids = self.tokenizer.encode(added, add_special=False, parse_special=True)
-        return ids[:_OPENING_IDS]
+        added = opened.removeprefix(asked)
+        return self.tokenizer.encode(added, add_special=False, parse_special=True)[:_OPENING_IDS]
 
     def _before_answer(self, ids: Sequence[int]) -> int:
-        """Return how many of a conversation's ids come before its answer's opening; 0: unknown."""
-        opening = self._opening
-        if not opening:
-            return 0
-        last = len(ids) - len(opening)
+        """Return how many of a conversation's ids come before its answer's opening, all or 0 if
+        that is not known.
+        """
+        opening, last = self._opening, len(ids) - len(self._opening)
         places = range(last, max(last - _LONGEST_OPENING, 0), -1)
         return next((i for i in places if ids[i : i + len(opening)] == opening), 0)
 

@@ -29,7 +29,7 @@ from localrt.common.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from localrt.common.files import atomic_write, private_folder
+from localrt.common.files import private_folder, write_text
 from localrt.common.free_memory import return_free_memory
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
@@ -126,11 +126,8 @@ def _renewed(
         done += unit.nbytes
     path = str(source.path.absolute())
     manifest = replace(manifest, source=replace(manifest.source, path=path, stamp=source.stamp))
-    try:
-        with atomic_write(store.path / MANIFEST_NAME) as stream:
-            stream.write(manifest.to_json().encode())
-    except OSError as error:
-        raise StorageError(f"{store.path} cannot be written: {error.strerror}") from error
+    with suppress(StorageError):  # then it is compared again the next time
+        write_text(store.path / MANIFEST_NAME, manifest.to_json())
     return StoreCheckpoint(store.path)
 
 

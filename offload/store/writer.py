@@ -286,12 +286,9 @@ class StoreWriter(Closing):
             quantization = self._manifest.quantization
             if quantization is not None:
                 quantization = replace(quantization, loss=loss)
-            source = self._manifest.source
-            if source.path is None:  # it is no copy that must follow its source
-                source = replace(source, stamp=None)
-            self._manifest = replace(
-                self._manifest, units=tuple(units), source=source, quantization=quantization
-            )
+            self._manifest = replace(self._manifest, units=tuple(units), quantization=quantization)
+            if (source := self._manifest.source).path is None:  # no copy that follows its source
+                self._manifest = replace(self._manifest, source=replace(source, stamp=None))
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
             (self.folder / PARTIAL_NAME).unlink(missing_ok=True)
             _sync_folder(self.folder)

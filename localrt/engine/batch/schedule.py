@@ -261,7 +261,7 @@ class Schedule(Generic[Owner]):
     def rest(self) -> None:
         """Free idle caches until the usual number is left."""
         while len(self._idle) > self._terms.keep:
-            self._evict()
+            self._free(self._idle.evict())
 
     def forget(self) -> None:
         """Free all idle caches; nothing is saved."""
@@ -380,7 +380,7 @@ class Schedule(Generic[Owner]):
         if session is not None:
             self._idle.take(session)
         while self._idle and needed + self._idle.nbytes > room:
-            self._evict()
+            self._free(self._idle.evict())
         if session is not None:
             return session
         return self._engine.session(self._terms.capacity or seq.capacity)
@@ -404,7 +404,7 @@ class Schedule(Generic[Owner]):
         while len(self._live) > 1:
             needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
             while self._idle and needed + self._idle.nbytes > room:
-                self._evict()
+                self._free(self._idle.evict())
             if needed <= room:
                 break
             self._postpone()
@@ -450,7 +450,7 @@ class Schedule(Generic[Owner]):
             logits = None
         if logits is None:  # not above: the error keeps caches from being freed
             if self._idle:
-                self._evict()
+                self._free(self._idle.evict())
             else:
                 self._postpone()
             return []
@@ -529,10 +529,6 @@ class Schedule(Generic[Owner]):
         self._free(session)
         self._waiting.put_back(seq.client, seq)
         self._most = len(self._live)
-
-    def _evict(self) -> None:
-        """Free the idle cache that is cheapest to compute again."""
-        self._free(self._idle.evict())
 
     def _free(self, session: EngineSession) -> None:
         """Close ``session``; its cache is saved if reading its tokens again would take long."""
