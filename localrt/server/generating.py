@@ -436,7 +436,7 @@ def echo_of(
     Raises:
         LocalrtError: it cannot be read, or is longer than the context.
     """
-    ids = model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = model.tokenizer.encode_raw(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise OptionError("the prompt is empty: there is nothing to read")
     text = prompt if isinstance(prompt, str) else model.detokenize(ids, skip_special=False)

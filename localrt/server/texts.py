@@ -56,20 +56,21 @@ async def embedded(
     texts = [text or " " for text in texts]
 
     def compute(model: Model, cancel: threading.Event) -> tuple[Logits, int]:
-        ids = [model.tokenize(text) if isinstance(text, str) else text for text in texts]
+        read = model.tokenizer.encode_raw
+        ids = [read(text) if isinstance(text, str) else text for text in texts]
         ctx = model.info.ctx
         given = [
             one[:ctx] if truncate and len(one) > ctx else text
             for text, one in zip(texts, ids, strict=True)
         ]
         vectors = model.embed(given, cancel=cancel) if given else np.zeros((0, 0))
-        read = sum(min(len(one), ctx) for one in ids)
-        return np.ascontiguousarray(vectors, "<f4"), read
+        count = sum(min(len(one), ctx) for one in ids)
+        return np.ascontiguousarray(vectors, "<f4"), count
 
-    vectors, read = await computed(asked, compute)
+    vectors, count = await computed(asked, compute)
     if not np.isfinite(vectors).all():
         raise ApiError(500, "the model produced NaN values for this input")
-    return Embedded(asked.model.name, vectors, read)
+    return Embedded(asked.model.name, vectors, count)
 
 
 # -- reranking -------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def scores_of(
         ]
         return [score for score, _ in judged], sum(tokens for _, tokens in judged)
     if pooling:
-        ids = [model.tokenize(text) for text in (query, *documents)]
+        ids = [model.tokenizer.encode_raw(text) for text in (query, *documents)]
         asked, *found = model.embed(ids, cancel=cancel)
         return [float(asked @ vector) for vector in found], sum(map(len, ids))
     raise OptionError(

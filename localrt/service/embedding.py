@@ -107,7 +107,7 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
     if isinstance(text, str):
         tokenizer = core.requests.tokenizer
         watch(tokenizer.least_tokens(text))
-        ids = tokenizer.encode(text, watch=watch)
+        ids = tokenizer.encode_raw(text, watch)
     else:
         ids = whole_ids(text, which)
     if not ids or (isinstance(text, str) and not text):

@@ -444,7 +444,7 @@ class RequestBuilder:
                 raise OptionError("the prompt is empty: write something to answer")
             if raw:
                 self._check_length(self.tokenizer.least_tokens(prompt), self._parts.ctx)
-                ids = self.tokenizer.encode(prompt, watch=watch)
+                ids = self.tokenizer.encode_raw(prompt, watch)
             else:
                 turn: list[Message] = [{"role": "user", "content": prompt}]
                 ids = self._short_enough(turn, tools, watch, options)

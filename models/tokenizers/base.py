@@ -103,6 +103,15 @@ class Tokenizer(ABC):
         tokens of a long text.
         """
 
+    def encode_raw(self, text: str, watch: Watch = ignore_count) -> list[int]:
+        """Token ids of a prompt to be read as it is written: control tokens in it count, and a BOS
+        that it begins with is not added again.
+        """
+        ids = self.encode(text, parse_special=True, watch=watch)
+        start = self.encode("")
+        sizes = range(len(start), 0, -1)
+        return ids[next((n for n in sizes if ids[:n] == start[:n] == ids[n : 2 * n]), 0) :]
+
     def least_tokens(self, text: str) -> int:
         """A lower bound of ``text``'s token count, from the longest token; 0: not known."""
         return 0

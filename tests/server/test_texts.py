@@ -63,6 +63,51 @@ def test_tokenize_control_tokens(server: Running) -> None:
     assert got["tokens"] == tokenizer.encode(end, add_special=False) != [min(tokenizer.eos_ids)]
 
 
+WRITTEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+GREEDY = {"temperature": 0, "max_tokens": 4}
+RAW = {"raw": True, "stream": False, "options": {"temperature": 0, "num_predict": 4}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/completions", "prompt", GREEDY),
+        ("/v1/completions", "prompt", {**GREEDY, "echo": True, "logprobs": 1}),
+        ("/v1/completions", "prompt", {"max_tokens": 0}),
+        ("/v1/completions", "prompts", GREEDY),
+        ("/api/generate", "prompt", RAW),
+        ("/v1/embeddings", "input", {}),
+        ("/api/embed", "input", {}),
+        ("library", "prompt", GREEDY),
+        ("batch", "prompt", GREEDY),
+    ],
+)
+def test_control_tokens_in_raw_prompts(
+    server: Running, path: str, field: str, body: dict[str, Any]
+) -> None:
+    """Where no template is applied, the text has been written by one: all of it counts."""
+    model = server.model
+    ids = model.tokenizer.encode(WRITTEN, parse_special=True)
+    assert len(ids) < len(model.tokenize(WRITTEN))
+    if path == "library":
+        count = model.generate(WRITTEN, raw=True, **body).metrics.prompt_tokens
+    elif path == "batch":
+        (chunk,) = model.generate_batch([WRITTEN], raw=True, **body)
+        count = chunk.metrics.prompt_tokens
+    else:
+        prompt = [WRITTEN] if field == "prompts" else WRITTEN
+        sent = {**body, "model": "tiny", field.rstrip("s"): prompt}
+        status, got, _ = server.request("POST", path, sent)
+        assert status == 200
+        count = got["prompt_eval_count"] if path[:5] == "/api/" else got["usage"]["prompt_tokens"]
+    assert count == len(ids)
+
+
+def test_control_tokens_in_messages_stay_text(server: Running) -> None:
+    told = [{"role": "user", "content": WRITTEN}]
+    assert server.model.count(told) >= len(server.model.tokenize(WRITTEN, add_special=False))
+
+
 def test_detokenize(server: Running) -> None:
     ids = server.model.tokenize("hi <there>")
     status, got, _ = server.request("POST", "/detokenize", {"tokens": ids})

@@ -123,6 +123,28 @@ def test_a_merge_that_builds_a_control_token_does_not_let_text_reach_it() -> Non
     assert tokenizer.encode("<s>", parse_special=True) == [257]
 
 
+@pytest.mark.parametrize(("make", "bos"), [(byte_level, 260), (sentencepiece, 1)])
+@pytest.mark.parametrize(
+    ("adds", "text", "begins"),
+    [
+        (True, "{bos}hello", 1),  # already there
+        (True, "hello", 1),
+        (True, "{bos}{bos}hello", 2),
+        (True, "", 1),
+        (False, "{bos}hello", 1),
+        (False, "{bos}{bos}hello", 2),
+        (False, "hello", 0),
+    ],
+)
+def test_a_raw_prompt_has_no_second_bos(
+    make: Any, bos: int, adds: bool, text: str, begins: int
+) -> None:
+    tokenizer = make(add_bos_token=adds, add_eos_token=False, bos_token_id=bos)
+    ids = tokenizer.encode_raw(text.format(bos=tokenizer.token_text(bos)))
+    assert ids.count(bos) == ids[:begins].count(bos) == begins
+    assert tokenizer.decode(ids) == text.replace("{bos}", "")
+
+
 @pytest.mark.parametrize("unit", ["a", "hello world ", " ", "漢", "<0x41>"])
 def test_sentencepiece_long_text_has_no_fewer_tokens_than_its_length_says(unit: str) -> None:
     tokenizer, text = sentencepiece(), unit * 5000

@@ -80,6 +80,25 @@ def test_agrees_with_llamacpp(name: str, parse_special: bool) -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "count"),  # llama.cpp's counts
+    [
+        ("smollm2", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", 10),
+        ("smollm2", "<|im_start|>user\nName a river.<|im_end|>\n<|im_start|>assistant\n", 13),
+        (
+            "qwen0.5b",
+            "<|fim_prefix|>def add(a, b):\n    return <|fim_suffix|>\n\nprint(add(1, 2))"
+            "<|fim_middle|>",
+            21,
+        ),
+        ("gemma270m", "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n", 10),
+    ],
+)
+def test_a_template_that_a_program_has_written(name: str, text: str, count: int) -> None:
+    tokenizer, _ = loaded(name)
+    assert len(tokenizer.encode_raw(text)) == count
+
+
 def test_ends_of_generation() -> None:
     expected = {
         "smollm2": {"<|im_end|>", "<|endoftext|>"},
