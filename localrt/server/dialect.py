@@ -68,7 +68,8 @@ class Generation:
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
     one. ``known`` has the tools that are not functions for the client, by the names of their
     functions for the model; a ``legacy`` call is a message's ``function_call``. ``request_class``
-    is what the request is for, if neither a header nor its key says so.
+    is what the request is for, if neither a header nor its key says so. ``left_out`` has the fields
+    that bind answers elsewhere, and not here.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -84,6 +85,7 @@ class Generation:
     known: Mapping[str, Known] = field(default_factory=dict)
     legacy: bool = False
     request_class: RequestClass = "interactive"
+    left_out: Sequence[str] = ()
 
     def submissions(self) -> list[dict[str, Any]]:
         """Return the arguments of every answer; the choices of a prompt are adjacent."""

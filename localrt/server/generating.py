@@ -272,17 +272,22 @@ class _Work(AsyncExitStack):
 
     def loosened(self) -> dict[str, str]:
         """Return the header for a schema that is followed only in part, and log it."""
-        left_out = next((one.left_out for one in self._answers if one.left_out), ())
-        if not left_out:
+        of_schema = next((one.left_out for one in self._answers if one.left_out), ())
+        names = ", ".join([*self._call.left_out, *of_schema])
+        if not names:
             return {}
-        names = ", ".join(left_out)
         why = "answers cannot be bound by these"
         self._service.note_once(f"schema {names}", f"a schema is followed without {names}: {why}")
         return {LOOSENED: names}
 
     async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
         """Return the header that says whether answers follow the whole schema, and log failures."""
-        said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
+        echoes = [echo.text for echo in self._echoes] or [""] * len(chunks)
+        said = [
+            split_thinking(each.text.removeprefix(echo)).answer
+            for each, echo in zip(chunks, echoes, strict=True)
+            if not each.tool_calls
+        ]
         found = await follows(self._call.options.get("json_schema", True), said) if said else {}
         if found.get(FOLLOWED) == "false":
             self._service.note_once("unfollowed", "an answer does not follow its schema in full")

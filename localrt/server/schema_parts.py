@@ -90,6 +90,10 @@ _FIELDS: dict[str, Schema] = {
     "frequency_penalty": number(-2, 2),
     "top_logprobs": integer(0, 20),
     "dimensions": integer(1, MOST_ID),
+    "format": {
+        "description": '"json", or a JSON schema',
+        "anyOf": [{"enum": ["json", "", None]}, OBJECT],
+    },
     "stream": FLAG,
     "tools": TOOLS,
 }

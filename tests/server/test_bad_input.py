@@ -67,6 +67,35 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"tool_choice": "sometimes"}, "tool_choice", "must be"),
     (CHAT, {"response_format": {"type": "x"}}, "response_format.type", '"text" or "json_object"'),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    *[
+        (path, {"prompt": "a", **fields}, param, words)
+        for path in (CHAT, COMPLETION)
+        for fields, param, words in [
+            ({"response_format": "json"}, "response_format", "must be an object"),
+            (
+                {"response_format": {"type": "bogus"}},
+                "response_format.type",
+                '"text" or "json_object"',
+            ),
+            ({"json_schema": 7}, "json_schema", "must be an object or a text"),
+            ({"json_schema": "{"}, "response_format", "is not JSON"),
+            ({"guided_json": []}, "guided_json", "must be an object or a text"),
+            ({"guided_regex": 7}, "guided_regex", "must be a text"),
+            ({"guided_choice": "a"}, "guided_choice", "must be a list"),
+            ({"guided_choice": []}, "guided_choice", "must not be empty"),
+            ({"guided_grammar": {}}, "guided_grammar", "must be a text"),
+            ({"structured_outputs": "json"}, "structured_outputs", "must be an object"),
+            ({"structured_outputs": {"regex": 7}}, "structured_outputs.regex", "must be a text"),
+            ({"regex": "("}, None, "regex cannot be used"),
+            ({"ebnf": "start: /a/"}, "grammar", "grammar"),
+            ({"format": "xml"}, "format", '"json", or a JSON schema'),
+            (
+                {"regex": "a", "guided_json": {}},
+                "regex",
+                "guided_json and regex cannot be combined",
+            ),
+        ]
+    ],
     (CHAT, {"presence_penalty": 3}, "presence_penalty", "must be at most 2"),
     (CHAT, {"function_call": "sometimes"}, "function_call", "function_call"),
     (CHAT, [], None, "the body must be an object"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,90 @@ def test_response_format(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=HI, response_format=bad)
     assert caught.value.param == "response_format"
+
+
+ENUM = {"enum": ["ab", "b"]}
+SAID, CHOSEN = r'"ab"|"b"', "ab|b[.]"
+# Fields for the form of an answer, as several servers name them, and what the answer then is.
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": ENUM}}}, SAID),
+    ({"response_format": {"type": "json_object", "schema": ENUM}}, SAID),
+    ({"json_schema": ENUM}, SAID),  # llama.cpp
+    ({"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
+    ({"guided_json": ENUM}, SAID),  # vLLM
+    ({"guided_json": json.dumps(ENUM)}, SAID),
+    ({"guided_regex": "ab|b[.]"}, CHOSEN),
+    ({"guided_choice": ["ab", "b."]}, CHOSEN),
+    ({"guided_grammar": 'root ::= "ab" | "b."'}, CHOSEN),
+    ({"structured_outputs": {"json": ENUM}}, SAID),
+    ({"structured_outputs": {"regex": "ab|b[.]"}}, CHOSEN),
+    ({"structured_outputs": {"choice": ["ab", "b."]}}, CHOSEN),
+    ({"structured_outputs": {"grammar": 'root ::= "ab" | "b."'}}, CHOSEN),
+    ({"json_schema": json.dumps(ENUM)}, SAID),  # SGLang
+    ({"regex": "ab|b[.]"}, CHOSEN),
+    ({"ebnf": 'root ::= "ab" | "b."'}, CHOSEN),
+    ({"format": ENUM}, SAID),  # Ollama
+    ({"format": ENUM, "guided_json": ENUM, "regex": "", "grammar": None}, SAID),
+]
+OBJECTS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"format": "json"},
+    {"guided_json_object": True},
+    {"structured_outputs": {"json_object": True}},
+]
+ASKED = {"/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "hi"}}
+
+
+def texts_of(answer: Any) -> list[str]:
+    """The text of each choice, whole or from the events of a stream."""
+    if isinstance(answer, dict):
+        return [one.get("text") or one["message"]["content"] for one in answer["choices"]]
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    deltas = [event["choices"][0] for event in events]
+    return ["".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in deltas)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(("fields", "form"), [*FORMS, *((one, r"[{]") for one in OBJECTS)])
+def test_forms(server: Running, path: str, fields: Any, form: str, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    body = {**ASKED[path], **fields, "max_tokens": 16, "stream": stream}
+    status, got, headers = server.request("POST", path, body)
+    assert status == 200, got
+    (text,) = texts_of(got)
+    assert re.match(form, text.lstrip()) if form == r"[{]" else re.fullmatch(form, text), text
+    assert not any("schema" in name for name in headers)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "guided_structural_tag"),
+        ({"guided_whitespace_pattern": " ", "guided_json": ENUM}, "guided_whitespace_pattern"),
+    ],
+)
+def test_forms_that_are_not_followed(server: Running, path: str, fields: Any, names: str) -> None:
+    pytest.importorskip("llguidance")
+    status, _, headers = server.request("POST", path, {**ASKED[path], **fields, "max_tokens": 16})
+    assert (status, headers["x-localrt-schema-loosened"]) == (200, names)
+    assert any(names in note for note in server.notes)
+
+
+def test_form_behind_an_echo(server: Running) -> None:
+    """The prompt is not part of the answer that is checked."""
+    pytest.importorskip("llguidance")
+    schema = {**ENUM, "pattern": "^(?=a|b)"}
+    body = {"prompt": "hi", "echo": True, "json_schema": schema, "max_tokens": 16}
+    for stream in (False, True):
+        _, got, headers = server.request("POST", "/v1/completions", {**body, "stream": stream})
+        (text,) = texts_of(got)
+        assert re.fullmatch(f"hi({SAID})", text)
+        assert headers["x-localrt-schema-loosened"] == "pattern"
+        followed = headers.get("x-localrt-schema-followed") or got
+        assert "true" in followed
 
 
 # -- a real model ----------------------------------------------------------------------------------

@@ -45,10 +45,7 @@ _ASK: dict[str, Schema] = {
             num_ctx=integer(-1, MOST_ID),
         )
     ),
-    "format": {
-        "description": '"json", or a JSON schema',
-        "anyOf": [{"enum": ["json", "", None]}, OBJECT],
-    },
+    **fields("format"),
     "think": {"type": ["boolean", "string", "null"]},
     "logprobs": FLAG,
 }

@@ -5,7 +5,9 @@ Fields were checked against ``schemas``; rules between fields are checked here. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from localrt.server.dialect import Generation, effort, prompts_of, sampling, tier_of
@@ -33,6 +35,15 @@ _SAME_NAMES = (
 )
 
 
+# Names in llama.cpp, vLLM and SGLang for what binds an answer, by the option for it.
+_BINDING = {
+    "json_schema": ("json_schema", "guided_json"),
+    "regex": ("regex", "guided_regex"),
+    "grammar": ("grammar", "guided_grammar", "ebnf"),
+}
+_NOT_FOLLOWED = ("structural_tag", "guided_structural_tag", "guided_whitespace_pattern")
+
+
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
     """Return the call for a chat; ``note`` is told what cannot be shown to a model.
 
@@ -53,11 +64,6 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
     tools = offered(fields.get("tools"), note)
-    wanted = fields.get("response_format") or {}
-    if wanted.get("type") == "json_object":  # llama.cpp allows a schema here, too
-        options["json_schema"] = wanted.get("schema") or {"type": "object"}
-    elif wanted.get("type") == "json_schema":
-        options["json_schema"] = wanted["json_schema"]["schema"]
     choice, functions = chosen(fields.get("tool_choice"), tools)
     if choice != "auto":
         options["tool_choice"] = choice
@@ -70,7 +76,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
         known=tools.known,
         legacy=legacy,
         request_class=tier_of(fields),
-        **_streaming(fields),
+        **_common(fields),
     )
 
 
@@ -110,24 +116,63 @@ def completion_call(fields: Fields) -> Generation:
         echo=echo,
         only_reads=only_reads,
         request_class=kind,
-        **_streaming(fields),
+        **_common(fields),
     )
 
 
-def _streaming(fields: Fields) -> dict[str, Any]:
+def _common(fields: Fields) -> dict[str, Any]:
     usage = (fields.get("stream_options") or {}).get("include_usage")
-    return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
+    given = _guiding(fields)
+    left_out = tuple(name for name in _NOT_FOLLOWED if given.get(name))
+    return {
+        "stream": bool(fields.get("stream")),
+        "include_usage": bool(usage),
+        "left_out": left_out,
+    }
 
 
 def _options(fields: Fields) -> dict[str, Any]:
     options = sampling(fields, *_SAME_NAMES)
     if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
         options.setdefault("repetition_penalty", fields["repeat_penalty"])
-    if fields.get("grammar"):  # llama.cpp treats "" as none
-        options["grammar"] = fields["grammar"]
     if fields.get("logit_bias"):
         options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-    return options
+    return options | _form(fields)
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    """Return the option that binds the answer, by any server's name for it.
+
+    Raises:
+        ApiError: 400, several are given, and they differ.
+    """
+    given, some_object = _guiding(fields), {"type": "object"}
+    found = {
+        name: (option, given[name])
+        for option, names in _BINDING.items()
+        for name in names
+        if given.get(name) not in (None, "")  # llama.cpp treats "" as none
+    }
+    wanted = fields.get("response_format") or {}
+    if wanted.get("type") == "json_object":  # llama.cpp allows a schema here, too
+        found["response_format"] = "json_schema", wanted.get("schema") or some_object
+    elif wanted.get("type") == "json_schema":
+        found["response_format"] = "json_schema", wanted["json_schema"]["schema"]
+    if given.get("guided_json_object"):
+        found["guided_json_object"] = "json_schema", some_object
+    if wanted := fields.get("format"):
+        found["format"] = "json_schema", some_object if wanted == "json" else wanted
+    if given.get("guided_choice"):
+        found["guided_choice"] = "regex", "|".join(map(re.escape, given["guided_choice"]))
+    if any(one != other for one, other in pairwise(found.values())):
+        raise invalid(f"{' and '.join(found)} cannot be combined: give one of them", [*found][-1])
+    return dict(found.values())
+
+
+def _guiding(fields: Fields) -> dict[str, Any]:
+    """Return ``fields`` with those of vLLM's ``structured_outputs`` under their older names."""
+    inner = fields.get("structured_outputs") or {}
+    return {**fields, **{f"guided_{name}": value for name, value in inner.items()}}
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:

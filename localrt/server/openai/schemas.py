@@ -36,6 +36,22 @@ _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
 # -- requests --------------------------------------------------------------------------------------
 
+_RESPONSE_FORMAT: Schema = {
+    **nullable(
+        object_of(
+            "type",
+            type={"enum": ["text", "json_object", "json_schema"]},
+            schema=OBJECT,
+            json_schema=object_of(
+                "schema", name=TEXT, description=TEXT, schema=OBJECT, strict=FLAG
+            ),
+        )
+    ),
+    **where("type", "json_schema", {"required": ["json_schema"]}),
+}
+_SCHEMA: Schema = {"type": ["object", "string", "null"]}  # as an object, or as its text
+_CHOICE = nullable(list_of(STRING, minItems=1))
+
 _SAMPLING: dict[str, Schema] = {
     **fields("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "stream"),
     **fields("repeat_penalty", "presence_penalty", "frequency_penalty"),
@@ -59,7 +75,16 @@ _SAMPLING: dict[str, Schema] = {
     "xtc_threshold": number(0, 1),
     "repetition_penalty": number(0.01, 100),
     "ignore_eos": FLAG,
-    "grammar": TEXT,
+    "response_format": _RESPONSE_FORMAT,
+    # Other servers' names for it, see ``calls``.
+    **fields("format"),
+    **dict.fromkeys(("json_schema", "guided_json"), _SCHEMA),
+    **dict.fromkeys(("grammar", "guided_grammar", "ebnf", "regex", "guided_regex"), TEXT),
+    "guided_choice": _CHOICE,
+    "guided_json_object": FLAG,
+    "structured_outputs": nullable(
+        object_of(json=_SCHEMA, regex=TEXT, choice=_CHOICE, grammar=TEXT, json_object=FLAG)
+    ),
 }
 
 _CALL = object_of(
@@ -86,19 +111,6 @@ _MESSAGE = object_of(
 # The names in localrt, vLLM and llama.cpp; -1 is no limit.
 THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 
-_RESPONSE_FORMAT: Schema = {
-    **nullable(
-        object_of(
-            "type",
-            type={"enum": ["text", "json_object", "json_schema"]},
-            schema=OBJECT,
-            json_schema=object_of(
-                "schema", name=TEXT, description=TEXT, schema=OBJECT, strict=FLAG
-            ),
-        )
-    ),
-    **where("type", "json_schema", {"required": ["json_schema"]}),
-}
 _CONVERSATION = {"messages": list_of(_MESSAGE, minItems=1), **fields("tools")}
 
 
@@ -119,7 +131,6 @@ REQUESTS: dict[str, Schema] = {
         functions=nullable(list_of(object_of("name", name=FILLED))),
         function_call={"anyOf": [{"enum": ["none", "auto", None]}, whole(name=STRING)]},
         parallel_tool_calls=FLAG,
-        response_format=_RESPONSE_FORMAT,
         reasoning_effort=TEXT,
         chat_template_kwargs=nullable(
             object_of(enable_thinking=FLAG, thinking=FLAG, reasoning_effort=TEXT)
