@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -45,7 +45,13 @@ _ALWAYS = (
 )
 
 
-def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, ...]]:
+_EXPRESSION = ("pattern", "minLength", "maxLength")  # of a text, which they bind together
+
+Reduced = tuple[Any, tuple[str, ...]]
+"""A schema that can be followed, and the keywords that it lacks."""
+
+
+def loosened(schema: Any, fits: Callable[[Any], bool]) -> Reduced:
     """Return ``schema`` reduced to what ``fits``, and the keywords that were left out."""
     for one_of in (True, False):
         work = _Loosening(fits, one_of=one_of)
@@ -55,9 +61,27 @@ def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, 
     return found, tuple(sorted(work.left_out))
 
 
-def outline(schema: Any) -> Any:
+def outline(schema: Any) -> Reduced:
     """Return ``schema`` reduced to types, names and enums."""
-    return _Loosening(lambda part: False, one_of=False, lists=("anyOf", "oneOf")).schema(schema)
+    work = _Loosening(lambda part: False, one_of=False, lists=("anyOf", "oneOf"))
+    return work.schema(schema), tuple(sorted(work.left_out))
+
+
+def _expression(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "string", **{key: schema[key] for key in _EXPRESSION if key in schema}}
+
+
+def _expressions(schema: Any) -> Iterator[Any]:
+    """Yield the schema of each text that has to match a pattern."""
+    left = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            if isinstance(each.get("pattern"), str):
+                yield _expression(each)
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
 
 
 class _Loosening:
@@ -98,9 +122,11 @@ class _Loosening:
         return found
 
     def _may(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-        """Whether a keyword of ``schema`` fits alone, or with only the type beside it."""
+        """Whether a keyword of ``schema`` fits alone, or with only what it needs beside it."""
         alone = {key: {value: {}} if key == "patternProperties" else value}
-        if "type" in schema:
+        if key == "pattern":
+            alone = _expression(schema)
+        elif "type" in schema:
             alone["type"] = schema["type"]
         text = json.dumps(alone)
         if text not in self._tried:
@@ -136,6 +162,7 @@ class Grammars:
         self._prepared: LLTokenizer | None = None
         self._matcher = lru_cache(_KEPT)(self._compiled)
         self.followed = lru_cache(_KEPT)(self._followed)
+        self._compiles = lru_cache(_MOST)(self._tried)
         self._lock = threading.Lock()
 
     def constraint(self, options: Options) -> MakeConstraint | None:
@@ -157,6 +184,7 @@ class Grammars:
         """
         try:
             self._made("json_schema", schema)
+            self._whole(json.loads(schema))
         except OptionError:
             if len(schema) > _LONGEST:
                 raise
@@ -173,11 +201,12 @@ class Grammars:
         *,
         several: bool = False,
         answer: tuple[str, str] | None = None,
-    ) -> MakeConstraint:
+    ) -> tuple[MakeConstraint, tuple[str, ...]]:
         """Return a function that makes the constraint to a call of one of ``functions``, spelled as
         in ``syntax``. ``several`` allows more calls, ``answer`` (mark, schema) an answer instead.
 
-        Parts of a tool's schema that cannot be followed are left out: other tools may be called.
+        Parts of a tool's schema that cannot be followed are left out, since other tools may be
+        called; their keywords are returned, too.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
@@ -186,32 +215,48 @@ class Grammars:
         assert spelling is not None, "no other call can be forced"
         other = None if answer is None else (answer[0], json.loads(_readable(answer[1])))
 
-        def made(parameters: Callable[[Any], Any]) -> MakeConstraint:
-            given = [
-                {"name": each["name"], "parameters": parameters(each.get("parameters"))}
-                for each in functions
-            ]
+        def made(reduce: Callable[[Any], Reduced]) -> tuple[MakeConstraint, tuple[str, ...]]:
+            left_out: set[str] = set()
+            given = []
+            for each in functions:
+                parameters, lost = reduce(each.get("parameters"))
+                given.append({"name": each["name"], "parameters": parameters})
+                left_out.update(lost)
             lark = call_grammar(
                 spelling, given, self._terminal, spaces=SPACES, several=several, answer=other
             )
-            return self._made("tool_choice", lark)
+            return self._made("tool_choice", lark), tuple(sorted(left_out))
 
-        for parameters in (lambda schema: schema, self._parameters, outline):
+        for reduce in (self._whole, self._parameters, outline):
             with suppress(OptionError):
-                return made(parameters)
+                return made(reduce)
         return made(_names_alone)
 
-    def _parameters(self, schema: Any) -> Any:
+    def _whole(self, schema: Any) -> Reduced:
+        """Return ``schema``, unless the model could not write one of its texts.
+
+        Raises:
+            OptionError: an expression is too complex, which a grammar shows only where it begins.
+        """
+        if not all(map(self._fits, _expressions(schema))):
+            raise OptionError(f"{option('json_schema')} has an expression that is too complex")
+        return schema, ()
+
+    def _parameters(self, schema: Any) -> Reduced:
         """Return the schema of a tool's parameters, reduced to what can be followed."""
         try:
-            return json.loads(self.followed(json.dumps(schema))[0])
+            found, left_out = self.followed(json.dumps(schema))
+            return json.loads(found), left_out
         except OptionError:
             return outline(schema)
 
     def _fits(self, schema: Any) -> bool:
+        return self._compiles(json.dumps(schema))
+
+    def _tried(self, schema: str) -> bool:
         try:
             with self._lock:
-                self._compiled("json_schema", json.dumps(schema))
+                self._compiled("json_schema", schema)
         except OptionError:
             return False
         return True
@@ -277,12 +322,15 @@ class Grammars:
             step_max_items=20_000 if own else 500_000,  # takes a quarter of a second
         )
         prepared = self._prepared
+        # A text's expression is only built behind its quotation mark.
+        quote = self._tokenizer.token_id('"') if name == "json_schema" else None
 
         def compiled() -> tuple[LLMatcher, LLMatcher]:
             matcher = LLMatcher(prepared, grammar, log_level=0, limits=limits)
             first = matcher.deep_copy()
             if not matcher.is_error():
                 first.compute_bitmask()
+                first.try_consume_tokens([] if quote is None else [quote])
             return matcher, first
 
         matcher, first = _on_a_large_stack(compiled)
@@ -378,10 +426,10 @@ def _on_a_large_stack(work: Callable[[], _T]) -> _T:
         return result.result()
 
 
-def _names_alone(schema: Any) -> Any:
+def _names_alone(schema: Any) -> Reduced:
     properties, required = parameters_of(schema)
     free: dict[str, Any] = {key: {} for key in properties}
-    return {"type": "object", "properties": free, "required": [*required]}
+    return {"type": "object", "properties": free, "required": [*required]}, outline(schema)[1]
 
 
 def _readable(schema: str) -> str:

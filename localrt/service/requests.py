@@ -411,7 +411,7 @@ class RequestBuilder:
             choice = offer.named(options.tool_choice)
             functions = functions_to_call(choice, offer.functions)
             several = choice == "required" and options.parallel_tool_calls
-            return grammars.call(syntax.forced, functions, several=several), ()
+            return grammars.call(syntax.forced, functions, several=several)
         if options.json_schema is None:
             return grammars.constraint(options), ()
         schema, left_out = grammars.followed(options.json_schema)
@@ -419,8 +419,8 @@ class RequestBuilder:
             return grammars.constraint(replace(options, json_schema=schema)), left_out
         answer = (syntax.answer, schema)
         several = options.parallel_tool_calls
-        made = grammars.call(syntax.forced, offer.functions, several=several, answer=answer)
-        return made, left_out
+        made, lost = grammars.call(syntax.forced, offer.functions, several=several, answer=answer)
+        return made, (*left_out, *(name for name in lost if name not in left_out))
 
     @cached_property
     def _thinking(self) -> ThinkingControl:

@@ -160,6 +160,12 @@ LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (field(**{"not": {"type": "string"}}), ("not",)),
     (field(type="array", uniqueItems=True, contains={}), ("contains", "uniqueItems")),
     (field(**{"if": {}, "then": {}}), ("if", "then")),
+    (field(type="string", pattern="^a{60000}$"), ("pattern",)),
+    (field(type="array", items=field(pattern="^a{60000}$", minLength=2)), ("pattern",)),
+    (field(type="string", pattern="^(ab|c)*$", minLength=3000, maxLength=9000), ("pattern",)),
+    (field(type="string", pattern="(a|b"), ("pattern",)),
+    (field(type="string", pattern=r"^\bword\b$"), ("pattern",)),
+    (field(type="string", pattern="a{2,1}"), ("pattern",)),
     ({"type": "object", "propertyNames": {"pattern": "a"}}, ("propertyNames",)),
     ({"type": "object", "patternProperties": {"^(?!a)": {}, "^b": {}}}, ("patternProperties",)),
     ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
@@ -182,37 +188,56 @@ def test_what_cannot_be_followed_is_left_out_and_told(
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "left_out"),
     [
-        *(schema for schema, _ in LOOSE),
-        {"type": "strng"},
-        {"$ref": "#/nowhere"},
-        {"type": "object", "properties": []},
-        {"type": "object", "required": None, "properties": {"a": {"type": "any"}}},
-        {"type": "object", "required": ["b"], "properties": {}, "additionalProperties": False},
-        {"type": "object", "additionalProperties": None},
-        {"properties": {"a": {"enum": []}}},
+        *LOOSE,
+        ({"type": "strng"}, ()),
+        ({"$ref": "#/nowhere"}, ()),
+        ({"type": "object", "properties": []}, ()),
+        ({"type": "object", "required": None, "properties": {"a": {"type": "any"}}}, ()),
+        (
+            {"type": "object", "required": ["b"], "properties": {}, "additionalProperties": False},
+            (),
+        ),
+        ({"type": "object", "additionalProperties": None}, ()),
+        ({"properties": {"a": {"enum": []}}}, ()),
     ],
     ids=json.dumps,
 )
-@pytest.mark.parametrize("choice", ["auto", "none", "look"])
+@pytest.mark.parametrize("choice", ["auto", "none", "required", "look"])
 def test_no_schema_of_a_tool_is_an_error(
-    tiny: localrt.Model, parameters: dict[str, Any], choice: str
+    tiny: localrt.Model, parameters: dict[str, Any], left_out: tuple[str, ...], choice: str
 ) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
     for schema in (None, {"type": "object"}):
         options = {"tool_choice": choice, "json_schema": schema}
         made = core_of(tiny).requests.make("hi", tools=tools, **options)
-        assert made.left_out == ()
+        bound = choice in ("required", "look") or (choice == "auto" and schema is not None)
+        assert made.left_out == (left_out if bound else ())
         if made.constraint is not None:
             made.constraint().allowed()
+
+
+@pytest.mark.parametrize("pattern", ["^a{60000}$", "^(?!b)a$"])
+def test_a_text_that_is_too_complex_is_written_without_its_pattern(
+    tiny: localrt.Model, pattern: str
+) -> None:
+    """It is known before the first token, and not where the text begins."""
+    functions = [{"name": "look", "parameters": field(type="string", pattern=pattern)}]
+    made, left_out = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
+    assert left_out == ("pattern",)
+    bound, call = made(), '{"name": "look", "arguments": {"a": "xyz"}}'
+    for token in tiny.tokenizer.encode(call, add_special=False):
+        bound.accept(token)
+    assert bound.may_end
 
 
 def test_a_schema_that_nothing_fits_leaves_other_tools_theirs(tiny: localrt.Model) -> None:
     nothing = field(allOf=[{"type": "string"}, {"type": "integer"}])
     schemas = {"wrong": nothing, "look": field(type="integer")}
     functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
-    bound = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)()
+    made, _ = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
+    bound = made()
     for token in tiny.tokenizer.encode('{"name": "look", "arguments": {"a": ', add_special=False):
         bound.accept(token)
     assert not bound.allowed()[tiny.tokenizer.encode('"', add_special=False)[0]]
