@@ -31,6 +31,14 @@ class Call:
     id: str | None = None
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def as_json(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON text; U+FFFD for a lone surrogate: strict readers refuse one."""
+    return _SURROGATES.sub("\ufffd", json.dumps(arguments, ensure_ascii=False))
+
+
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
     """The parameters of each tool in a list of the form of OpenAI or Hugging Face."""
     found: dict[str, Types] = {}
@@ -97,7 +105,7 @@ def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
     if not isinstance(name, str) or not name or not isinstance(given, Mapping):
         return None
     known = call_id if isinstance(call_id, str) and call_id else None
-    return Call(name, json.dumps(given, ensure_ascii=False), known)
+    return Call(name, as_json(given), known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,7 @@ class PythonCalls:
         if len(given) < len(node.args) + len(node.keywords):
             raise ValueError("arguments that are named twice, or not spelled out")
         arguments = {key: ast.literal_eval(value) for key, value in given.items()}
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+        return Call(name, as_json(arguments))
 
 
 # -- a name in a frame -----------------------------------------------------------------------------
@@ -227,7 +235,7 @@ class Framed:
             if not (given or self.opening or name in tools):
                 raise ValueError("a word, and no call")
             at = end_of(end, text, at)
-            yield Call(name, json.dumps(given, ensure_ascii=False), self._id(found))
+            yield Call(name, as_json(given), self._id(found))
 
     def _id(self, found: re.Match[str]) -> str | None:
         groups = found.groupdict()

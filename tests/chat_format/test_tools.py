@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
+from localrt.chat_format.argument_notations import JsonArguments
 from localrt.chat_format.known_syntaxes import HarmonyParser, known_syntax
 from localrt.chat_format.messages import arguments_of, for_template
+from localrt.chat_format.notations import Framed, JsonCalls, PythonCalls
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
@@ -429,3 +431,21 @@ def test_what_hands_over_to_a_tool_ends_an_answer(tmp_path: Path) -> None:
         assert (answer.finish_reason, answer.token_ids) == ("stop", ())
         raw = model.generate("hi", raw=True, logit_bias=bias, max_tokens=5)
         assert raw.finish_reason == "length"
+
+
+LONE, WHOLE = r'"x\ud83d y \ud83d\ude00"', "x\ufffd y \U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("notation", "text"),
+    [
+        (JsonCalls(), f'{{"name": "weather", "arguments": {{"city": {LONE}}}}}'),
+        (PythonCalls(), f'weather(city={LONE[:8]} y \U0001f600")'),
+        (Framed("", r"\s*", "", JsonArguments()), f'weather {{"city": {LONE}}}'),
+    ],
+)
+def test_a_lone_surrogate_in_arguments_is_replaced(notation: Any, text: str) -> None:
+    """Strict readers refuse a whole event for one."""
+    (call,) = notation.parse(text, {"weather": {}})
+    assert json.loads(call.arguments) == {"city": WHOLE}
+    assert call.arguments.encode("utf-8")
