@@ -73,6 +73,21 @@ def test_num_ctx(client: Any, server: Running) -> None:
     assert sum("--ctx 1048576" in note for note in server.notes) == 1
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_from_a_cache(server: Running, path: str, stream: bool) -> None:
+    text = f"{path} {stream} once more"  # no other test's
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt": text}
+    body |= {"stream": stream, "options": {"num_predict": 2}}
+    for known in (False, True):
+        _, got, _ = server.request("POST", path, body)
+        last = json.loads(got.splitlines()[-1]) if stream else got
+        if known:
+            assert 0 < last["prompt_eval_cached_count"] < last["prompt_eval_count"]
+        else:
+            assert last.get("prompt_eval_cached_count", 1) > 0
+
+
 def test_embeddings(client: Any, server: Running) -> None:
     expected = server.model.embed(["hi", "ho"])
     got = client.embed(model="tiny", input=["hi", "ho"])

@@ -76,7 +76,7 @@ class OllamaReply(Reply):
 
     def _end(self, chunk: Chunk) -> Payload:
         metrics = chunk.metrics
-        written = metrics.completion_tokens
+        written, cached = metrics.completion_tokens, metrics.cached_tokens
         all_s, read_s = time.monotonic() - self._began, metrics.ttft_s or 0.0
         write_s = (metrics.tpot_s or 0.0) * max(0, written - 1)
         return {
@@ -85,6 +85,7 @@ class OllamaReply(Reply):
             "total_duration": _nanoseconds(all_s),
             "load_duration": _nanoseconds(all_s - read_s - write_s),
             "prompt_eval_count": metrics.prompt_tokens,
+            **({"prompt_eval_cached_count": cached} if cached else {}),
             "prompt_eval_duration": _nanoseconds(read_s),
             "eval_count": written,
             "eval_duration": _nanoseconds(write_s),
