@@ -42,15 +42,13 @@ async def embedded(
     """Return the vectors of ``texts``, or of their token ids, by the requested model.
 
     ``truncate`` cuts off the end of a text longer than the context. An empty text has the vector of
-    a space.
+    a space. ``dimensions`` keeps the first columns, at length 1 again.
 
     Raises:
-        ApiError: it is an adapter, produced NaN values, or ``dimensions`` are asked for.
+        ApiError: it is an adapter, produced NaN values, or has fewer ``dimensions``.
         LocalrtError: a text is too long.
         ClientDisconnect: the client has disconnected.
     """
-    if dimensions is not None:
-        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     if asked.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     texts = [text or " " for text in texts]
@@ -70,6 +68,12 @@ async def embedded(
     vectors, count = await computed(asked, compute)
     if not np.isfinite(vectors).all():
         raise ApiError(500, "the model produced NaN values for this input")
+    if dimensions is not None and (width := vectors.shape[1]):
+        if dimensions > width:
+            raise invalid(f"dimensions must be at most {width}, the model's width", "dimensions")
+        if dimensions < width:
+            vectors = np.ascontiguousarray(vectors[:, :dimensions])
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return Embedded(asked.model.name, vectors, count)
 
 

@@ -113,7 +113,10 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
     if not ids or (isinstance(text, str) and not text):
         raise OptionError(f"{which} is empty: there is nothing to embed")
     if not 0 <= min(ids) <= max(ids) < core.info.vocab_size:
-        raise OptionError(f"{which}: token ids must be from 0 to {core.info.vocab_size - 1}")
+        raise OptionError(
+            f"{which}: token ids must be from 0 to {core.info.vocab_size - 1}; send texts, unless "
+            "the ids are those of this model's own tokenizer"
+        )
     if len(ids) > core.ctx:
         raise ContextOverflowError(
             f"{which} has {len(ids)} tokens and the context holds {core.ctx}: split it, or "

@@ -224,6 +224,19 @@ def told(**variables: Any) -> dict[str, Any]:
             {"context_management": {"edits": []}, "mcp_servers": [], "container": "c"},
             {"max_tokens": 9, "thinking": False},
         ),
+        *[
+            (
+                "MESSAGES",
+                {"output_config": top, "messages": [HI, {"role": "system", **message}]},
+                {"max_tokens": 9, "thinking": thinking},
+            )
+            for top, message, thinking in [
+                ({}, {"content": [], "output_config": {"effort": "high"}}, "high"),
+                ({"effort": "low"}, {"content": "x", "output_config": {"effort": "high"}}, "high"),
+                ({"effort": "low"}, {"content": "x", "output_config": None}, "low"),
+                ({}, {"content": ""}, False),
+            ]
+        ],
         ("RESPONSES", {"background": True, "client_metadata": {}, "prompt_cache_key": "k"}, {}),
         ("OLLAMA_CHAT", {"think": "max", "truncate": False}, {"thinking": "high"}),
         ("OLLAMA_CHAT", {"think": "deep", "truncate": False}, {"thinking": "high"}),
@@ -235,6 +248,12 @@ def told(**variables: Any) -> dict[str, Any]:
 )
 def test_fields_become_options(kind: str, fields: Any, options: Any) -> None:
     assert read(kind, **fields).options == options
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_message_is_no_turn(content: Any) -> None:
+    call = read("MESSAGES", messages=[HI, {"role": "system", "content": content}])
+    assert [each["role"] for each in call.prompts[0]["prompt"]] == ["user"]
 
 
 # -- whole requests --------------------------------------------------------------------------------

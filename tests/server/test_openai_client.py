@@ -144,9 +144,27 @@ def test_embeddings(client: Any, server: Running) -> None:
     assert got.usage.prompt_tokens == 4
     by_ids = client.embeddings.create(model="tiny", input=server.model.tokenize("hi"))
     assert by_ids.data[0].embedding == pytest.approx(expected[0].tolist())
-    for fields in ({"input": "x" * 600}, {"input": [10**6]}, {"input": "a", "dimensions": 4}):
+    for fields in ({"input": "x" * 600}, {"input": [10**6]}, {"input": "a", "dimensions": 65}):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", **fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/embeddings", "data"), ("/api/embed", "embeddings")]
+)
+@pytest.mark.parametrize("given", ["hi", [5, 6], [[5, 6]]])
+@pytest.mark.parametrize("dimensions", [None, 64, 8])
+def test_dimensions(server: Running, path: str, name: str, given: Any, dimensions: Any) -> None:
+    (whole,) = server.model.embed([given if isinstance(given, str) else [5, 6]])
+    body = {"model": "tiny", "input": given, "dimensions": dimensions}
+    status, got, _ = server.request("POST", path, body)
+    assert status == 200, got
+    (row,) = got[name]
+    cut = whole[: dimensions or 64]
+    expected = cut / (cut @ cut) ** 0.5
+    assert (row["embedding"] if name == "data" else row) == pytest.approx(expected.tolist(), 1e-4)
+    status, got, _ = server.request("POST", path, {"model": "tiny", "input": [[99999]]})
+    assert (status, "send texts" in str(got)) == (400, True)
 
 
 # -- forms of the answer ---------------------------------------------------------------------------

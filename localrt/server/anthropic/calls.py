@@ -31,7 +31,10 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     """
     options = sampling(fields, "max_tokens", "temperature", "top_p", "top_k", stop="stop_sequences")
     output = fields.get("output_config") or {}
-    options |= _thinking(fields.get("thinking") or {}, output.get("effort"))
+    systems = [each for each in fields["messages"] if each["role"] == "system"]
+    told = (each.get("output_config") or {} for each in reversed(systems))  # the last one counts
+    efforts = (each["effort"] for each in (*told, output) if each.get("effort"))
+    options |= _thinking(fields.get("thinking") or {}, next(efforts, None))
     if output.get("format"):
         options["json_schema"] = output["format"]["schema"]
     tools = offered(fields.get("tools"), note)
@@ -42,7 +45,8 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     system = without_billing(text_of(fields.get("system"), note))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in fields["messages"]:
-        messages += messages_of(message["role"], message.get("content"), note)
+        found = messages_of(message["role"], message.get("content"), note)
+        messages += [each for each in found if each["role"] != "system" or each["content"]]
     messages = _merged(messages)
     if not messages:
         raise invalid("the messages have no content", "messages")

@@ -26,7 +26,12 @@ _PROMPT: dict[str, Schema] = {
     **fields("tools"),
     "model": FILLED,
     "messages": list_of(
-        object_of("role", role={"enum": ["user", "assistant", "system"]}, content=CONTENT),
+        object_of(
+            "role",
+            role={"enum": ["user", "assistant", "system"]},
+            content=CONTENT,
+            output_config=nullable(object_of(effort=TEXT)),
+        ),
         minItems=1,
     ),
     "system": CONTENT,

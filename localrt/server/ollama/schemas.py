@@ -87,8 +87,8 @@ REQUESTS: dict[str, Schema] = {
         **_KEEP,
         **fields("dimensions"),
         input={
-            "description": "a text, or a list of texts",
-            "anyOf": [STRING, list_of(STRING), IDS],
+            "description": "a text, token ids, or a list of these",
+            "anyOf": [STRING, list_of(STRING), IDS, list_of(IDS)],
         },
         truncate=FLAG,
     ),
