@@ -11,6 +11,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,9 +28,9 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 def activate(x: Floats, activation: VisionActivation) -> Floats:
     """An activation of every value of ``x``: the exact GELU, its two approximations, SiLU."""
     if activation == "gelu":
-        from scipy.special import erf  # megabytes, which few towers need
-
-        out = 0.5 * x * (1 + erf(x * np.float32(0.7071067811865476)))
+        scaled = (x * np.float32(0.7071067811865476)).ravel().tolist()
+        erf = np.fromiter(map(math.erf, scaled), x.dtype, x.size).reshape(x.shape)
+        out = 0.5 * x * (1 + erf)
     elif activation == "gelu_tanh":
         inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3)
         out = 0.5 * x * (1 + np.tanh(inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.special import erf
 
 from localrt.quant.choose import vision_steps
 from localrt.quant.cpu.abi import find_library
@@ -72,6 +73,12 @@ def test_activations(activation: VisionActivation, isa: str) -> None:
     wide = floats(17, 2 * 77)
     gated = activate(wide[:, :77].astype(np.float64), activation) * wide[:, 77:]
     assert error(steps.gated(wide, activation), gated) < EXACT
+
+
+def test_exact_gelu() -> None:
+    x = np.concatenate([np.linspace(-8, 8, 4001), [0.0, -0.0, 1e-38, -1e4, 1e4]]).astype(np.float32)
+    expected = 0.5 * x * (1 + erf(x * np.float32(0.5**0.5)))
+    assert np.array_equal(activate(x, "gelu"), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
