@@ -369,11 +369,17 @@ def method_of(recipe: Recipe) -> str:
         raise OptionError(f"give either {option('format')} or {option('bits')}")
     if target is None:
         assert recipe.bits is not None, "one of them is there"
-        most = CODECS[MIX_FORMATS[-1]].format.bits_per_weight
-        if not 2 <= recipe.bits <= most:
-            raise OptionError(f"{option('bits')} must be from 2 to {most:g}, is {recipe.bits:g}")
+        ends = MIX_FORMATS[0], MIX_FORMATS[-1]
+        least, most = (CODECS[name].format.bits_per_weight for name in ends)
+        if not least <= recipe.bits <= most:
+            raise OptionError(
+                f"{option('bits')} must be from {least:g} to {most:g}, is {recipe.bits:g}"
+            )
         if method not in (None, MIX_METHOD):
-            raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out")
+            raise OptionError(
+                f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out, or take one "
+                f"{option('format')}"
+            )
         if not calibrated:
             raise OptionError(
                 f"{option('bits')} need a calibration text: give {option('calibration')}"
