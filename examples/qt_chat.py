@@ -1,6 +1,6 @@
 """A chat window with PySide6 that stays responsive: the model loads and answers in threads.
 
-    pip install localrt PySide6-Essentials
+    pip install PySide6-Essentials
     python qt_chat.py [MODEL]
 
 Threads reach the window by signals alone. Closing it stops the answer and frees the model.

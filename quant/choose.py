@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
@@ -69,7 +70,7 @@ def make_ops(
         if not found:
             raise OptionError(
                 f"there is no NVIDIA GPU for {option('device', device)}, or its driver, or "
-                f"localrt[gpu]: use {option('device', 'cpu')}"
+                f"NVIDIA's bindings ({install('gpu')}): use {option('device', 'cpu')}"
             )
         if not index.isdecimal() or int(index) >= found:
             raise OptionError(f"there is no GPU {device!r}: {found} found")
@@ -256,7 +257,7 @@ def _take_latents(spec: LatentSpec) -> bool:
 
 def _advice(device: str, compute_format: str | None) -> str:
     if device.startswith("cuda"):
-        return "this model, or this format, needs torch on a GPU: pip install 'localrt[torch]'"
+        return f"this model, or this format, needs torch on a GPU: {install('torch')}"
     if compute_format is not None:
         return f"format {compute_format} computes with torch: pip install 'torch>=2.11'"
     if find_library() is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from localrt.common.extras import EXTRAS, install
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
@@ -28,6 +32,21 @@ def packages_on_disk() -> set[str]:
 def test_every_package_on_disk_is_listed() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(config["tool"]["setuptools"]["packages"]) == packages_on_disk()
+
+
+def test_messages_name_the_packages_of_extras() -> None:
+    """No package index has localrt: `pip install 'localrt[gpu]'` fails everywhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    for extra, packages in EXTRAS.items():
+        names = [re.split(r"[<>=; ]", requirement)[0] for requirement in optional[extra]]
+        assert packages.split() == names
+        assert install(extra) == f"{shlex.quote(sys.executable)} -m pip install {packages}"
+    assert set(EXTRAS) == set(optional) - {"all", "docs", "test"}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
+    sources = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    wrong = re.compile(r"localrt\[[a-z]+\]'|pip install localrt\b")
+    assert [str(path) for path in (*sources, *pages) if wrong.search(path.read_text())] == []
 
 
 def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
@@ -100,7 +119,7 @@ def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None  # any import of it fails
+sys.modules["torch"] = sys.modules["scipy"] = None  # any import of them fails
 from pathlib import Path
 from contextlib import closing
 import numpy as np

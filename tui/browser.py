@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import MissingExtraError
+from localrt.common.extras import install
 
 try:
     from aiohttp import web
@@ -26,7 +27,7 @@ try:
     from textual_serve.server import Server, to_int
 except ImportError as error:
     raise MissingExtraError(
-        "the app in a browser needs textual-serve: pip install 'localrt[browser]'"
+        f"the app in a browser needs textual-serve: {install('browser')}"
     ) from error
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.extras import install
 from localrt.engine.types import Metrics
 from localrt.offload.memory import peak_rss
 
@@ -83,9 +84,7 @@ def load_engine(launch: Launch) -> BenchEngine:
         raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
     for package in ("transformers", "torch", "accelerate"):  # accelerate: for GGUF files too
         if find_spec(package) is None:
-            raise MissingExtraError(
-                f"the transformers engine needs {package}: pip install 'localrt[bench]'"
-            )
+            raise MissingExtraError(f"the transformers engine needs {package}: {install('bench')}")
     from localrt.bench.transformers_engine import load_transformers
 
     return load_transformers(Path(launch.path), threads=launch.threads)

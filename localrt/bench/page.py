@@ -33,6 +33,7 @@ from localrt.bench.plots import (
 )
 from localrt.bench.sweep import WORK, best_rows, failures, label, loading_settings
 from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.extras import install
 from localrt.common.files import write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
 
@@ -149,7 +150,7 @@ def write_png(page: Page, path: Path) -> None:
         from PySide6.QtSvg import QSvgRenderer
     except ImportError as error:
         raise MissingExtraError(
-            "a picture needs Qt: pip install 'localrt[png]', or write the page with --html"
+            f"a picture needs Qt: {install('png')}, or write the page with --html"
         ) from error
     application = QGuiApplication.instance() or QGuiApplication([])  # it has the fonts
     renderer = QSvgRenderer(to_svg(page).encode())

@@ -15,6 +15,7 @@ from typing import Any
 
 from localrt.bench.gpu import use_line
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
+from localrt.common.extras import install
 from localrt.common.files import write_text
 from localrt.common.formatting import (
     format_bytes,
@@ -29,8 +30,7 @@ _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
-_EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
-_BENCH_EXTRA = "'localrt[bench]'"
+_EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
 
 
 def facts(machine: Machine) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _ratio(value: float, baseline: float | None) -> str:
 
 def _why(skip: Skipped) -> str:
     if skip.missing:
-        return f"not installed: pip install {_EXTRAS.get(skip.engine, _BENCH_EXTRA)}"
+        return f"not installed: {install(_EXTRAS.get(skip.engine, 'bench'))}"
     return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason
 
 

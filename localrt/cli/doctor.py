@@ -18,6 +18,7 @@ from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.common.errors import LocalrtError
+from localrt.common.extras import install
 from localrt.common.formatting import format_bytes, table
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
@@ -150,7 +151,7 @@ def _advice(
         if torch is None:
             yield "without them the native engine needs torch: pip install 'torch>=2.11'"
     if gpu and versions["cuda-bindings"] is None:
-        yield "there is a GPU: to use it, pip install 'localrt[gpu]'"
+        yield f"there is a GPU: to use it, {install('gpu')}"
     elif gpu and not has_compiler():
         yield NO_COMPILER
     missing = {extra for name, extra, _ in _PACKAGES if versions[name] is None}
@@ -162,7 +163,7 @@ def _advice(
     }
     for extra, use in uses.items():
         if extra in missing and use is not None:
-            yield f"for {use}: pip install 'localrt[{extra}]'"
+            yield f"for {use}: {install(extra)}"
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -189,7 +190,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         rows += _gpu_rows(report["gpu"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
     yield _aligned(rows)
-    yield "\nPackages, by the extra that installs them (pip install 'localrt[EXTRA]')"
+    yield "\nPackages, by the extra that installs them (in a checkout: scripts/setup EXTRA)"
     yield _aligned(
         [
             [p["extra"], p["name"], p["version"] or "not installed", p["use"]]

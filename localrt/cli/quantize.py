@@ -46,9 +46,9 @@ EXAMPLES: Examples = (
 _EPILOG = """\
 formats  int4 or int8 in groups of g32, g64 or g128, like int4-g32 (g32m: with minima);
          int5-g32, int6-g32, nf4, mxfp4, nvfp4; GGUF's q2_k, q3_k and iq4_nl; bf16 and f16
-bits     2.7 to 6.5, of q2_k, q3_k, iq4_nl and int6-g32, each where it loses least
+bits     2.625 to 6.5, of q2_k, q3_k, iq4_nl and int6-g32, each where it loses least
 methods  rtn rounds to nearest; gptq and mr-gptq reduce the error with the help of a calibration
-         text (they need torch: pip install 'localrt[quantize]')
+         text (they need torch and scipy)
 
 Norms and biases stay exact. Embedding and head keep their published format up to 8.5 bits per
 weight and become int8-g32 above that, unless you give --head-format.

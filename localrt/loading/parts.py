@@ -26,6 +26,7 @@ from localrt.common.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -168,9 +169,7 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
         if options.engine == "native" or not is_gguf:
             raise
         if find_spec("llama_cpp") is None:
-            raise MissingExtraError(
-                f"{error}: install it with pip install 'localrt[llamacpp]'"
-            ) from error
+            raise MissingExtraError(f"{error}: install it with {install('llamacpp')}") from error
         notes.append(f"engine: llamacpp, because {_reason(checkpoint)}")
         return "llamacpp"
     return "native"

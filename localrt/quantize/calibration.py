@@ -28,6 +28,7 @@ from localrt.common.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.models.checkpoints.base import TensorSource
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
@@ -89,14 +90,16 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
     """Return the operations that compute calibration passes.
 
     Raises:
-        MissingExtraError: torch is not installed.
+        MissingExtraError: torch or scipy is not installed.
     """
     try:
+        import scipy.linalg  # noqa: F401  gptq's, which imports it when it has sums
+
         from localrt.quant.reference.calibration import CalibrationOps, calibration_format
     except ImportError as error:
         raise MissingExtraError(
-            "gptq and mr-gptq compute with torch: pip install 'localrt[quantize]', or use "
-            + option("method", "rtn")
+            f"gptq and mr-gptq, and a mix of formats, need torch and scipy: {install('quantize')}, "
+            f"or take one format with {option('method', 'rtn')}"
         ) from error
     return CalibrationOps(compute_format=calibration_format(), threads=threads)
 

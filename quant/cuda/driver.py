@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, MissingExtraError
+from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.quant.cuda.device import Device, Grid, Values
@@ -383,9 +384,7 @@ def bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise MissingExtraError(
-            "a GPU needs NVIDIA's bindings: pip install 'localrt[gpu]'"
-        ) from error
+        raise MissingExtraError(f"a GPU needs NVIDIA's bindings: {install('gpu')}") from error
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # libcuda.so.1 is not there

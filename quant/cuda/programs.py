@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import LocalrtError, MissingExtraError
+from localrt.common.extras import install
 from localrt.common.files import write_bytes
 
 OLDEST = 75
 """The first generation of GPUs with products of 8-bit integers: Turing."""
 
-NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]'"
+NO_COMPILER = f"CUDA's compiler is missing: {install('gpu')}"
 
 _FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 

@@ -15,6 +15,7 @@ from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
 from localrt.common.errors import OptionError
+from localrt.common.extras import install
 from localrt.engine.types import Metrics
 from localrt.offload.hardware import probe
 
@@ -131,7 +132,7 @@ def test_missing_engine(tmp_path: Path) -> None:
         ("transformers", True),
     ]
     text = to_table(outcome, options, name="m", machine=probe())
-    assert "not installed: pip install 'localrt[llamacpp]'" in text
+    assert f"not installed: {install('llamacpp')}" in text
 
 
 def test_engine_dies(tmp_path: Path) -> None:

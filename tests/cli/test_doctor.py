@@ -11,6 +11,7 @@ import pytest
 import localrt
 from localrt.cli import doctor
 from localrt.common.cores import Cores
+from localrt.common.extras import install
 from localrt.offload import hardware
 from localrt.quant.cuda.gpu_file import GpuFile
 from tests.planner.models import RATE
@@ -83,13 +84,13 @@ def test_missing_packages_say_how_to_get_them(
 ) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     text = _doctor(capsys, as_json=False)
-    assert "pip install 'localrt[llamacpp]'" in text
-    assert "torch" not in text.partition("To do")[2]  # the kernels compute without it
-    assert "localrt[gpu]" not in text  # there is no GPU here
+    assert install("llamacpp") in text
+    assert "pip install 'torch" not in text.partition("To do")[2]  # the kernels compute without it
+    assert install("gpu") not in text  # there is no GPU here
     monkeypatch.setattr(
         hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("Imaginary 8000"),)
     )
-    assert "localrt[gpu]" in _doctor(capsys, as_json=False)
+    assert install("gpu") in _doctor(capsys, as_json=False)
 
 
 def test_missing_kernels_say_what_they_cost_and_how_to_get_them(
@@ -108,7 +109,7 @@ def test_a_gpu_without_its_bindings_is_pointed_out(
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("X"),))
     advice = _doctor(capsys)["advice"]
-    assert "there is a GPU: to use it, pip install 'localrt[gpu]'" in advice
+    assert f"there is a GPU: to use it, {install('gpu')}" in advice
 
 
 def test_a_gpu_without_cudas_compiler_is_pointed_out(
@@ -116,7 +117,7 @@ def test_a_gpu_without_cudas_compiler_is_pointed_out(
 ) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0")
     monkeypatch.setattr(doctor, "has_compiler", lambda: False)
-    wanted = "CUDA's compiler is missing: pip install 'localrt[gpu]'"
+    wanted = f"CUDA's compiler is missing: {install('gpu')}"
     assert wanted not in _doctor(capsys)["advice"]
     monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("X"),))
     assert wanted in _doctor(capsys)["advice"]

@@ -249,7 +249,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.engine.llamacpp import model as llamacpp_library
 
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):
+    with pytest.raises(MissingExtraError, match="-m pip install llama-cpp-python"):
         llamacpp_library.load_library.__wrapped__()
 
 

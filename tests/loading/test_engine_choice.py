@@ -100,5 +100,5 @@ def test_fallback(tmp_path: Path) -> None:
 
 def test_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(localrt.MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):
+    with pytest.raises(localrt.MissingExtraError, match="-m pip install llama-cpp-python"):
         localrt.load(write_model(tmp_path / "m.gguf", "olmo", "F32"))

@@ -14,6 +14,7 @@ import pytest
 
 from localrt import History
 from localrt.cli import main
+from localrt.common.extras import install
 from tests.waits import wait_for
 
 pytest.importorskip("textual_serve")
@@ -78,7 +79,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert main(["chat", "--browser"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "pip install 'localrt[browser]'" in said
+    assert install("browser") in said
 
 
 def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from localrt.common.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.protocol import EngineInfo
@@ -64,16 +65,17 @@ def load_library() -> Library:
     Raises:
         MissingExtraError: llama-cpp-python is not installed, or its library cannot be loaded.
     """
-    install = "pip install 'localrt[llamacpp]'"
     try:
         from llama_cpp import llama_cpp as api
     except ImportError as error:
-        raise MissingExtraError(f"the llamacpp engine needs llama-cpp-python: {install}") from error
+        raise MissingExtraError(
+            f"the llamacpp engine needs llama-cpp-python: {install('llamacpp')}"
+        ) from error
     except (OSError, RuntimeError) as error:
         cause = str(error).splitlines()[0] if str(error) else "unknown cause"
         raise MissingExtraError(
             f"llama-cpp-python is installed but its library does not load ({cause}); try again"
-            f" with {install} --force-reinstall"
+            f" with {install('llamacpp')} --force-reinstall"
         ) from error
 
     errors: deque[str] = deque(maxlen=16)
