@@ -97,7 +97,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu]) -> N
     ops = choose.make_ops([spec])
     assert ops.device == "cpu"
     assert "the GPU is not used" in choose.why_not_our_kernels(ops, [spec], "auto")
-    with pytest.raises(OptionError, match="and CUDA's compiler is missing: .* -m pip install"):
+    with pytest.raises(OptionError, match=r"and CUDA's compiler is missing: .* -m pip install"):
         choose.make_ops([spec], device="cuda")
     gpus[0].capability = (7, 0)
     with pytest.raises(OptionError, match=r"compute capability 7\.5, and this has 7\.0"):
@@ -150,5 +150,5 @@ def test_torch_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert choose.make_ops([], device="cuda").name == "cuda"
-    with pytest.raises(MissingExtraError, match="needs torch on a GPU: .* -m pip install"):
+    with pytest.raises(MissingExtraError, match=r"needs torch on a GPU: .* -m pip install"):
         choose.make_ops([], device="cuda", compute_format="bf16")
