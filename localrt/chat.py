@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.files import write_text
+from localrt.common.files import read_text, write_text
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
@@ -380,9 +380,9 @@ class ChatSession:
         """
         source = Path(path).expanduser()
         try:
-            record = json.loads(source.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise StorageError(f"cannot read {source}: {error.strerror or error}") from error
+            record = json.loads(read_text(source))
+        except OptionError as error:
+            raise StorageError(error.marked) from error
         except ValueError as error:
             raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
         if not isinstance(record, dict) or record.get("version") != _VERSION:

@@ -17,6 +17,7 @@ from localrt.bench.process import ChildError, ChildProcess, child_command, serve
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions
 from localrt.common.errors import OptionError
+from localrt.common.files import read_text
 from localrt.common.option_names import on_command_line
 from localrt.evaluate import evaluate
 
@@ -94,7 +95,7 @@ class Evaluator:
 
     def evaluate(self, path: str, text: str) -> dict[str, float]:
         """Return the perplexity of a text file's beginning, and its change against float32."""
-        words = Path(text).read_text(encoding="utf-8")
+        words = read_text(text)
         settings: dict[str, Any] = {"engine": "native", "ctx": _WINDOW, "draft": "off"}
         with load(path, **settings) as model, load(path, format="f32", **settings) as full:
             found = evaluate(model, words, limit_tokens=_TEXT_TOKENS, against=full)

@@ -34,7 +34,7 @@ from localrt.bench.plots import (
 from localrt.bench.sweep import WORK, best_rows, failures, label, loading_settings
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
-from localrt.common.files import write_bytes
+from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
 
 NOT_MEASURED = "not measured"
@@ -62,10 +62,11 @@ def read_report(path: Path) -> Report:
     """Read a report from a file.
 
     Raises:
-        OptionError: it is none of `KINDS`.
+        OptionError: it cannot be read, or is none of `KINDS`.
     """
+    text = read_text(path)
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(text)
     except (ValueError, RecursionError):
         report = None
     if not isinstance(report, dict) or report.get("kind") not in KINDS:

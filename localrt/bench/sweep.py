@@ -22,7 +22,7 @@ from localrt.bench.process import ChildError, ChildProcess, child_command
 from localrt.bench.runner import encoder
 from localrt.bench.workload import Workload, make_prompts
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import write_text
+from localrt.common.files import read_text, write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, parse_size, table
 from localrt.common.option_names import option
 from localrt.models.checkpoints import open_checkpoint
@@ -265,11 +265,12 @@ class _Sweep:
 def _finished(options: SweepOptions, plan: Mapping[str, Any]) -> list[Point]:
     """Return the points of the file, none if there is no file."""
     file = options.file
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return []
-    except (OSError, ValueError):
+    text = read_text(file)
+    try:
+        report = json.loads(text)
+    except ValueError:
         report = None
     if not isinstance(report, dict) or report.get("kind") != "sweep":
         raise OptionError(f"{file} is no sweep and stays as it is: give {option('sweep')} another")

@@ -30,7 +30,7 @@ from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli.help import ProgressLine
 from localrt.cli.options import Flag, add_flags
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import write_text
+from localrt.common.files import read_text, write_text
 from localrt.common.formatting import printable, table
 from localrt.common.option_names import option
 from localrt.common.progress import note_to
@@ -42,7 +42,6 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import chooser
-from localrt.quantize.calibration import read_file
 
 _SWEEP_HELP = (
     "measure every combination of --vary on the native engine; points go to FILE as they are "
@@ -146,7 +145,7 @@ def _compare(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
 
 def _card(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     if args.text is not None:
-        read_file(args.text)  # a wrong path is said before anything is measured
+        read_text(args.text)  # a wrong path is said before anything is measured
     if args.card:
         models = [resolved(model) for model in args.card]
     else:

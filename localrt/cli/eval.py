@@ -16,10 +16,10 @@ from localrt.cli.options import (
     add_model_argument,
     load_options,
 )
+from localrt.common.files import read_text
 from localrt.common.formatting import format_rate
 from localrt.evaluate import Evaluation, evaluate
 from localrt.quant.ops.kv_formats import KV_FORMATS
-from localrt.quantize.calibration import read_file
 
 EXAMPLES: Examples = (
     ("localrt eval model.gguf --text book.txt", "perplexity"),
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
-    text = read_file(args.text)
+    text = read_text(args.text)
     with ExitStack() as models:
         model = models.enter_context(load(args.model, load_options(args)))
         against = None

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.cli.help import advanced
 from localrt.common.errors import OptionError
+from localrt.common.files import read_text
 from localrt.common.settings import ENDPOINT_KEY
 from localrt.engine.options import read_options
 from localrt.hub import DEMO_NAME
@@ -311,22 +312,14 @@ def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
     if schema is not None:
         text = schema.strip()
         is_text = text == "true" or text[:1] == "{"
-        options["json_schema"] = text if is_text else _file_text("schema", schema)
+        options["json_schema"] = text if is_text else read_text(schema)
     if getattr(args, "regex", None) is not None:
         options["regex"] = args.regex
     grammar, file = getattr(args, "grammar", None), getattr(args, "grammar_file", None)
     if file is None and grammar is not None and "::=" not in grammar:
         file = grammar
     if file is not None or grammar is not None:
-        options["grammar"] = grammar if file is None else _file_text("grammar", file)
+        options["grammar"] = grammar if file is None else read_text(file)
         gbnf_to_lark(options["grammar"], lambda _: 0)
     read_options(options)
     return options
-
-
-def _file_text(what: str, path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise OptionError(f"the {what} file {path[:80]!r} cannot be read: {reason}") from error

@@ -29,7 +29,7 @@ from localrt.cli.options import (
 )
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
-from localrt.common.files import keep_private, private_folder, write_text
+from localrt.common.files import keep_private, private_folder, read_stream, write_text
 from localrt.common.formatting import (
     format_bytes,
     format_rate,
@@ -130,7 +130,8 @@ def _images(files: Sequence[str]) -> list[bytes]:
     """Read pictures from files, and at most one from stdin."""
     if files.count("-") > 1:
         raise OptionError("--image - can be given once: stdin is one picture")
-    return [picture_bytes(sys.stdin.buffer.read() if file == "-" else file) for file in files]
+    stdin = sys.stdin.buffer
+    return [picture_bytes(read_stream(stdin, "stdin") if f == "-" else f) for f in files]
 
 
 def _continue_with_its_model(args: argparse.Namespace) -> None:

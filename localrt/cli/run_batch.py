@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import localrt
@@ -23,6 +22,7 @@ from localrt.cli.help import StatusLine
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.common.errors import OptionError
+from localrt.common.files import decoded, read_stream, read_text
 from localrt.common.formatting import format_rate, format_seconds
 from localrt.common.option_names import did_you_mean, on_command_line
 from localrt.engine.types import Chunk
@@ -124,22 +124,13 @@ def read_stdin() -> str:
     """Read all text on stdin.
 
     Raises:
-        OptionError: stdin is not UTF-8.
+        OptionError: stdin is not UTF-8, or too large.
     """
-    return _decoded(sys.stdin.buffer.read(), "stdin")
+    return decoded(read_stream(sys.stdin.buffer, "stdin"), "stdin")
 
 
 def _read(file: str) -> str:
-    return read_stdin() if file == "-" else _decoded(Path(file).read_bytes(), file)
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
-        ) from error
+    return read_stdin() if file == "-" else read_text(file)
 
 
 def _with_system(prompt: BatchPrompt, system: str) -> BatchPrompt:

@@ -15,7 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from localrt.common.errors import StorageError
+from localrt.common.errors import OptionError, StorageError
+
+MOST_BYTES = 256 << 20
+"""The most that is read whole of a file that a user names, or of stdin."""
 
 _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
@@ -86,6 +89,58 @@ def write_text(
     """
     data = text.encode("utf-8", "surrogatepass")
     write_bytes(path, data, private=private, sync=sync, folder=folder)
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file that a user names. Devices and pipes are refused: they may never end.
+
+    Raises:
+        OptionError: it is missing, no regular file, larger than ``most``, or cannot be read.
+    """
+    path = Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
+    try:
+        if not path.is_file():
+            kind = "is not a regular file" if path.exists() else "does not exist"
+            raise OptionError(f"{path} {kind}")
+        with path.open("rb") as file:
+            return read_stream(file, str(path), most)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_stream(stream: BinaryIO, name: str, most: int = MOST_BYTES) -> bytes:
+    """The rest of a stream.
+
+    Raises:
+        OptionError: it has more than ``most`` bytes.
+    """
+    data = stream.read(most + 1)
+    if len(data) > most:
+        raise OptionError(f"{name} is too large: the most is {most // 1_000_000} MB")
+    return data
+
+
+def read_text(path: str | Path) -> str:
+    """``read_bytes`` of a UTF-8 text.
+
+    Raises:
+        OptionError: as ``read_bytes``, or it is not UTF-8.
+    """
+    return decoded(read_bytes(path), str(path))
+
+
+def decoded(data: bytes, name: str) -> str:
+    """UTF-8 bytes as text, without a byte order mark.
+
+    Raises:
+        OptionError: they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+        ) from error
 
 
 def private_folder(path: Path) -> None:

@@ -29,6 +29,7 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.extras import install
+from localrt.common.files import read_text as read_file
 from localrt.common.option_names import option
 from localrt.models.checkpoints.base import TensorSource
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
@@ -308,29 +309,12 @@ def read_text(path: Path) -> str:
     Raises:
         OptionError: no such file, not UTF-8, or no text in the folder.
     """
-    if path.is_file():
-        return read_file(path)
     if not path.is_dir():
-        raise OptionError(f"there is no calibration text at {path}")
+        return read_file(path)
     texts = list(_texts(path))
     if not texts:
         raise OptionError(f"{path} holds no UTF-8 text to calibrate with")
     return "\n\n".join(texts)
-
-
-def read_file(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        OptionError: it is not UTF-8.
-    """
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
-        ) from error
 
 
 def _texts(folder: Path) -> Iterator[str]:

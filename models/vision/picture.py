@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
+from localrt.common.files import read_bytes
 from localrt.common.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def data_uri(data: bytes) -> str:
 
 
 def read_picture(given: str | Path) -> bytes:
-    """The bytes of a picture's file, not more than one too many; or those in a ``data:`` URI.
+    """The bytes of a picture's file, or those in a ``data:`` URI.
 
     Raises:
         OptionError: it cannot be read.
@@ -154,15 +155,7 @@ def read_picture(given: str | Path) -> bytes:
             return base64.b64decode(text if comma else "-", validate=True)
         except ValueError as error:
             raise OptionError(f"{given[:60]!r}... is not a picture in base64") from error
-    path = Path(given).expanduser()
-    try:
-        if not path.is_file():
-            kind = "is not a regular file" if path.exists() else "does not exist"
-            raise OptionError(f"{path} {kind}")
-        with path.open("rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+    return read_bytes(given, MOST_BYTES)
 
 
 def _upright(image: Image.Image, name: str) -> Pixels:

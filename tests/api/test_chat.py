@@ -133,7 +133,7 @@ def test_bad_files(tiny: localrt.Model, tmp_path: Path) -> None:
         bad.write_text(text)
         with pytest.raises(localrt.StorageError, match="not a saved chat"):
             tiny.load_chat(bad)
-    with pytest.raises(localrt.StorageError, match="cannot read"):
+    with pytest.raises(localrt.StorageError, match="does not exist"):
         tiny.load_chat(tmp_path / "none.json")
 
 

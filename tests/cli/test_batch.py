@@ -126,6 +126,6 @@ def test_bad_usage(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
     assert_one_line(run("--batch", file, "--raw"), 2, "--raw")
     assert_one_line(run("hi", "--batch-size", "2"), 2, "--batch FILE")
     assert_one_line(run("--batch", file, "--batch-size", "0"), 2, "--batch-size")
-    assert_one_line(run("--batch", tmp_path / "none"), 1, "none")
+    assert_one_line(run("--batch", tmp_path / "none"), 2, "none")
     file.write_bytes(b"\xff")
     assert_one_line(run("--batch", file), 2, "UTF-8")

@@ -180,6 +180,73 @@ def test_files_that_are_no_model(tmp_path: Path, home: dict[str, str]) -> None:
     assert_one_line(run(pickled), 1, "pytorch_model.bin")
 
 
+UNREADABLE = {
+    "device": "is not a regular file",
+    "folder": "is not a regular file",
+    "pipe": "is not a regular file",
+    "missing": "does not exist",
+    "large": "is too large: the most is",
+    "binary": "is not UTF-8 text: byte 0xff at 1",
+}
+
+
+@pytest.fixture(scope="module")
+def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unreadable")
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    with (folder / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    (folder / "binary").write_bytes(b"a\xff")
+    return folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices and pipes")
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run MODEL hi --json-schema FILE",
+        "run MODEL hi --grammar FILE",
+        "run MODEL hi --grammar-file FILE",
+        "run MODEL hi --chat-template FILE",
+        "run MODEL --batch FILE",
+        "eval MODEL --text FILE",
+        "bench --card MODEL --text FILE",
+        "bench --compare FILE",
+    ],
+)
+def test_files_that_cannot_be_read(
+    command: str, kind: str, unreadable: Path, tiny_folder: Path, home: dict[str, str]
+) -> None:
+    places = {"MODEL": tiny_folder, "FILE": unreadable / kind}
+    result = localrt(*(places.get(word, word) for word in command.split()), env=home)
+    assert_one_line(result, 1 if "template" in command else 2, UNREADABLE[kind])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices and pipes")
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_results_and_folders_that_cannot_be_read(
+    kind: str, unreadable: Path, tiny_folder: Path, home: dict[str, str]
+) -> None:
+    file = unreadable / kind
+    assert_one_line(localrt("bench", tiny_folder, "--sweep", file, env=home), 2, str(file))
+    assert_one_line(localrt("bench", tiny_folder, "--mix", file, env=home), 1 + (kind == "large"))
+    words = ("quantize", tiny_folder, "--format", "int4-g32", "--calibration", file)
+    assert_one_line(localrt(*words, env=home), 2, UNREADABLE[kind])
+
+
+def test_endless_stdin(tiny_folder: Path, home: dict[str, str]) -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        for command in ("run MODEL hi", "run MODEL --batch -", "run MODEL hi --image -"):
+            words = [str(tiny_folder) if word == "MODEL" else word for word in command.split()]
+            result = subprocess.run(
+                [*LOCALRT, *words], stdin=zeros, capture_output=True, env=home, timeout=600
+            )
+            assert_one_line(result, 2, "stdin is too large: the most is")
+
+
 def test_a_broken_tiny_model_says_what_is_broken(tmp_path: Path, home: dict[str, str]) -> None:
     folder = write_tiny_model(tmp_path)
     weights = folder / "model.safetensors"

@@ -171,7 +171,7 @@ def test_bad_usage_is_status_2(
     for wrong in (["--bits", "40"], ["--format", "nf4", "--head-format", "q4_k"]):
         refused(capsys, 2, "org/not-here", *wrong)  # before anything is downloaded
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", tmp_path / "no.txt")
-    assert "there is no calibration text at" in line
+    assert "no.txt does not exist" in line
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", short)

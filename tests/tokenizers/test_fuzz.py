@@ -178,5 +178,5 @@ def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> 
 
 def test_a_template_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(TemplateError, match="cannot be read"):
+    with pytest.raises(TemplateError, match="is not UTF-8 text"):
         load_template(cast(Checkpoint, SimpleNamespace(kind="safetensors", path=tmp_path)))

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.files import read_text
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.goals import GOALS
@@ -179,7 +180,7 @@ def read_mix(
     elif not file.is_file():
         raise LocalrtError(f"no mix {name!r:.80}: give a .toml file, or {', '.join(SHIPPED)}")
     else:
-        text = _read_text(file, name)
+        text = read_text(file)
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -199,14 +200,6 @@ def _scaled(mix: Mix, seconds: float) -> Mix:
         for each in mix.neighbours
     )
     return replace(mix, seconds=seconds, apps=apps, neighbours=neighbours)
-
-
-def _read_text(file: Path, name: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise LocalrtError(f"{name} cannot be read: {reason}") from error
 
 
 class _Reader:
@@ -279,7 +272,7 @@ class _Reader:
         file = self._folder / Path(name).expanduser()
         if not file.is_file():
             self._refuse(where, "prompts", f"no file {name!r:.80}")
-        lines = [line for line in _read_text(file, name).split("\n") if line.strip()]
+        lines = [line for line in read_text(file).split("\n") if line.strip()]
         if not lines:
             self._refuse(where, "prompts", f"{name} has no texts: write one on each line")
         if not all(line.lstrip().startswith("{") for line in lines):

@@ -18,7 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.common.errors import TemplateError
+from localrt.common.errors import OptionError, TemplateError
+from localrt.common.files import read_text
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import TokenMatcher, Watch, behind, ignore_count
 from localrt.models.tokenizers.hf import read_json, token_name
@@ -376,10 +377,9 @@ def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _source(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise TemplateError(f"the chat template {path} cannot be read: {reason}") from None
+        return read_text(path)
+    except OptionError as error:
+        raise TemplateError(f"the chat template {error.marked}") from None
 
 
 def _named_source(entry: object) -> tuple[str, str]:
