@@ -94,9 +94,8 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
     try:
         checkpoint = open_checkpoint(path)
     except UnsupportedModelError:
-        # The config may be supported even if the weights' format is not.
-        if not config.is_file() or is_head(path):
-            raise
+        if format is None or not config.is_file() or is_head(path):
+            raise  # what cannot be read may still be planned in another format
         return _shape_of_config(config, format)
     try:
         shape = shape_from_checkpoint(checkpoint)
@@ -160,4 +159,4 @@ def _shape_of_config(config: Path, format: str | None) -> ModelShape:
     name = folder.name
     if len(above) > 1 and above[0].name == "snapshots":
         name = above[1].name.removeprefix("models--").replace("--", "/")
-    return shape_from_config(values, name=name, format=format)
+    return shape_from_config(values, name=name, format=format, folder=config.parent)

@@ -103,8 +103,10 @@ def preview(
         return _whole(files_nbytes(path), budget)
     try:
         shape = shape_of(path)
-    except UnsupportedModelError:  # llama.cpp may run it, if it is installed
-        return _whole(files_nbytes(path), budget)
+    except UnsupportedModelError as error:
+        if path.is_dir() and not any(path.glob("*.gguf")):
+            return Preview(fits=False, weight_bytes=files_nbytes(path), problem=str(error))
+        return _whole(files_nbytes(path), budget)  # llama.cpp may run it, if it is installed
     machine, vram = machine_on_device(path, settings, device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
     kept, held = (

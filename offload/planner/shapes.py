@@ -50,15 +50,15 @@ _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
 
 def shape_from_config(
-    config: Mapping[str, Any], *, name: str, format: str | None = None
+    config: Mapping[str, Any], *, name: str, format: str | None = None, folder: Path | None = None
 ) -> ModelShape:
-    """Return the shape of the model that a Hugging Face ``config`` describes.
+    """Return the shape of the model that a Hugging Face ``config`` (of ``folder``) describes.
 
     ``format`` packs every matrix. None takes the config's quantization, which may be of experts
     only, else ``int4-g32``.
 
     Raises:
-        UnsupportedModelError: an unknown ``model_type`` or format.
+        UnsupportedModelError: an unknown ``model_type`` or format, or an unsupported quantization.
         CheckpointError: a key is missing or malformed.
     """
     for text in filter(None, map(config.get, TEXT_KEYS)):
@@ -73,7 +73,9 @@ def shape_from_config(
             f"{', '.join(_KINDS)}); give the weights"
         )
     notes: list[str] = []
-    expert_format, rest = (format, format) if format else _published_formats(config, name, notes)
+    expert_format, rest = (
+        (format, format) if format else _published_formats(config, folder or Path(name), notes)
+    )
     if rest not in FORMATS:
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
     if config.get("model_max_length"):
@@ -97,7 +99,9 @@ def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     return (*((_QKV_BIAS,) if biased else ()), *((_OUT_BIAS,) if both else ()))
 
 
-def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -> tuple[str, str]:
+def _published_formats(
+    config: Mapping[str, Any], folder: Path, notes: list[str]
+) -> tuple[str, str]:
     """Return the formats of experts and of all other matrices."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
@@ -105,11 +109,7 @@ def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -
         if (both := _EXPERTS_ALONE.get(method)) is not None:
             notes.append(f"weights as published: experts in {both[0]}, the rest in {both[1]}")
             return both
-    try:
-        method, scheme = read_scheme(config, Path(name))
-    except UnsupportedModelError as error:
-        scheme = None
-        notes.append(str(error))
+    method, scheme = read_scheme(config, folder)
     if scheme is not None:
         notes += [f"weights as published: {method}, planned as {scheme.typical}", *scheme.notes]
         return scheme.typical, scheme.typical

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import localrt
 from localrt.cli import main
 from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
@@ -17,6 +19,37 @@ from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from localrt.planning.what_runs import best_here
 from tests.planner.models import CONFIGS
+
+# Quantizations that cannot be read, by the words that say so.
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    *(
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": bits, "type": "int"}}},
+            },
+            f"num_bits is {bits}",
+        )
+        for bits in (2, 3)
+    ),
+    (
+        {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
+        "rotated inputs",
+    ),
+    ({"quant_method": "gptq", "bits": 2}, "bits is 2"),
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+    ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version is 'marlin'"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "bnb_4bit_quant_type is 'fp4'",
+    ),
+    ({"quant_method": "auto-round", "bits": 2}, "bits is 2"),
+    ({"quant_method": "hqq"}, "quantized with hqq"),
+    ({"quant_method": "quip"}, "quantized with quip"),
+    ({"quant_method": "new"}, "quantized with new"),
+]
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
 
@@ -36,6 +69,42 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     text = capsys.readouterr().out
     assert text.count("\n") == 1
     return json.loads(text)
+
+
+@pytest.mark.parametrize(("quantized", "words"), UNREAD, ids=[words for _, words in UNREAD])
+def test_unread_quantizations(
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    quantized: dict[str, Any],
+    words: str,
+) -> None:
+    """What cannot be read is one same line everywhere, with weights and without."""
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+    config = json.loads((tiny_folder / "config.json").read_text())
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps({**config, "quantization_config": quantized}))
+    lines = set[str]()
+
+    def refused(*command: str) -> None:
+        assert main([*command]) == 1
+        out, line = capsys.readouterr()
+        assert out == ""
+        lines.add(line)
+
+    refused("plan", str(tmp_path))
+    for file in tiny_folder.iterdir():
+        if file.name != config_file.name:
+            (tmp_path / file.name).symlink_to(file)
+    refused("plan", str(tmp_path))
+    refused("show", str(tmp_path))
+    refused("run", str(tmp_path), "hi")
+    lines.add(f"localrt: {localrt.preview(tmp_path)}\n")
+    assert len(lines) == 1, lines
+    (line,) = lines
+    assert words in line
+    assert line.count("\n") == 1
 
 
 @pytest.mark.slow
