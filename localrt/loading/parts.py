@@ -49,6 +49,7 @@ class LoadedModel:
 
     ``blind`` says why a model that sees does not see here.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
+    ``headless``: it embeds and writes no text.
     ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
     """
 
@@ -67,6 +68,7 @@ class LoadedModel:
     quantization: str = ""
     has_block: bool = False
     blind: str = ""
+    headless: bool = False
 
 
 def load_parts(
@@ -135,6 +137,7 @@ def load_parts(
             fingerprint=checkpoint.stamp + fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
             blind=eyes.problem,
+            headless=bool(checkpoint.config.get("headless")),
             has_block=(
                 name == "native" and not engine.info.streamed and has_prediction_block(checkpoint)
             ),

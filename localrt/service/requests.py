@@ -30,6 +30,7 @@ from localrt.chat_format.templates.chat_template import Segment, encode_chat
 from localrt.chat_format.thinking import CLOSE
 from localrt.common.errors import (
     CancelledError,
+    CheckpointError,
     ContextOverflowError,
     OptionError,
     TemplateError,
@@ -42,6 +43,7 @@ from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
 from localrt.loading.drafts import Drafts
 from localrt.loading.parts import LoadedModel
+from localrt.models.checkpoints.safetensors.folder import NO_HEAD
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters
 from localrt.service.arguments import (
@@ -158,6 +160,8 @@ class RequestBuilder:
         Raises:
             LocalrtError: the prompt or an option cannot be used.
         """
+        if self._parts.headless:
+            raise CheckpointError(NO_HEAD)
         chosen = read_options(self._defaults, options)
         check_call(cancel=cancel, on_progress=on_progress)
         check_flag("raw", raw)

@@ -194,7 +194,7 @@ def test_generation_config(tmp_path):
 
 @pytest.mark.parametrize(
     ("said", "head", "tied"),
-    [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
+    [(None, True, False), (None, False, True), (True, False, True), (False, True, False)],
 )
 def test_tied_embeddings(tmp_path, said, head, tied):
     tensors = TENSORS | ({"lm_head.weight": values(6, 8)} if head else {})

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import (
@@ -44,6 +46,14 @@ from localrt.models.checkpoints.text_model import (
 )
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, model_stamp, weight_files
 
+NO_HEAD = (
+    "the model has no head for text: lm_head.weight is not in its files. It embeds texts; if its "
+    'embedding is its head, set "tie_word_embeddings": true in config.json'
+)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED = 1 << 20  # bytes at a time
+TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3"})
+"""Models that see, by ``model_type``, whose outer config ties the head unless it says otherwise."""
 _KIMIS_LENGTH = "model_max_length"
 _HEADS_LAYER = "transformer_layer_config"
 
@@ -126,14 +136,43 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         except BaseException:
             self.close()
             raise
-        if self.config.get("tie_word_embeddings") is None:
-            tied = "lm_head.weight" not in self.tensors
-            self.config = {**self.config, "tie_word_embeddings": tied}
+        if not (self.only_predicts or predicts):
+            self.config = {**self.config, **self._head(config)}
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
+
+    def _head(self, config: Mapping[str, Any]) -> dict[str, bool]:
+        """Whether the head is the embedding, by the config and the tensors, as in transformers: a
+        head in the file that differs is kept, whatever the config says.
+        """
+        asked = self.config.get("tie_word_embeddings", self.config.get("tie_embedding"))
+        if _HEAD in self.tensors:
+            tied = asked is True and self._is_copy(_HEAD, _EMBEDDING)
+            if asked is True and not tied:
+                self.notes += ("the head in the file is used: it is not the embedding",)
+            return {"tie_word_embeddings": tied}
+        outside = config.get("tie_word_embeddings", config.get("model_type") in TIED_OUTSIDE)
+        if asked is False and not outside:
+            self.notes += (NO_HEAD,)
+            return {"tie_word_embeddings": True, "headless": True}
+        return {"tie_word_embeddings": True}
+
+    def _is_copy(self, name: str, of: str) -> bool:
+        """Whether two matrices are equal. Of those in different formats the config is believed."""
+        one, other = self.tensors[name], self.tensors.get(of)
+        if other is None or (one.format, one.shape) != (other.format, other.shape):
+            return True
+        rows = max(1, _COMPARED * one.shape[0] // one.nbytes)
+        ranges = (
+            (start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)
+        )
+        return all(
+            np.array_equal(self.read(name, *part).data, self.read(of, *part).data)
+            for part in ranges
+        )
 
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
         """Every tensor of the decoder, by its name in localrt."""
