@@ -51,10 +51,12 @@ def read_packed(
     path: Path,
     declared: Mapping[int, Any],
     describe: Callable[[Backend, PieceTable], Vocabulary],
+    special: Iterable[str] = (),
 ) -> ByteLevelTokenizer | None:
     """The tokenizer.json at ``path``, or None where it is not plain byte-level BPE.
 
-    Also None if the file lacks added tokens that are ``declared`` (by id) elsewhere. ``describe``
+    Also None if the file lacks added tokens that are ``declared`` (by id) elsewhere, or
+    ``special`` ones. ``describe``
     makes the vocabulary from the file without its vocabulary and merges, and the pieces.
     """
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
@@ -66,7 +68,7 @@ def read_packed(
         if not (_is_plain(spec) and _are_ids(vocab) and _is_numbered(added, vocab)):
             return None
         names = {entry["content"]: entry["id"] for entry in added}
-        if not declared.keys() <= set(names.values()):
+        if not declared.keys() <= set(names.values()) or not names.keys() >= set(special):
             return None
         packed = _packed_merges(model.pop("merges"))
         words, pieces = _tables(vocab, names)
@@ -187,6 +189,7 @@ def _packed_merges(merges: list[str] | list[list[str]]) -> PackedStrings:
 
 
 _BEGINNING = 1 << 14  # characters
+_USUAL = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
 
@@ -292,9 +295,10 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
     def describe(backend: Backend, pieces: Pieces, strip_space: bool = False) -> Vocabulary:
         return _vocabulary(backend, pieces, names, _id_list(eos), strip_space)
 
-    if (packed := read_packed(path, _declared(config), describe)) is not None:
+    special = _special(names)
+    if (packed := read_packed(path, _declared(config), describe, special)) is not None:
         return packed
-    backend = _read_whole(path, config)
+    backend = _read_whole(path, config, special)
     decoder = _decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     vocabulary = describe(backend, BackendPieces(backend), decoder.strip_space)
     return HuggingFaceTokenizer(backend, vocabulary, decoder)
@@ -333,8 +337,8 @@ def _what_is_there(folder: Path) -> str:
     return f"{folder} holds no tokenizer.json, so only token_ids can be used"
 
 
-def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
-    """Read the file by the package, and add tokens that only tokenizer_config.json declares."""
+def _read_whole(path: Path, config: Mapping[str, Any], special: Iterable[str]) -> Backend:
+    """Read the file by the package, and add tokens that only the other files declare."""
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
@@ -351,7 +355,30 @@ def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
         given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
         with package_errors(f"tokenizer_config.json declares {name!r:.60}, which cannot be added"):
             backend.add_tokens([AddedToken(name, **given)])
+    present = {entry.content for entry in backend.get_added_tokens_decoder().values()}
+    missing = [AddedToken(name, special=True) for name in special if name not in present]
+    with package_errors(f"{path.parent} names special tokens that cannot be added"):
+        backend.add_special_tokens(missing)
     return backend
+
+
+def _special(names: Mapping[str, Any]) -> tuple[str, ...]:
+    """The special tokens that the files beside tokenizer.json name, as transformers numbers those
+    that it lacks: the usual ones, those of the model (any key that ends in ``_token``), the rest.
+    """
+    own = {key: name for key, name in names.items() if key.endswith("_token")}
+    extra = names.get("extra_special_tokens") or names.get("additional_special_tokens")
+    for more in (names.get("model_specific_special_tokens"), extra):
+        own |= more if isinstance(more, Mapping) else {}
+    usual = [names.get(key) for key in _USUAL]
+    others = [name for key, name in own.items() if key not in _USUAL]
+    found = map(token_name, (*usual, *others, *(extra if isinstance(extra, list) else ())))
+    # A lone surrogate is no token.
+    return tuple(
+        dict.fromkeys(
+            name for name in found if name and name.encode(errors="ignore").decode() == name
+        )
+    )
 
 
 def _declared(config: Mapping[str, Any]) -> dict[int, Any]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import (
     AddedToken,
     decoders,
@@ -20,8 +21,9 @@ from tokenizers import Tokenizer as Backend
 from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
-from localrt.models.tokenizers.hf import read_packed
+from localrt.models.tokenizers.hf import hf_tokenizer, read_packed
 from localrt.models.tokenizers.tables import PieceTable
+from tests.conftest import write_byte_tokenizer
 from tests.mutations import changed
 from tests.tokenizers.varied_text import varied_strings
 
@@ -296,3 +298,54 @@ def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
     save(tmp_path, backend)
     with pytest.raises(UnsupportedModelError, match="known are ByteLevel"):
         load(tmp_path)
+
+
+X, Y = "<|x|>", "<|y|>"
+AS_OBJECT = {"content": X, "__type": "AddedToken", "special": True} | dict.fromkeys(
+    ("lstrip", "rstrip", "normalized", "single_word"), False
+)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "in the vocabulary"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        *({f"{kind}_token": X} for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+        {"eos_token": AS_OBJECT},
+        {"extra_special_tokens": [X]},
+        {"extra_special_tokens": [AS_OBJECT]},
+        {"extra_special_tokens": {"image_token": X}},
+        {"additional_special_tokens": [X]},
+        {"model_specific_special_tokens": {"image_token": X}},
+        {"image_token": X},
+        {"extra_special_tokens": [X, Y], "eos_token": Y, "pad_token": X},
+        {"extra_special_tokens": {"image_token": X, "pad_token": Y}, "eoi_token": Y},
+        {"added_tokens_decoder": {"259": {**AS_OBJECT, "content": Y}}, "eos_token": X},
+    ],
+    ids=str,
+)
+def test_special_tokens_beside_the_file(named: dict[str, Any], known: bool, tmp_path: Path) -> None:
+    """Those that only tokenizer_config.json names have transformers' ids, and end answers."""
+    write_byte_tokenizer(tmp_path)
+    if known:
+        path = tmp_path / "tokenizer.json"
+        spec = json.loads(path.read_text())
+        spec["model"]["vocab"] |= {X: 259, Y: 260}
+        path.write_text(json.dumps(spec))
+    path = tmp_path / "tokenizer_config.json"
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | kind | named))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, text = hf_tokenizer(tmp_path), f"a{X} b{Y}c<|im_end|>"
+    assert ours.encode(text, parse_special=True) == theirs.encode(text, add_special_tokens=False)
+    assert ours.eos_ids == {theirs.eos_token_id}
+
+
+@pytest.mark.parametrize("odd", [7, "ab", [7, None, {}], {"a": 7}, None], ids=str)
+@pytest.mark.parametrize(
+    "key", ["extra_special_tokens", "model_specific_special_tokens", "eos_token"]
+)
+def test_special_tokens_of_odd_types(key: str, odd: Any, tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: odd}))
+    assert hf_tokenizer(tmp_path).encode("ab") == [67, 68]
