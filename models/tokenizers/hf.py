@@ -355,8 +355,8 @@ def _read_whole(path: Path, config: Mapping[str, Any], special: Iterable[str]) -
         given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
         with package_errors(f"tokenizer_config.json declares {name!r:.60}, which cannot be added"):
             backend.add_tokens([AddedToken(name, **given)])
-    present = {entry.content for entry in backend.get_added_tokens_decoder().values()}
-    missing = [AddedToken(name, special=True) for name in special if name not in present]
+    added = {entry.content for entry in backend.get_added_tokens_decoder().values()}
+    missing = [AddedToken(name, special=True) for name in special if name not in added]
     with package_errors(f"{path.parent} names special tokens that cannot be added"):
         backend.add_special_tokens(missing)
     return backend
