@@ -16,7 +16,7 @@ from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile
 from localrt.offload.planner.pc import Hardware, budgets_of, machine_on_device, planned_hardware
-from localrt.offload.planner.report import figures
+from localrt.offload.planner.report import figures, gpu_room
 from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 
@@ -104,7 +104,8 @@ class WhatRuns:
         if slow:
             yield f"Too slow or too large: {', '.join(slow)}"
         yield f"Forecasts from {', '.join(figures(self.machine))}"
-        yield f"{_memory(self.budgets)}; sizes of files are estimates."
+        memory = f"{format_bytes(self.budgets.ram)} of RAM{gpu_room(self.machine, self.budgets)}"
+        yield f"Memory for a model: {memory}; sizes of files are estimates."
         yield UNITS
         yield (
             "FILE: the bits of a weight come first (Q4: about 4); fewer are smaller, faster and "
@@ -162,8 +163,3 @@ def _row(each: Runnable) -> Iterable[str]:
     yield format_seconds(each.expected.wait_s)
     yield each.expected.place
     yield _WORDS[each.level]
-
-
-def _memory(budgets: Budgets) -> str:
-    text = f"Memory for a model: {format_bytes(budgets.ram)} of RAM"
-    return f"{text}, {format_bytes(budgets.vram)} of GPU memory" if budgets.vram else text

@@ -192,18 +192,18 @@ def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
 
 
 # Names of unsupported GPUs: AMD, Intel, Apple, and NVIDIA before Turing.
-_OTHERS = re.compile(
-    r"\bRX ?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"
-    r"|\barc\b|\biris\b|\bu?hd graphics\b|\bxe\b|intel graphics|\bapple\b|\bi?mac|\bM[1-9]\b"
-    r"|\bGTX? ?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT ?\d{3,4}\b"
-    r"|\b(?:quadro|tesla) [KMP]\d|\b[KMP](?:40|100|4)\b",
-    re.IGNORECASE,
+OTHERS = (
+    r"\bRX\s?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"
+    r"|\barc\b|\biris\b|\bu?hd\sgraphics\b|\bxe\b|intel\sgraphics|\bapple\b|\bi?mac|\bM[1-9]\b"
+    r"|\bGTX?\s?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT\s?\d{3,4}\b"
+    r"|\b(?:quadro|tesla)\s[KMP]\d|\b[KMP](?:40|100|4)\b"
 )
+"""A pattern of their names."""
 
 
 def other_gpu(text: str) -> str:
     """Return a line about an unsupported GPU; empty if ``text`` names none."""
-    if _OTHERS.search(text) is None or find_gpu(text) is not None:
+    if re.search(OTHERS, text, re.IGNORECASE) is None or find_gpu(text) is not None:
         return ""
     return f"localrt uses NVIDIA GPUs from GTX 16 and RTX 20 on: {text.strip()} is left out"
 

@@ -8,6 +8,7 @@ processor or GPU. This PC is measured once; callers that must not load it use sa
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from localrt.offload.account import Budgets
 from localrt.offload.memory import memory_state, ram_budget
 from localrt.offload.planner.gpus import (
     DEFAULT_GPU,
+    OTHERS,
     GpuModel,
     find_gpu,
     measured_profile,
@@ -53,32 +55,69 @@ _MEMORY_REACHED = 0.8
 _TRANSFER_BYTES = 8  # per channel
 _USUAL_TRANSFERS = {"3": 1600, "4": 3200, "5": 5600}  # millions per second
 _MEMORY = re.compile(r"(?:LP)?DDR(?P<kind>[345])X?(?:[- ]?(?P<rate>\d{4,5}))?", re.IGNORECASE)
-_SIZE = re.compile(
-    r"(?:(?P<count>\d)\s*x\s*)?(?P<size>\d+(?:\.\d+)?\s*GI?B)\b(?!/s)", re.IGNORECASE
-)
 _RATE = re.compile(r"\d+(?:\.\d+)?\s*[MG]B/s", re.IGNORECASE)
-_CORES = re.compile(
-    r"\b(?:(?P<count>\d+)\s*-?|(?P<word>dual|quad|hexa|octa)[- ]?)\s*cores?\b", re.IGNORECASE
+_SIZE = r"\d+(?:\.\d+)?\s*GI?B(?!/s)"
+_COUNTS = {"single": 1, "dual": 2, "quad": 4, "hexa": 6, "octa": 8}
+_DISK_WORDS = r"(?:(?:PCIe\s*)?gen\s*[345]|PCIe\s*[345](?:\.0)?|NVMe|M\.2|SATA|SSD|HDD|hard)(?!\w)"
+# What a description may have, by what it describes. Spaces are written out.
+_PARTS = {
+    "no_gpu": r"(?:no|without)(?:\s+an?)?\s+(?:card|gpu|graphics\s+card)",
+    "cores": r"(?:(?P<count>\d+)\s*-?|(?P<word>dual|quad|hexa|octa)[-\s]?)\s*cores?",
+    "channels": r"(?:(?P<number>\d)|(?P<channel_word>single|dual|quad))[-\s]channels?",
+    "memory": _MEMORY.pattern + r"(?:\s*(?:MHz|MT/s))?",
+    "disk": rf"""(?:(?:\d{{3,4}}\s*GB|\d+(?:\.\d+)?\s*TB|{_RATE.pattern})\s+)?{_DISK_WORDS}
+        (?:[-\s]*(?:{_DISK_WORDS}|disks?|drives?|{_RATE.pattern}))*""",
+    "processor": r"""(?:(?:intel|amd)\s+)?(?:
+        (?:core\s+)?i(?P<intel>[3579])(?:[-\s]?(?P<model>\d{4,5})\w*)?
+        |(?P<ultra>(?:core\s+)?ultra\s*(?P<ultra_tier>[579])(?:\s*\d{3}\w*)?)
+        |ryzen\s*(?P<ai>ai\s*)?(?:max\+?\s*)?(?P<ryzen>[3579])?(?:\s*pro)?
+        (?:\s*(?:HX\s*)?(?P<series>\d)\d{2,3}\w*)?)""",
+    "apple": r"""(?=apple|i?mac|M[1-9])(?:apple\s*)?
+        (?:i?mac(?:book)?\s*(?:air|pro|mini|studio)?\s*)?
+        (?:M(?P<generation>[1-9])(?:\s*(?P<more>pro|max|ultra))?)?""",
+    "windows": r"windows(?:\s*1[01])?",
+    "other": rf"""(?:(?:nvidia|geforce|amd|intel)\s+)*(?:{OTHERS})\w*
+        (?:\s+(?:RX|XTX?|GRE|Ti|Pro|Plus|Xe|Graphics|[AB]?\d{{3,4}}[MSX]?)(?!\w))*
+        (?:\s+(?:[1-9]|1\d|2[04])\s*GB(?=\s*(?:,|$)))?""",
+    "gpu": rf"""(?:(?P<gpus>\d+)\s*x\s*)?(?:(?:nvidia|geforce)\s+)*
+        (?:virtual:[\w\s]+|(?:[RG]TX\s*|titan\s+)\w+|T4|MX\s*\d{{3}}|[2-5]0[5-9]0|16[356]0)M?
+        (?:\s*(?:Ti|Super|D|laptop|mobile|max-q|notebook|GPU)(?!\w))*
+        (?P<vram>\s*{_SIZE}(?!\s*(?:(?:of\s+)?(?:LP|DDR|RAM|memory))))?""",
+    "ram": rf"(?:(?P<modules>\d)\s*x\s*)?(?P<size>{_SIZE})",
+}
+_FILLER = "with|and|of|an?|ram|memory|cpu|processor|gpu|card|intel|amd|nvidia|geforce"
+_PART = re.compile(
+    rf"(?:{'|'.join(f'(?P<{kind}>{words})' for kind, words in _PARTS.items())})(?!\w)"
+    rf"|(?P<filler>[\s,;&+]+|(?:{_FILLER})(?!\w))",
+    re.IGNORECASE | re.VERBOSE,
 )
-_CORE_WORDS = {"dual": 2, "quad": 4, "hexa": 6, "octa": 8}
-_CHANNELS = re.compile(r"(?P<count>\d|single|dual|quad)[- ]channels?", re.IGNORECASE)
-_CHANNEL_WORDS = {"single": 1, "dual": 2, "quad": 4}
-# A processor's series and generation. Its tier gives the cores if they are not given.
-_INTEL = re.compile(
-    r"\b(?:core\s*)?i(?P<tier>[3579])[- ]?(?P<generation>\d{1,2})\d{3}", re.IGNORECASE
-)
-_ULTRA = re.compile(r"\bultra\s*(?P<tier>[579])\b", re.IGNORECASE)
-_RYZEN = re.compile(
-    r"\bryzen\s*(?:ai\s*)?(?P<tier>[3579])?\D{0,8}(?P<generation>\d)?\d{2,3}", re.IGNORECASE
-)
-_TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}
-_APPLE = re.compile(r"\bM(?P<generation>[1-9])\b(?:\s*(?P<more>pro|max|ultra))?", re.IGNORECASE)
+_NAMES = {"ram": "size of RAM", "memory": "kind of RAM", "gpu": "GPU", "other": "GPU"}
+_TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}  # of a processor that is not below
+# Cores of all kinds by processor, without spaces and hyphens; the first that matches counts.
+_PROCESSOR_CORES = {
+    4: r"i3([89]|1[0-4])[13]\d\d[fkt]*|i[57][67]\d{3}(k|hq)?|i5([89]|10)3\d\dh|i[57]8[256]\d[05]u"
+    r"|i[57]10[25]10u|i[57]1[01][34568]5g\d|ryzen3\d{4}\w*|ryzen[57][23][57]00u|ryzen57520u",
+    6: r"i5([89]|1[01])[456]\d0[fkt]*|i512[456]00[ft]*|i78([78]50h|700k?)|i7(9|10)750h|i31215u"
+    r"|i511[245]\d0h|ryzen5\d{4}\w*|ryzenai5340",
+    8: r"i7(9|1[01])700[fkt]*|i7(1087[05]|11800)h|i9(9|11)900[fkst]*|i9(9880h|[19]\d?980hk)"
+    r"|i5(124|134)[25]0h|ryzen7\d{4}\w*|ryzen9([4568]9[08]0h[sx]|[78]94[05]hs)|ryzenai7350"
+    r"|ultra[579]2\d[268]v",
+    10: r"i910900[fkx]*|i512600kf?|i51[34]400[ft]*|i[57]1[23][3-6]5u|i712650h|i51[34]450hx"
+    r"|ultra5225f?|ryzenai9365",
+    12: r"i712700[fkt]*|i51[23]500h|i[57]1[23][46]0p|ultra[57]1[2356]5u|ryzen9[3-9]900x?(3d)?"
+    r"|ryzen97845hx|ryzenai9hx37[05]",
+    14: r"i5(1[34][56]00)[fkt]*|i71[23]700h|i91[23]900hk?|i51[34]500hx|i713650hx"
+    r"|ultra5(1[23]5h|225h|235|245(kf?|hx)?)",
+    16: r"i713700[fkt]*|i912900[fkst]*|i7(12[68]50|12800|13700|14650)hx|i9129\d0hx|ultra9[12]85h"
+    r"|ultra7(1[56]|2[56])5h|ryzen9[3-9]950x(3d)?|ryzen9([78]94[05]|9955)hx(3d)?|ryzenaimax\+?395",
+    20: r"i714700\w*|i713850hx|ultra7(265[fk]*|2[56]5hx)",
+    24: r"i91[34]9[08]0\w*|ultra9(285k?|2[78]5hx)",
+}
 # GB/s that the CPU cores of Apple's chips reach, by generation; larger chips reach twice that.
 _APPLE_GB_S = {"1": 60, "2": 90, "3": 90, "4": 108, "5": 135}
 _NEW_MEMORY = "DDR5-5600"  # with RTX 40 GPUs and later, and with processors as recent
 _NEW_GPU = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
 _NEW_OTHER = re.compile(r"\bRX ?[79]\d{3}|\barc B", re.IGNORECASE)
-_NO_GPU = re.compile(r"(no|without)( an?)? (card|gpu|graphics card)", re.IGNORECASE)
 # Bytes per second that large reads reach, by kind of disk; the first pattern that matches counts.
 _DISKS = (
     (r"gen\s*5|pcie\s*5", 10e9),
@@ -87,9 +126,10 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-# RAM left to the desktop and other programs (at most, and its share); the GPU's share to use.
+# RAM left to the desktop and other programs (at most, and its share); the share of free GPU memory
+# to use, and what a desktop takes of it.
 _DESKTOP_BYTES, _DESKTOP_SHARE = 4_000_000_000, 0.25
-_GPU_SHARE = 0.92
+_GPU_SHARE, _GPU_DESKTOP, _GPU_WINDOWS = 0.92, 800_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +144,9 @@ class Pc:
     sources: Mapping[str, str] = field(default_factory=dict)
     new_memory: bool | None = None
     """Whether the named processor is as recent as DDR5; None if none was named."""
+    windows: bool = os.name == "nt"
+    left_out: str = ""
+    """A line about a named GPU that cannot be used; empty if there is none."""
 
     @property
     def ram_budget(self) -> int:
@@ -113,7 +156,7 @@ class Pc:
     @property
     def vram_budget(self) -> int:
         """Bytes of GPU memory that the desktop leaves free."""
-        return 0 if self.gpu is None else int(_GPU_SHARE * self.gpu.vram_bytes)
+        return 0 if self.gpu is None else beside_desktop(self.gpu, windows=self.windows)
 
     def machine(self) -> MachineProfile:
         """Return the profile of its processor, memory and disk; the planner adds the GPU."""
@@ -123,18 +166,25 @@ class Pc:
         return replace(typical, name="that PC", sources={**typical.sources, **self.sources})
 
 
+def beside_desktop(gpu: GpuModel, *, windows: bool = os.name == "nt") -> int:
+    """Return the bytes of a GPU's memory that a desktop leaves free; a made-up GPU has none."""
+    if gpu.reached == 1.0:
+        return gpu.vram_bytes
+    taken = max(_GPU_WINDOWS if windows else _GPU_DESKTOP, (1 - _GPU_SHARE) * gpu.vram_bytes)
+    return gpu.vram_bytes - int(taken)
+
+
 def parse_pc(text: str) -> Pc:
     """Parse a line of parts, or a preset's name followed by parts that replace the preset's.
 
     Raises:
-        OptionError: a part is not understood.
+        OptionError: a word is not understood, or a part is named twice.
     """
-    first, _, rest = text.partition(",")
-    preset = PRESETS.get(first.strip().lower())
+    preset = re.match(rf"\s*({'|'.join(PRESETS)})(?![\w-])", text, re.IGNORECASE)
     pc = Pc()
-    for part in [*preset.split(","), *rest.split(",")] if preset else text.split(","):
-        if part.strip():
-            pc = _with_part(pc, part.strip())
+    if preset is not None:
+        pc, text = _with_parts(pc, PRESETS[preset[1].lower()]), text[preset.end() :]
+    pc = _with_parts(pc, text)
     new = pc.gpu is not None and _NEW_GPU.search(pc.gpu.name)
     if "ram_bytes_s" not in pc.sources and (pc.new_memory or (pc.new_memory is None and new)):
         pc = replace(pc, ram_bytes_s=parse_memory_speed(_NEW_MEMORY))
@@ -149,7 +199,7 @@ def parse_memory_speed(text: str) -> float:
     """
     found = _MEMORY.fullmatch(text.strip())
     if found is not None:
-        return _memory_rate(found, 2)
+        return _memory_rate(found[0], 2)
     try:
         return parse_bandwidth(text)
     except OptionError as error:
@@ -158,92 +208,91 @@ def parse_memory_speed(text: str) -> float:
         ) from error
 
 
-def _with_part(pc: Pc, part: str) -> Pc:
-    """Return ``pc`` changed by one part of the description."""
-    if cores := _CORES.search(part):
-        count = int(cores["count"] or _CORE_WORDS[cores["word"].lower()])
-        return _given(replace(pc, cores=max(1, count)), cores="given")
-    if _NO_GPU.fullmatch(part):
-        return replace(pc, gpu=None)
-    if (known := _with_processor(pc, part)) is not None:
-        return known
-    if any(re.search(rf"\b(?:{words})", part, re.IGNORECASE) for words, _ in _DISKS):
-        return _with_disk(pc, part)
-    if apple := _APPLE.search(part):
-        rate = 1e9 * _APPLE_GB_S.get(apple["generation"], 135) * (2 if apple["more"] else 1)
-        pc = _given(replace(pc, gpu=None, ram_bytes_s=rate), ram_bytes_s="typical")
-        return _with_memory(pc, part, _SIZE.search(part), None)
-    if other_gpu(part):  # the plan notes it
-        return replace(pc, gpu=None, new_memory=pc.new_memory or bool(_NEW_OTHER.search(part)))
-    size, memory = _SIZE.search(part), _MEMORY.search(part)
-    if memory or (
-        size and not re.sub(r"\b(of|ram|memory)\b", "", _rest(part, size), flags=re.I).strip()
-    ):
-        return _with_memory(pc, part, size, memory)
-    try:
-        return replace(pc, gpu=parse_gpu(part))
-    except OptionError as error:
-        raise OptionError(
-            f"{part!r} is no part of a PC that is known: {_how(part, error)}"
-        ) from error
+def _parts(text: str) -> dict[str, re.Match[str]]:
+    """Return the parts of a description by what they describe."""
+    found: dict[str, re.Match[str]] = {}
+    at = 0
+    while at < len(text):
+        part = _PART.match(text, at)
+        if part is None:
+            word = re.sub(r"^([^\s,]+).*", r"\1", text[at:], flags=re.DOTALL)
+            raise OptionError(
+                f"{word!r} is no part of a PC that is known: write it like "
+                f'"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or begin with one of '
+                f"{', '.join(PRESETS)}"
+            )
+        if part["vram"] and find_gpu(part[0]) is None:  # no GPU has it: it is RAM
+            part = _PART.match(text, at, part.start("vram")) or part
+        kind, at = part.lastgroup or "", part.end()
+        if int(part["gpus"] or 1) > 1:
+            raise OptionError(f"{part[0]!r}: localrt uses one GPU, so name one")
+        kind = "gpu" if kind in ("no_gpu", "apple") else kind
+        if kind in found and kind != "filler":
+            raise OptionError(f"{part[0]!r} is a second {_NAMES.get(kind, kind)}: name one")
+        found[kind] = part
+    return found
 
 
-def _with_processor(pc: Pc, part: str) -> Pc | None:
-    """Return ``pc`` with the cores and age of a named processor; None if none is named."""
-    found = _INTEL.search(part) or _ULTRA.search(part) or _RYZEN.search(part)
-    if found is None:
-        return None
-    named = found.groupdict()
-    # DDR5: Intel from the 13th generation, Ryzen from 6000 (laptops) and 7000, and newer names.
-    first = 13 if found.re is _INTEL else 6
-    new = (
-        found.re is _ULTRA or "ai" in part.lower().split() or int(named["generation"] or 9) >= first
-    )
-    cores = pc.cores if pc.sources.get("cores") else _TIER_CORES[named["tier"] or "7"]
-    return replace(pc, cores=cores, new_memory=new)
-
-
-def _with_disk(pc: Pc, part: str) -> Pc:
-    rate = _RATE.search(part)
-    if rate is not None:
-        return _given(replace(pc, ssd_bytes_s=parse_bandwidth(rate[0])), ssd_bytes_s="given")
-    kind = next(rate for words, rate in _DISKS if re.search(words, part, re.IGNORECASE))
-    return _given(replace(pc, ssd_bytes_s=kind), ssd_bytes_s="typical")
-
-
-def _with_memory(pc: Pc, part: str, size: re.Match[str] | None, memory: re.Match[str] | None) -> Pc:
-    if size is not None:
-        nbytes = int(size["count"] or 1) * parse_size(size["size"])
+def _with_parts(pc: Pc, text: str) -> Pc:
+    """Return ``pc`` changed by the parts of a description."""
+    parts = _parts(text)
+    if gpu := parts.get("gpu"):
+        pc = replace(pc, gpu=parse_gpu(gpu[0].strip()) if gpu.lastgroup == "gpu" else None)
+        if gpu["generation"]:
+            rate = 1e9 * _APPLE_GB_S.get(gpu["generation"], 135) * (2 if gpu["more"] else 1)
+            pc = _given(replace(pc, ram_bytes_s=rate), ram_bytes_s="typical")
+    if other := parts.get("other") or (gpu if gpu and gpu.lastgroup == "apple" else None):
+        new = pc.new_memory or bool(_NEW_OTHER.search(other[0]))
+        pc = replace(pc, gpu=pc.gpu if gpu else None, new_memory=new, left_out=other_gpu(other[0]))
+    if processor := parts.get("processor"):
+        pc = _with_processor(pc, processor)
+    if cores := parts.get("cores"):
+        count = int(cores["count"] or _COUNTS[cores["word"].lower()])
+        pc = _given(replace(pc, cores=max(1, count)), cores="given")
+    if disk := parts.get("disk"):
+        rate = next(r for words, r in _DISKS if re.search(words, disk[0], re.IGNORECASE))
+        if given := _RATE.search(disk[0]):
+            rate = parse_bandwidth(given[0])
+        source = "given" if given else "typical"
+        pc = _given(replace(pc, ssd_bytes_s=rate), ssd_bytes_s=source)
+    if ram := parts.get("ram"):
+        nbytes = int(ram["modules"] or 1) * parse_size(ram["size"])
         pc = _given(replace(pc, ram_bytes=nbytes), ram_bytes="given")
-    channels = _CHANNELS.search(part)
-    if memory is not None:
-        word = "2" if channels is None else channels["count"].lower()
-        rate = _memory_rate(memory, _CHANNEL_WORDS.get(word) or int(word))
+    if memory := parts.get("memory"):
+        count = 2
+        if channels := parts.get("channels"):
+            count = int(channels["number"] or _COUNTS[channels["channel_word"].lower()])
         # The modules were given, but the reached share of their rate is typical.
-        pc = _given(replace(pc, ram_bytes_s=rate), ram_bytes_s="typical")
-    return pc
+        pc = _given(replace(pc, ram_bytes_s=_memory_rate(memory[0], count)), ram_bytes_s="typical")
+    return replace(pc, windows=pc.windows or "windows" in parts)
 
 
-def _memory_rate(memory: re.Match[str], channels: int) -> float:
-    transfers = int(memory["rate"] or _USUAL_TRANSFERS[memory["kind"]])
+def _with_processor(pc: Pc, found: re.Match[str]) -> Pc:
+    """Return ``pc`` with the cores and age of a named processor."""
+    tier = found["intel"] or found["ultra_tier"] or found["ryzen"] or "7"
+    model = found["model"] or "99"
+    # DDR5: Intel from the 13th generation, Ryzen from 6000 (laptops) and 7000, and newer names.
+    if found["intel"]:
+        new = int(model[:2] if model[0] == "1" else model[0]) >= 13 or not found["model"]
+    else:
+        new = bool(found["ultra"] or found["ai"]) or int(found["series"] or 9) >= 6
+    name = re.sub(r"[\s-]|intel|amd|core|pro", "", found[0].lower())
+    for cores, known in _PROCESSOR_CORES.items():
+        if re.fullmatch(known, name):
+            return _given(replace(pc, cores=cores, new_memory=new), cores="given")
+    pc = replace(pc, cores=_TIER_CORES[tier], new_memory=new)
+    return _given(pc, cores="typical")
+
+
+def _memory_rate(memory: str, channels: int) -> float:
+    found = _MEMORY.match(memory)
+    assert found is not None, "it was found before"
+    transfers = int(found["rate"] or _USUAL_TRANSFERS[found["kind"]])
     return _MEMORY_REACHED * channels * _TRANSFER_BYTES * transfers * 1e6
-
-
-def _rest(part: str, found: re.Match[str]) -> str:
-    return part[: found.start()] + part[found.end() :]
 
 
 def _given(pc: Pc, **sources: str) -> Pc:
     return replace(pc, sources={**pc.sources, **sources})
-
-
-def _how(part: str, error: OptionError) -> str:
-    if re.search(r"[gr]tx|arc|radeon|\brx\b|virtual:", part, re.IGNORECASE):
-        return str(error)
-    presets = ", ".join(PRESETS)
-    return (
-        f'write it like "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or begin with one of {presets}'
-    )
 
 
 # -- this PC, or the one that was described --------------------------------------------------------
@@ -281,12 +330,6 @@ class Hardware:
         }
         return tuple(name for name, is_so in imagined.items() if is_so)
 
-    @property
-    def left_out(self) -> str:
-        """A line about a named GPU that cannot be used; empty if there is none."""
-        parts = [self.gpu or "", *(self.pc or "").split(",")]
-        return next(filter(None, map(other_gpu, parts)), "")
-
 
 def planned_hardware(
     wanted: Hardware,
@@ -306,7 +349,8 @@ def planned_hardware(
     """
     ram = None if wanted.ram is None else parse_size(wanted.ram)
     if wanted.pc is not None:
-        pc, vram, note = parse_pc(wanted.pc), 0, ""
+        pc, vram = parse_pc(wanted.pc), 0
+        note = pc.left_out
         machine = _as_wanted(pc.machine(), wanted)
         if wanted.gpu is None and pc.gpu is not None:
             memory = wanted.gpu_memory or pc.vram_budget
@@ -321,7 +365,7 @@ def planned_hardware(
         machine, vram = with_gpu(_as_wanted(machine, wanted), wanted, settings.cache_dir)
         source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
     machine = _with_source(machine, ram_bytes=source)
-    return machine, budgets_of(machine, ram, vram), note or wanted.left_out
+    return machine, budgets_of(machine, ram, vram), note or other_gpu(wanted.gpu or "")
 
 
 def machine_here(
@@ -429,7 +473,7 @@ def with_gpu(
     elif wanted.gpu is not None or asked is not None or link is not None:
         gpu = parse_gpu(wanted.gpu or DEFAULT_GPU)
         source = "given" if gpu.reached == 1.0 else source
-        vram = asked or gpu.vram_bytes
+        vram = asked or beside_desktop(gpu)
         if wanted.gpu is None:
             gpu = replace(gpu, vram_bytes=max(vram, gpu.vram_bytes))
     else:

@@ -18,13 +18,13 @@ from localrt.common.formatting import (
     format_seconds,
     table,
 )
-from localrt.offload.account import Tier
+from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedPicture, PlannedSize, PlanRequest
 from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
-from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, speed
+from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, part_of, speed
 from localrt.offload.shapes import ModelShape
 
 _PLACES = {
@@ -323,9 +323,14 @@ def _room(plan: Plan) -> str:
     budgets = plan.request.budgets
     source = plan.request.machine.sources.get("ram_bytes", "typical")
     text = f"{format_bytes(budgets.ram)} of RAM to use ({source})"
-    if plan.request.uses_gpu:
-        text += f", {format_bytes(budgets.vram)} of GPU memory"
-    return text
+    return text + gpu_room(plan.request.machine, budgets)
+
+
+def gpu_room(machine: MachineProfile, budgets: Budgets) -> str:
+    """Return ``", 7.8 of 8.6 GB of GPU memory"``; empty if none is used."""
+    if machine.gpu is None or not budgets.vram:
+        return ""
+    return f", {part_of(budgets.vram, machine.gpu.vram_bytes)} of GPU memory"
 
 
 def _prompt(plan: Plan) -> str:

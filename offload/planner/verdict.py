@@ -140,7 +140,7 @@ def _where(expected: Expected) -> str:
     if expected.whole_on_gpu:
         return "all of it in GPU memory"
     if expected.on_gpu:
-        return f"{_of(expected.on_gpu, expected.nbytes)} in GPU memory, the rest in RAM"
+        return f"{part_of(expected.on_gpu, expected.nbytes)} in GPU memory, the rest in RAM"
     return "all of it in memory"
 
 
@@ -150,18 +150,18 @@ def _burden(expected: Expected) -> str:
         return _moved(expected)
     left = expected.needed - expected.on_gpu
     if expected.on_gpu and left > 0:
-        return f"the CPU computes {_of(left, expected.needed)} for every token"
+        return f"the CPU computes {part_of(left, expected.needed)} for every token"
     who = "GPU" if expected.on_gpu else "CPU"
     return f"the {who} has to go through {format_bytes(expected.needed)} for every token"
 
 
 def _moved(expected: Expected) -> str:
     if expected.read:
-        return f"{_of(expected.read, expected.needed)} are read from the SSD for every token"
-    return f"{_of(expected.copied, expected.needed)} are copied to the GPU for every token"
+        return f"{part_of(expected.read, expected.needed)} are read from the SSD for every token"
+    return f"{part_of(expected.copied, expected.needed)} are copied to the GPU for every token"
 
 
-def _of(part: int, whole: int) -> str:
+def part_of(part: int, whole: int) -> str:
     """Format a part of a whole: ``"31 of 40 GB"``."""
     some, unit = format_bytes(part).rsplit(" ", 1)
     total = format_bytes(whole)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload.planner.gpus import GPUS, parse_gpu
-from localrt.offload.planner.pc import PRESETS, Hardware, Pc, parse_memory_speed, parse_pc
+from localrt.offload.planner.pc import (
+    PRESETS,
+    Hardware,
+    Pc,
+    beside_desktop,
+    parse_memory_speed,
+    parse_pc,
+)
 from localrt.planning.what_runs import what_runs
 
 
@@ -63,7 +74,11 @@ def test_desktop_memory() -> None:
     pc = parse_pc("gaming-pc")
     assert pc.ram_budget == 28_000_000_000
     assert parse_pc("8GB").ram_budget == 6_000_000_000
-    assert 0.9 * (8 << 30) < pc.vram_budget < 8 << 30
+    assert (8 << 30) - pc.vram_budget == 800_000_000
+    assert (8 << 30) - parse_pc("gaming-pc, Windows 11").vram_budget == 1_000_000_000
+    assert parse_pc("RTX 4090").vram_budget == pytest.approx(0.92 * (24 << 30))
+    virtual = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
+    assert beside_desktop(virtual) == 8_000_000_000
     assert parse_pc("8GB").vram_budget == 0
 
 
@@ -74,11 +89,70 @@ def test_desktop_memory() -> None:
         ("RTX 9999", "from GTX 1630"),
         ("RTX 4065", "did you mean"),
         ("my PC", "gaming-pc"),
+        ("16GB potato", "'potato' is no part"),
+        ("2x RTX 3090", "'2x RTX 3090': localrt uses one GPU"),
+        ("RTX 3090, RTX 3060", "'RTX 3060' is a second GPU"),
+        ("16GB, 32GB", "'32GB' is a second size of RAM"),
+        ("RTX 4060 8GB VRAM", "'VRAM' is no part"),
+        ("32GB 102GB/s", "'102GB/s' is no part"),
     ],
 )
 def test_unknown_parts(text: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_pc(text)
+
+
+@st.composite
+def described(draw: st.DrawFn) -> tuple[list[str], Pc]:
+    """Parts in any order, and the PC that they describe."""
+    gpus = ("RTX 4060", "RTX 4060 Ti 16GB", "NVIDIA GeForce RTX 3050 Laptop 6GB", "GTX 1650 Super")
+    gpu = draw(st.sampled_from([None, *gpus]))
+    ram = draw(st.sampled_from(["32GB DDR5", "64 GB DDR4-3200", "2x24GB DDR5-6000", "18GB of RAM"]))
+    cpu = draw(st.sampled_from([None, "6 cores", "8-core CPU", "i7-13700H", "Ryzen 9 7950X"]))
+    disk = draw(st.sampled_from([None, "NVMe", "1TB SATA SSD", "NVMe Gen4", "500 GB NVMe 3.5GB/s"]))
+    parts = [part for part in (gpu, ram, cpu, disk) if part is not None]
+    return draw(st.permutations(parts)), parse_pc(", ".join(parts))
+
+
+@given(described=described(), comma=st.sampled_from([" ", ", ", ",", " with ", " + "]))
+def test_any_order(described: tuple[list[str], Pc], comma: str) -> None:
+    parts, pc = described
+    assert parse_pc(comma.join(parts)) == pc
+
+
+@given(
+    described=described(),
+    word=st.sampled_from(["potato", "RAMM", "xNVMe", "12", "3.5GB/s", "64gigs", "Xeon", "é"]),
+    at=st.integers(0, 4),
+)
+def test_no_word_is_dropped(described: tuple[list[str], Pc], word: str, at: int) -> None:
+    parts, _ = described
+    with pytest.raises(OptionError, match=f"^'{re.escape(word)}' is no part of a PC"):
+        parse_pc(", ".join([*parts[:at], word, *parts[at:]]))
+
+
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (4, "i3-12100F, i7-7700K, i5-8250U, i5-1135G7, Ryzen 3 3200G, Core i5-9300H"),
+        (6, "i5-8400, i7-8750H, i5-10400F, i5-12400F, Ryzen 5 5600X, Ryzen 5 7640HS, i7-10750H"),
+        (8, "i7-9700K, i7-11800H, i9-9900K, Ryzen 7 7800X3D, Ryzen 7 7840HS, Ryzen 9 5900HX"),
+        (8, "Ryzen 9 7940HS, i5-12450H, Core Ultra 7 258V, i9-11980HK, i7-10700, Ryzen AI 7 350"),
+        (10, "i9-10900X, i5-13400F, i5-12600K, i7-1355U, i7-12650H, Ryzen AI 9 365"),
+        (12, "i7-12700K, i5-13500H, i7-1260P, Ryzen 9 5900X, Ryzen 9 7900X3D, Ryzen AI 9 HX 370"),
+        (14, "i7-13700H, i7-12700H, i5-13600K, i5-14600K, i9-13900H, Core Ultra 5 125H"),
+        (16, "Ryzen 9 7950X, Ryzen 9 9950X3D, i9-12900K, Core Ultra 7 155H, Ryzen 9 7945HX"),
+        (16, "Intel Core i7 13700K, AMD Ryzen 9 3950X, Core Ultra 9 185H, Ryzen AI Max+ 395"),
+        (20, "i7-14700K, i7-14700HX, Core Ultra 7 265K"),
+        (24, "i9-13900K, i9-14900HX, i9-13980HX, Core Ultra 9 285K, Ultra 9 275HX"),
+    ],
+)
+def test_cores_of_processors(cores: int, names: str) -> None:
+    for name in names.split(", "):
+        pc = parse_pc(f"32GB {name} NVMe")
+        assert (pc.cores, pc.sources["cores"]) == (cores, "given"), name
+    assert parse_pc("Ryzen 7").sources["cores"] == "typical"
+    assert parse_pc("i7-99999, 6 cores").cores == 6
 
 
 DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
@@ -94,16 +168,16 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
         ("GTX 1650, i5-12400F", "GTX 1650 4GB", 6, DDR4),
         ("RTX 4060, i5-12400F", "RTX 4060 8GB", 6, DDR4),
         ("RTX 4060, 32GB DDR4-3200", "RTX 4060 8GB", 8, DDR4),
-        ("RTX 3060, Intel Core i7-13700K", "RTX 3060 12GB", 8, DDR5),
+        ("RTX 3060, Intel Core i7-13700K", "RTX 3060 12GB", 16, DDR5),
         ("RTX 2070, Ryzen 5 7600X, 6 cores", "RTX 2070 8GB", 6, DDR5),
         ("RTX 3070, Ryzen 7 5800X", "RTX 3070 8GB", 8, DDR4),
         ("Ryzen 7 7840HS", None, 8, DDR5),
         ("Ryzen AI 9 HX 370", None, 12, DDR5),
-        ("Core Ultra 7 155H", None, 8, DDR5),
+        ("Core Ultra 7 155H", None, 16, DDR5),
         ("16GB", None, 8, DDR4),
         ("RX 7800 XT, 32GB", None, 8, DDR5),
         ("RX 580, 16GB", None, 8, DDR4),
-        ("Arc B580, i5-14600K", None, 6, DDR5),
+        ("Arc B580, i5-14600K", None, 14, DDR5),
         ("Intel Iris Xe, 16GB", None, 8, DDR4),
         ("GTX 1080 Ti", None, 8, DDR4),
         ("MacBook Air M2, 16GB", None, 8, "90GB/s"),

@@ -53,7 +53,7 @@ def offer(name: str, *, config: bool = True) -> Offer:
         ("qwen3:8b", "RTX 4060, 32GB", "Q6_K"),
         ("qwen3.5:9b", "RTX 3060, 32GB", "Q8_0"),
         ("lfm2:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("llama3.2:3b", "GTX 1650, 16GB", "Q6_K"),
+        ("llama3.2:3b", "GTX 1650, 16GB", "Q5_K_M"),
         ("llama3.2:1b", "RTX 4050, 16GB", "Q8_0"),
         ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
         ("qwen2.5:14b", "RTX 4080, 32GB", "Q6_K"),
@@ -63,7 +63,7 @@ def offer(name: str, *, config: bool = True) -> Offer:
         ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
         ("qwen3:30b", "RTX 4060, 32GB", "Q5_K_M"),
         ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
-        ("qwen2.5:14b", "RTX 4060, 32GB", "Q4_K_M"),
+        ("qwen2.5:14b", "RTX 4060, 32GB", "Q5_K_M"),
         ("qwen2.5:14b", "RTX 2080, 32GB", "Q4_K_M"),
         # By the CPU.
         ("llama3.2:1b", "16GB DDR4", "Q6_K"),
