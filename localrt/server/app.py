@@ -44,8 +44,9 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 async def health(request: Request) -> Response:
     """Whether the server is up."""
     service = service_of(request)
-    status = "stopping" if service.stopping else "ok"
-    return JsonResponse({"status": status}, status_code=503 if service.stopping else 200)
+    stopping = service.draining or service.stopping
+    status = "stopping" if stopping else "ok"
+    return JsonResponse({"status": status}, status_code=503 if stopping else 200)
 
 
 async def metrics(request: Request) -> Response:

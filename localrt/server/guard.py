@@ -163,6 +163,9 @@ class Guard:
         Raises:
             ApiError: 503.
         """
+        if self._service.draining and scope["path"] not in _WHEN_FULL:
+            close = {"Connection": "close"}
+            raise ApiError(503, "the server is stopping", code="stopping", headers=close)
         most = self._service.options.max_connections
         if scope["path"] not in _WHEN_FULL and self._service.open_requests > most:
             raise ApiError(

@@ -66,6 +66,7 @@ _REASONS = {
 }
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
+_DRAIN_STEP_S = 0.05
 _AFTER_DRAIN_S = 5  # to report answers that were cut off
 
 
@@ -172,10 +173,15 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, for a limited time."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._options.drain_s, self._app.state.service.stop)
+        """Let answers finish, for a limited time, while new requests are told that it stops."""
+        loop, service = asyncio.get_running_loop(), self._app.state.service
+        timer = loop.call_later(self._options.drain_s, service.stop)
+        service.draining = True
+        if service.open_requests:
+            service.note_once("draining", "answers are finishing: Ctrl+C again ends them")
         try:
+            while service.open_requests and not (self.force_exit or service.stopping):
+                await asyncio.sleep(_DRAIN_STEP_S)
             await super().shutdown(sockets)
         finally:
             timer.cancel()

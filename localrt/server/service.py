@@ -205,6 +205,7 @@ class Service:
         self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads
         self.open_requests = 0
         self.started = int(time.time())
+        self.draining = False  # no new requests; those that run may finish
         self.stopping = False
         self._inside = 0
         self._note = note
