@@ -23,12 +23,12 @@ STORED_TOWER = "vision"
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _DRAFTS = re.compile(
-    r"(^|/)mtp[-_./]|(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant)"
+    r"(^|/)mtp[-_.]|(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant)"
     r"(?=[-._/]|$)",
     re.IGNORECASE,
 )
 _PROJECTOR = re.compile(r"(^|[-._/])mmproj\b[^/]*\.gguf$", re.IGNORECASE)
-_WORD = re.compile(r"[a-z0-9]+")
+_WORD = re.compile(r"[a-z0-9]+(?:\.[0-9]+)*")  # v1.0 is one word
 _FORMATS = ("bf16", "f16", "fp16", "f32", "fp32", "q8")
 _NO_WORDS = frozenset((*_FORMATS, "mmproj", "model", "gguf", "0"))
 _OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
@@ -94,15 +94,24 @@ def is_projector_file(path: str) -> bool:
 def projector_files(paths: Iterable[str], model: str) -> list[str]:
     """The vision towers among files beside a ``model``'s, best first.
 
-    First come those that are named after it, of them those of 16 bits, which are the published
-    values, then those of 32 and of 8.
+    First come those that are named after it, those with most words of its name before others; of
+    equal ones those of 16 bits, which are the published values, then those of 32 and of 8.
     """
 
-    def rank(path: str) -> tuple[bool, int, str]:
+    def rank(path: str) -> tuple[int, int, str]:
         formats = [_FORMATS.index(word) for word in _words(path) if word in _FORMATS]
-        return not is_named_after(path, model), min(formats, default=len(_FORMATS)), path
+        return -words_in_common(path, model), min(formats, default=len(_FORMATS)), path
 
     return sorted(filter(is_projector_file, paths), key=rank)
+
+
+def rivals(path: str, paths: Iterable[str], model: str) -> list[str]:
+    """The towers among ``paths`` that are named as much after the model as that at ``path``, and
+    otherwise than it.
+    """
+    own, common = _own_words(path), words_in_common(path, model)
+    equal = (each for each in paths if words_in_common(each, model) == common)
+    return [each for each in equal if _own_words(each) != own]
 
 
 def projectors_beside(path: Path) -> list[Path]:
@@ -119,9 +128,16 @@ def projectors_beside(path: Path) -> list[Path]:
     return found
 
 
-def is_named_after(path: str, model: str) -> bool:
-    """Whether the model's name has all words of a vision tower's; ``mmproj-F16.gguf`` has none."""
-    return set(_words(path)) - _NO_WORDS <= set(_words(model))
+def words_in_common(path: str, model: str) -> int:
+    """How many words of a vision tower's name the model's has; -1 if it lacks one of them, so that
+    the tower is not named after it. ``mmproj-F16.gguf`` has none.
+    """
+    own = _own_words(path)
+    return len(own) if own <= set(_words(model)) else -1
+
+
+def _own_words(path: str) -> set[str]:
+    return set(_words(path)) - _NO_WORDS
 
 
 def _words(path: str) -> list[str]:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
-from localrt.models.weight_files import STORED_TOWER, is_named_after, projectors_beside
+from localrt.models.weight_files import STORED_TOWER, projectors_beside, rivals, words_in_common
 
 VisionSource = VisionFolder | VisionGguf
 """An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""
@@ -51,17 +51,31 @@ def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGg
         architecture = model.metadata.text("general.architecture")
         columns = model.metadata.get(f"{architecture}.embedding_length")
     problem: LocalrtError | None = None
+    found: list[VisionGguf] = []
     for file in files:
         try:
             tower = VisionGguf(file)
         except LocalrtError as error:
             # It may be another model's, unless its name says that it is this one's.
-            if problem is None and (file in own or is_named_after(file.name, path.name)):
+            if problem is None and (file in own or words_in_common(file.name, path.name) >= 0):
                 problem = error
             continue
         if architecture in tower.decoders and tower.columns == columns:
-            return tower
-        tower.close()
+            found.append(tower)
+        else:
+            tower.close()
+    if found:
+        first, *others = found
+        names = {} if first.path in own else {each.path.name: each for each in others}
+        equal = rivals(first.path.name, names, path.name)
+        for each in others if not equal else found:
+            each.close()
+        if equal:
+            raise CheckpointError(
+                f"{first.path.name} and {equal[0]} may both be the vision tower of {path.name}: "
+                "leave one of them beside it, or give it the model's name"
+            )
+        return first
     if problem is not None:
         raise problem
     return None

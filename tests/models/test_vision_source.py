@@ -98,13 +98,13 @@ def test_beside_a_gguf_file(smolvlm: Path, tmp_path: Path) -> None:
     for name in ("x-mmproj-F16", "mmproj-smolvlm-Q8_0", "mmproj-F32", "mmproj-BF16", "mmproj-F16"):
         write_mmproj(smolvlm, model.parent / f"{name}.gguf")
     assert [path.stem for path in projectors_beside(model)] == [
+        "mmproj-smolvlm-Q8_0",
         "mmproj-BF16",
         "mmproj-F16",
         "mmproj-F32",
-        "mmproj-smolvlm-Q8_0",
         "x-mmproj-F16",
     ]
-    assert _found(model) == "here/mmproj-BF16.gguf"
+    assert _found(model) == "here/mmproj-smolvlm-Q8_0.gguf"
     assert open_checkpoint(model.parent).path == model
 
 
@@ -118,6 +118,35 @@ def test_projector_of_another_model(smolvlm: Path, tmp_path: Path) -> None:
     assert _found(_model(tmp_path / "all" / "llama.gguf")) == "all/mmproj-smolvlm.gguf"
     with pytest.raises(UnsupportedModelError, match="projector type 'unknown' are not known"):
         vision_source(_model(tmp_path / "all" / "other-3b.gguf", columns=64))
+
+
+@pytest.mark.parametrize(
+    ("model", "towers", "found"),
+    [
+        ("Model-Q8_0", "Model-f16 Model-heretic-f16", "Model-f16"),
+        ("Model-heretic-Q8_0", "Model-f16 Model-heretic-f16", "Model-heretic-f16"),
+        ("Model-v1.1-Q8_0", "Model-v1.0-f16 Model-v1.1-f16", "Model-v1.1-f16"),
+        ("Model-v1.0-Q8_0", "Model-v1.0-f16 Model-v1.1-f16", "Model-v1.0-f16"),
+        ("Model-v1.1-Q8_0", "Model-f16 Model-v1.0-f16", "Model-f16"),
+        ("A-B-Q8_0", "A-f16 A-B-Q8_0 A-B-f16", "A-B-f16"),
+        ("Model-7b-it-Q4_K_M", "f16 Model-7b-f16", "Model-7b-f16"),
+        ("Model-7b-it-Q4_K_M", "f16 Other-7b-f16", "f16"),
+        ("A-B-Q8_0", "A-f16 B-f16", None),
+        ("C-Q8_0", "A-f16 B-f16", None),
+    ],
+)
+def test_towers_of_several_models(
+    model: str, towers: str, found: str | None, smolvlm: Path, tmp_path: Path
+) -> None:
+    """The one with most words of the model's name; of equal ones none is guessed."""
+    path = _model(tmp_path / "here" / f"{model}.gguf")
+    for name in towers.split():
+        write_mmproj(smolvlm, path.parent / f"mmproj-{name}.gguf")
+    if found is not None:
+        assert _found(path) == f"here/mmproj-{found}.gguf"
+        return
+    with pytest.raises(CheckpointError, match=r"mmproj-A-f16.gguf and mmproj-B-f16.gguf may both"):
+        vision_source(path)
 
 
 def test_damaged_projector(smolvlm: Path, tmp_path: Path) -> None:
