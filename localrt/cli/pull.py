@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from localrt.cli.help import Examples, ProgressLine
-from localrt.common.errors import ModelNotFoundError
+from localrt.common.errors import LocalrtError, ModelNotFoundError
 from localrt.common.formatting import format_bytes
 from localrt.library import find_draft, pull
 from localrt.models.weight_files import projectors_beside
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             raise ModelNotFoundError(f"{found.name} is here; no head was found that drafts for it")
         if args.draft and draft is not None and not draft.here:
             head = pull(draft.name, progress=line)
-    towers = projectors_beside(found.path)[:1] if found.path.suffix == ".gguf" else []
+    towers = _tower(found.path) if found.path.suffix == ".gguf" else []
     if args.json:
         result = {
             "name": found.name,
@@ -70,3 +71,17 @@ def run(args: argparse.Namespace) -> int:
         elif draft is not None:
             print(draft.line)
     return 0
+
+
+def _tower(path: Path) -> list[Path]:
+    """The vision tower with which the model would see; another model's file beside it is none."""
+    from localrt.models.vision.source import vision_source  # which takes time to import
+
+    try:
+        tower = vision_source(path)
+    except LocalrtError:  # it is told when a picture is sent
+        return projectors_beside(path)[:1]
+    if tower is None:
+        return []
+    tower.close()
+    return [tower.path]

@@ -36,11 +36,15 @@ _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A complete model in the cache: a GGUF file, or a snapshot folder (no variant)."""
+    """A complete model in the cache: a GGUF file, or a snapshot folder (no variant).
+
+    ``file`` is the path of a GGUF file in its snapshot.
+    """
 
     path: Path
     commit: str
     variant: str | None
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +94,15 @@ class CachedRepo:
 
     def commit_of(self, revision: str | None) -> str | None:
         """The commit of a branch, tag or (abbreviated) commit, if the cache knows it."""
-        name = revision or "main"
-        if commit := self.refs().get(name):
+        name, refs = revision or "main", self.refs()
+        if commit := refs.get(name):
             return commit if _COMMIT.fullmatch(commit) else None
-        if _SHORT_COMMIT.fullmatch(name):
-            fitting = [commit for commit in self.commits() if commit.startswith(name)]
-            return fitting[0] if len(fitting) == 1 else None
-        return None
+        # Where no branch is recorded, the only snapshot is what was downloaded.
+        start = "" if revision is None and not refs else name
+        if start and not _SHORT_COMMIT.fullmatch(start):
+            return None
+        fitting = [each for each in self.commits() if each.startswith(start)]
+        return fitting[0] if len(fitting) == 1 else None
 
     def files(self, commit: str) -> list[str]:
         """Relative paths of a snapshot's files whose bytes exist."""
@@ -156,7 +162,8 @@ def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
         variant = choose_variant(variants, ref.variant, ref.repo)
     except ModelNotFoundError:
         return None
-    return CachedModel(snapshot / variant.files[0], commit, variant_name(variant, variants))
+    file = variant.files[0]
+    return CachedModel(snapshot / file, commit, variant_name(variant, variants), file)
 
 
 # As in models/checkpoints/store/manifest.py, whose import would take numpy, and time.

@@ -16,6 +16,7 @@ from localrt.models.weight_files import (
     WEIGHTS_NAME,
     is_draft_file,
     projector_files,
+    rivals,
     weight_files,
 )
 
@@ -28,7 +29,11 @@ _LABEL = re.compile(
     re.IGNORECASE,
 )
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})$")
-_NOT_A_MODEL = re.compile(r"^(mmproj|imatrix|clip|vae)|[-._](mmproj|imatrix)\b", re.IGNORECASE)
+_NOT_A_MODEL = re.compile(
+    r"(^|[-._])(mmproj\b|imatrix(_unsloth)?\.gguf$)"
+    r"|^(clip|vae)([-_.](l|g|h|vit|vision|model|b?f16|fp16|f32)\b.*)?\.gguf$",
+    re.IGNORECASE,
+)
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
 
 ADAPTER_FILES = (
@@ -90,7 +95,8 @@ def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
         stem = base.rpartition("/")[2]
         members.sort()
         complete = [part for part, _ in members] == list(range(1, parts + 1))
-        label = quantization_label(stem) or stem
+        folder = base.rpartition("/")[0].rpartition("/")[2]
+        label = quantization_label(stem) or quantization_label(folder) or stem
         files = tuple(path for _, path in members)
         variants.append(GgufVariant(label, stem, files, complete, is_draft_file(base)))
     return variants
@@ -146,13 +152,14 @@ def head_variant(variants: Iterable[GgufVariant], label: str) -> str:
     return ranked[0].files[0] if ranked else ""
 
 
-def variant_projector(variant: GgufVariant, paths: Iterable[str]) -> str:
-    """The vision tower among ``paths``, at the top or beside the model; empty if there is none, and
-    for what only drafts.
+def variant_projectors(variant: GgufVariant, paths: Iterable[str]) -> list[str]:
+    """The vision tower among ``paths``, at the top or beside the model, and those that may be it as
+    well; none for what only drafts.
     """
     folders = ("", variant.files[0].rpartition("/")[0])
     beside = [] if variant.drafts else [p for p in paths if p.rpartition("/")[0] in folders]
-    return next(iter(projector_files(beside, variant.files[0])), "")
+    towers = projector_files(beside, variant.files[0])
+    return towers[:1] + (rivals(towers[0], towers, variant.files[0]) if towers else [])
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:

@@ -28,7 +28,7 @@ from localrt.hub.files import (
     models_among,
     quantization_label,
     variant_name,
-    variant_projector,
+    variant_projectors,
 )
 from localrt.hub.known_models import find_known
 from localrt.hub.names import (
@@ -162,7 +162,7 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
             paths = [snapshot / file for file in variant.files]
             full_name = f"{name}:{variant_name(variant, variants)}"
             label = variant.label if variant.is_labelled else None
-            tower = variant_projector(variant, files)
+            tower = next(iter(variant_projectors(variant, files)), "")
             own = [*paths, snapshot / tower] if tower else paths
             found = _local(full_name, paths[0], own, "gguf", label, "hub cache")
             yield replace(found, projector=snapshot / tower if tower else None)
@@ -207,7 +207,10 @@ def _used_files(
                 yield replace(_of_store(store, name), place="yours")
             elif path.is_dir():
                 files = [each for each in path.iterdir() if each.is_file()]
-                yield _local(name, path, files, "safetensors", None, "yours")
+                gguf = any(each.suffix.lower() == ".gguf" for each in files)
+                whole = any(each.suffix == ".safetensors" for each in files)
+                kind = "gguf" if gguf and not whole else "safetensors"
+                yield _local(name, path, files, kind, None, "yours")
 
 
 def _of_store(store: OwnStore, name: str) -> LocalModel:

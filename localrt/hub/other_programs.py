@@ -21,7 +21,7 @@ from localrt.hub.files import (
     gguf_variants,
     has_safetensors,
     variant_name,
-    variant_projector,
+    variant_projectors,
 )
 from localrt.hub.names import client_name
 from localrt.models.weight_files import index_shards
@@ -230,7 +230,7 @@ def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
             variants = [each for each in gguf_variants(names) if each.complete]
             for variant in variants:
                 found = _of(variant, f"{name}:{variant_name(variant, variants)}", home)
-                tower = variant_projector(variant, names)
+                tower = next(iter(variant_projectors(variant, names)), "")
                 yield replace(found, files=(*found.files, home / tower)) if tower else found
 
 

@@ -35,7 +35,7 @@ from localrt.hub.files import (
     models_among,
     safetensors_model_files,
     variant_name,
-    variant_projector,
+    variant_projectors,
 )
 from localrt.hub.known_models import close_names, known_repo
 from localrt.hub.listing import list_models, place_of, variants_here
@@ -241,9 +241,10 @@ class _Fetch:
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
         found = self._cached(ref)
         if found is not None:  # look for a newer commit of the same files
-            ref = replace(ref, variant=found.variant)
             if not refresh:
-                return ResolvedModel(str(ref), found.path, found.commit, "hub")
+                known = replace(ref, variant=found.variant)
+                return ResolvedModel(str(known), found.path, found.commit, "hub")
+            ref = replace(ref, variant=found.file)  # files that are not here may share its label
         self._check_allowed(str(ref))
         # This imports huggingface_hub, so do it only if the model is not on this machine.
         from localrt.hub.download import download, list_repo
@@ -260,8 +261,8 @@ class _Fetch:
                 )
             variant = choose_variant(variants, self._wanted(ref, remote, variants), ref.repo)
             names, label = list(variant.files), variant.label
-            if self.vision and (projector := variant_projector(variant, remote.files)):
-                names.append(projector)
+            if self.vision:
+                names += variant_projectors(variant, remote.files)
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
         download(

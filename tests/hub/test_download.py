@@ -302,6 +302,34 @@ def test_a_file_in_a_subfolder_is_named_by_its_path(hub: FakeHub, settings: Sett
     assert resolve(found.name, settings=settings, download=False) == found
 
 
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        (("a/x-Q4_K_M.gguf", "b/x-Q4_K_M.gguf", "x-Q8_0.gguf"), "a/x-Q4_K_M.gguf"),
+        (("a-1b-Q8_0.gguf", "b-2b-Q8_0.gguf"), "a-1b-Q8_0.gguf"),
+        (("Q4_K_M/model.gguf", "Q8_0/model.gguf"), "Q4_K_M"),
+        (("Q4_K_M/model.gguf", "BF16/model.gguf"), "BF16"),
+    ],
+)
+def test_pulled_again(
+    files: tuple[str, ...], wanted: str, hub: FakeHub, settings: Settings
+) -> None:
+    """Files of one label, and labels that are folders: a second pull finds what the first chose."""
+    hub.add("org/x", {name: name.encode() * 100 for name in files})
+    first = resolve(f"org/x:{wanted}", settings=settings)
+    for again in ("org/x", first.name):
+        found = resolve(again, settings=settings, refresh=True)
+        assert (found.path, found.name) == (first.path, first.name)
+    assert resolve(first.name, settings=settings, download=False).path == first.path
+
+
+def test_a_snapshot_without_refs(hub: FakeHub, settings: Settings) -> None:
+    """Another tool has copied it."""
+    found = resolve("org/quants:Q8_0", settings=settings)
+    shutil.rmtree(found.path.parents[2] / "refs")
+    assert resolve("org/quants:Q8_0", settings=settings, download=False).path == found.path
+
+
 def test_pickles_only(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError, match="safetensors"):
         resolve("org/pickles", settings=settings)

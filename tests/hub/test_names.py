@@ -164,6 +164,26 @@ def test_labels_in_file_names(stem: str, label: str | None) -> None:
     assert quantization_label(stem) == label
 
 
+LABELS = ("Q4_K_M", "Q8_0", "UD-IQ2_XXS", "MXFP4_MOE", "F16", "TQ2_0")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_model"),
+    [
+        *((name, True) for name in ("Clippy-7B-Q4_K_M", "clipper", "Vaelith-12B", "vae-chat-1b")),
+        *((name, True) for name in ("imatrix-tuned-1b", "x-imatrix-Q4_K_M", "clip-chat-1b-Q8_0")),
+        *(
+            (name, False)
+            for name in ("clip", "clip_l", "clip-vit-large", "clip-f16", "vae", "vae-f16")
+        ),
+        *((name, False) for name in ("imatrix", "x-imatrix", "x.imatrix", "imatrix_unsloth")),
+        *((name, False) for name in ("mmproj-x", "x-mmproj-f16", "mmproj")),
+    ],
+)
+def test_files_beside_models(name: str, is_model: bool) -> None:
+    assert bool(gguf_variants([f"{name}.gguf"])) is is_model
+
+
 @pytest.mark.parametrize(
     ("repo", "files", "wanted", "chosen"),
     [
@@ -189,6 +209,13 @@ def test_labels_in_file_names(stem: str, label: str | None) -> None:
         ("org/m-eagle3-GGUF", "m-eagle3-Q8_0 m-eagle3-Q4_K_M", "q8_0", "m-eagle3-Q8_0"),
         ("org/m-MTP", "m-MTP-Q4_K_M m-MTP-Q8_0", None, "m-MTP-Q4_K_M"),
         ("org/m", "my-assistant-Q4_K_M", None, "my-assistant-Q4_K_M"),
+        ("org/m", "MTP/m-Q4_K_M", None, "MTP/m-Q4_K_M"),
+        *(("org/m", f"{label}/model BF16/model", label, f"{label}/model") for label in LABELS),
+        *(
+            ("org/m", f"x/{label}/model x/BF16/model", label, f"x/{label}/model")
+            for label in LABELS
+        ),
+        ("org/m", "Q4_K_M/m-Q5_0 m-Q8_0", "Q5_0", "Q4_K_M/m-Q5_0"),
     ],
 )
 def test_draft_heads_beside_a_model(
@@ -211,6 +238,8 @@ def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
     assert (variant.label, variant.complete) == ("Q6_K", False)
     (variant,) = gguf_variants([*names, "sub/big-Q6_K-00002-of-00003.gguf"])
     assert variant.complete
+    (labelled,) = gguf_variants(f"Q4_K_M/model-0000{part}-of-00003.gguf" for part in (1, 2, 3))
+    assert (labelled.label, labelled.complete) == ("Q4_K_M", True)
     assert variant.files[0].endswith("-00001-of-00003.gguf")
 
 
