@@ -23,7 +23,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
     config = llama.read_config(raw)
     (plain,) = set(config.attending)
-    rope = read_rope(raw, plain.head_dim, default_share=0.25)
+    rope = read_rope(raw, plain.head_dim)
     attending = replace(plain, rope=rope, gated=True)
     linear = RecurrentSpec(
         kind="delta",

@@ -31,7 +31,6 @@ def read_rope(
     *,
     parameters: Mapping[str, Any] | None = None,
     default_theta: float = 10_000.0,
-    default_share: float = 1.0,
 ) -> Rope:
     """Read a config's rotary embedding.
 
@@ -45,7 +44,7 @@ def read_rope(
         raise CheckpointError(f"rope_theta must be above 1, is {theta}")
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     share = scaling_number(
-        parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", default_share)
+        parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", 1.0)
     )
     if kind == "proportional":
         return _proportional(head_dim, theta, share)

@@ -21,7 +21,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import read_config
 from tests.models.tiny import CONFIGS as DENSE
-from tests.models.tiny import MIXTURES
+from tests.models.tiny import MIXTURES, random_model
 
 CONFIGS = DENSE | MIXTURES
 
@@ -119,6 +119,31 @@ def test_a_key_that_is_left_out(family: str) -> None:
         assert read(less, tensors) == read(filled, tensors), key
         tried += 1
     assert tried > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_share_that_is_left_out(family: str) -> None:
+    """What a class's config does not fill in, its code does: the model's own frequencies count."""
+    config = CONFIGS[FAMILIES[family]]()
+    published = config.to_dict()
+    if "indexer_head_dim" in published:  # what rotates has to fit it
+        published["indexer_head_dim"] = published["head_dim"]
+    tensors = tensor_names(config, published)
+    left_out = [less for key, less in without(published) if key.endswith("partial_rotary_factor")]
+    for less in left_out:
+        try:
+            theirs = type(config).from_dict(json.loads(json.dumps(less)))
+            theirs.vocab_size = 8
+            model = random_model(theirs)
+        except (KeyError, ValueError, StrictDataclassError):  # what is left does not fit
+            continue
+        found = {
+            buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")
+        }
+        ours = read(less, tensors)
+        assert not isinstance(ours, str), ours
+        sizes = {len(spec.rope.inv_freq) for spec in ours.attending if spec.rope is not None}
+        assert sizes <= found, less
 
 
 @pytest.mark.parametrize(
