@@ -93,10 +93,7 @@ def test_tree(native: Decoder, whole: np.ndarray) -> None:
 @needs_kernels
 def test_trim(native: Decoder, whole: np.ndarray) -> None:
     ids, cache = tokens(COUNT), native.cache(256)
-    for part in (
-        ids[:30],
-        ids[30:],
-    ):
+    for part in (ids[:33], ids[33:]):
         native.forward(Batch.extend([(cache, part)]))
     held = cache.trim(35)
     assert 0 < held <= 35
