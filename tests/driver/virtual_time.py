@@ -1,0 +1,347 @@
+"""Virtual time for pipelines on the tests' driver: what passes would take on a described machine.
+
+The threads of a pipeline run one at a time, always the one whose own clock is earliest, so that
+their calls come in the machine's order. Work of the driver gets its begin and end as it is
+submitted: after what its stream and its events have before it, once its engine is free and the
+thread has called. It shows schedules; what a driver's locks and a kernel's cold caches cost it does
+not know.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from localrt.offload.pipeline.lane import Lane
+from localrt.offload.reading import files, link, reader
+from localrt.quant.cuda.driver import Cuda
+
+_SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates in bytes, and costs in seconds. A byte of the model stands for ``scale`` bytes."""
+
+    link: float
+    gpu: float
+    cpu: float
+    disk: float = 3e9
+    scale: float = 1000.0
+    call: float = 4e-6
+    """A call of the driver."""
+    launch: float = 6e-6
+    """Starting a kernel or a graph; ``kernel`` is what each takes the GPU beside its bytes."""
+    kernel: float = 1.5e-6
+    spin: float = 2e-6
+    """From the end of what a spinning thread waits for, until it goes on."""
+    wake: float = 0.25e-3
+    """The same of a thread that sleeps until a copy has ended, up to its next call."""
+    notice: float = 0.1e-3
+    """The same of a thread that another one wakes."""
+    preempted: float = 0.8e-3
+    """Most that a sleeping thread waits for a core that computes, or spins ``spins`` after it."""
+    spins: float = 0.9e-3
+    crossing: float = 0.6e-3
+    """What the host does around a unit that the CPU computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a resource did, in virtual seconds."""
+
+    resource: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class _Actor:
+    """A thread in virtual time."""
+
+    name: str
+    now: float
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    blocked: bool = False
+    until: float | None = None  # when it stops waiting by itself
+    asleep: bool = False  # until now, so that it needs a core
+    ended: bool = False
+
+
+class VirtualTime:
+    """The clocks of the thread that makes it, and of those that a pipeline starts meanwhile."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.spans: list[Span] = []
+        self.waits: Counter[str] = Counter()  # for the driver, by thread
+        self._local = threading.local()
+        self._local.actor = _Actor("pass", 0.0)
+        self._actors: list[_Actor] = [self._local.actor]
+        self._streams: defaultdict[int, float] = defaultdict(float)
+        self._events: defaultdict[int, float] = defaultdict(float)
+        self._sleeping: set[int] = set()  # events
+        self._engines: defaultdict[str, float] = defaultdict(float)
+        self._kernels: dict[int, int] = {}  # of each recording
+        self._recorded = 0
+        self._bytes = 0.0  # of weights that the next launch reads
+        self._computing: list[tuple[float, float]] = []
+
+    # -- clocks ----------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The calling thread's clock."""
+        return float(self._local.actor.now)
+
+    def spend(self, seconds: float) -> None:
+        """The calling thread computes, or is at work in Python."""
+        self._local.actor.now += seconds
+
+    def compute(self, name: str, seconds: float) -> None:
+        """All cores compute."""
+        start = self.now
+        self.spend(seconds)
+        self._computing.append((start, self.now + self.machine.spins))
+        self.spans.append(Span("cpu", name, start, self.now))
+        self._give_way()
+
+    def use(self, engine: str, name: str, after: float, seconds: float) -> float:
+        """Work for an engine, which does one thing at a time; returns its end."""
+        start = max(after, self._engines[engine])
+        self._engines[engine] = end = start + seconds
+        self.spans.append(Span(engine, name, start, end))
+        return end
+
+    def wait_until(self, when: float, *, sleeps: bool) -> None:
+        """The calling thread goes on once this has happened."""
+        actor = self._local.actor
+        self.waits[actor.name] += when > actor.now
+        late = self.machine.wake if sleeps else self.machine.spin
+        actor.asleep = sleeps and when > actor.now
+        actor.now = max(actor.now, when) + late
+        self._give_way()
+
+    def busy(self, resource: str, since: float, until: float) -> float:
+        """The share of this time in which a resource was at work."""
+        spans = (s for s in self.spans if s.resource == resource)
+        inside = (min(s.end, until) - max(s.start, since) for s in spans)
+        return sum(max(0.0, seconds) for seconds in inside) / (until - since)
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _give_way(self) -> None:
+        """Let those go first whose clocks are earlier."""
+        actor = self._local.actor
+        if (first := self._earliest()) is not actor:
+            first.turn.release()
+            actor.turn.acquire()
+
+    def _earliest(self) -> _Actor:
+        while True:
+            waiting = [a for a in self._actors if not a.blocked or a.until is not None]
+            assert waiting, "every thread waits for another"
+            first = min(waiting, key=lambda a: a.now if not a.blocked else a.until)
+            if first.blocked:
+                first.blocked, first.now = False, first.until or first.now
+            if not first.asleep:
+                return first
+            first.asleep = False
+            for start, end in self._computing[-4:]:
+                if start <= first.now < end:
+                    first.now += min(self.machine.preempted, end - first.now)
+
+    def _block(self, seconds: float | None) -> None:
+        """Until another thread says so, or so long."""
+        actor = self._local.actor
+        actor.blocked, actor.until = True, None if seconds is None else actor.now + seconds
+        self._give_way()
+        actor.until = None
+
+    def _unblock(self, actor: _Actor) -> None:
+        actor.blocked, actor.asleep = False, True
+        actor.now = max(actor.now, self.now) + self.machine.notice
+
+    def threading(self) -> SimpleNamespace:
+        """In place of the module: threads and conditions in virtual time."""
+        time = self
+
+        class Condition:
+            """No lock is needed: one thread runs at a time, until it waits."""
+
+            def __init__(self) -> None:
+                self._waiting: list[_Actor] = []
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *exc: object) -> None: ...
+
+            def wait(self, timeout: float | None = None) -> None:
+                actor = time._local.actor
+                self._waiting.append(actor)
+                time._block(timeout)
+                if actor in self._waiting:
+                    self._waiting.remove(actor)
+
+            def notify_all(self) -> None:
+                waiting, self._waiting = self._waiting, []
+                for actor in waiting:
+                    if actor.blocked:
+                        time._unblock(actor)
+
+        class Thread:
+            def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
+                self._actor, self._target = _Actor(name, time.now), target
+                self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+                self._end = Condition()
+
+            def start(self) -> None:
+                time._actors.append(self._actor)
+                self._thread.start()
+
+            def _run(self) -> None:
+                time._local.actor = self._actor
+                self._actor.turn.acquire()
+                try:
+                    self._target()
+                finally:
+                    self._actor.ended = True
+                    self._end.notify_all()
+                    time._actors.remove(self._actor)
+                    time._earliest().turn.release()
+
+            def join(self, timeout: float | None = None) -> None:
+                while not self._actor.ended:
+                    self._end.wait()
+                self._thread.join()
+
+        return SimpleNamespace(Condition=Condition, Thread=Thread)
+
+    # -- the driver --------------------------------------------------------------------------------
+
+    def called(self, gpu: Cuda, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note a call that the driver has taken."""
+        actor = getattr(self._local, "actor", None)
+        if actor is None:
+            return
+        actor.now += self.machine.call
+        if gpu.recording:
+            self._recorded += name == "cuLaunchKernel"
+            return
+        if (note := _NOTED.get(name)) is not None:
+            note(self, args, result)
+
+    def _submit(self, engine: str, name: str, stream: Any, seconds: float) -> None:
+        after = max(self.now, self._streams[int(stream)])
+        self._streams[int(stream)] = self.use(engine, name, after, seconds)
+
+    def _copy(self, engine: str, nbytes: int, stream: Any) -> None:
+        if nbytes >= _WEIGHTS:
+            self._submit(engine, "copy", stream, nbytes * self.machine.scale / self.machine.link)
+            return
+        # Activations, on a stream of their own: they wait for the copy that runs, not for the
+        # other stream's next ones.
+        begin = max(self.now, self._streams[int(stream)])
+        running = (s.end for s in reversed(self.spans) if s.resource == engine and s.start <= begin)
+        begin = max(begin, next(running, begin))
+        self._streams[int(stream)] = begin + nbytes / self.machine.link
+
+    def _copy_in(self, args: tuple[Any, ...], result: Any) -> None:
+        self._copy("link", args[2], args[3])
+
+    def _copy_out(self, args: tuple[Any, ...], result: Any) -> None:
+        self._copy("back", args[2], args[3])
+
+    def _start(self, stream: Any, kernels: int) -> None:
+        self.spend(self.machine.launch)
+        seconds = kernels * self.machine.kernel + self._bytes / self.machine.gpu
+        self._bytes = 0.0
+        self._submit("gpu", "kernels", stream, seconds)
+
+    def _launch(self, args: tuple[Any, ...], result: Any) -> None:
+        self._start(args[8], 1)
+
+    def _make_graph(self, args: tuple[Any, ...], result: Any) -> None:
+        self._kernels[int(result)], self._recorded = self._recorded, 0
+
+    def _launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
+        self._start(args[1], self._kernels.get(int(args[0]), 0))
+
+    def _make_event(self, args: tuple[Any, ...], result: Any) -> None:
+        self._events[int(result)] = 0.0
+        (self._sleeping.add if args[0] & _SLEEPS else self._sleeping.discard)(int(result))
+
+    def _record_event(self, args: tuple[Any, ...], result: Any) -> None:
+        self._events[int(args[0])] = self._streams[int(args[1])]
+
+    def _wait_for_event(self, args: tuple[Any, ...], result: Any) -> None:
+        stream = int(args[0])
+        self._streams[stream] = max(self._streams[stream], self._events[int(args[1])])
+
+    def _await_event(self, args: tuple[Any, ...], result: Any) -> None:
+        event = int(args[0])
+        self.wait_until(self._events[event], sleeps=event in self._sleeping)
+
+    def _await_stream(self, args: tuple[Any, ...], result: Any) -> None:
+        self.wait_until(self._streams[int(args[0])], sleeps=False)
+
+
+_NOTED: dict[str, Callable[[VirtualTime, tuple[Any, ...], Any], None]] = {
+    "cuMemcpyHtoDAsync": VirtualTime._copy_in,
+    "cuMemcpyDtoHAsync": VirtualTime._copy_out,
+    "cuLaunchKernel": VirtualTime._launch,
+    "cuGraphInstantiate": VirtualTime._make_graph,
+    "cuGraphLaunch": VirtualTime._launch_graph,
+    "cuEventCreate": VirtualTime._make_event,
+    "cuEventRecord": VirtualTime._record_event,
+    "cuStreamWaitEvent": VirtualTime._wait_for_event,
+    "cuEventSynchronize": VirtualTime._await_event,
+    "cuStreamSynchronize": VirtualTime._await_stream,
+}
+_WEIGHTS = 4096  # bytes: no activation of the model in the tests is larger
+
+
+@contextmanager
+def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[VirtualTime]:
+    """Virtual time for the pipelines that are opened within; ``weights`` says how many bytes the
+    step of a name reads.
+    """
+    time = VirtualTime(machine)
+    call, compute, fetch = Cuda.call, Lane.compute, files.DiskSource.fetch
+
+    def timed_call(gpu: Cuda, name: str, *args: Any, **options: Any) -> Any:
+        result = call(gpu, name, *args, **options)
+        time.called(gpu, name, args, result)
+        return result
+
+    def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:
+        nbytes = weights(name) * machine.scale
+        if lane.gpu is not None:
+            time._bytes += nbytes
+            compute(lane, part, name, state, **options)
+            return
+        compute(lane, part, name, state, **options)
+        if nbytes:
+            time.spend(machine.crossing)
+            time.compute(name, nbytes / machine.cpu)
+
+    def timed_fetch(source: Any, unit: Any, start: int, out: Any, after: Any) -> None:
+        fetch(source, unit, start, out, after)
+        end = time.use("disk", unit.name, time.now, out.nbytes * machine.scale / machine.disk)
+        time.wait_until(end, sleeps=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cuda, "call", timed_call)
+        patch.setattr(Lane, "compute", timed_compute)
+        patch.setattr(files.DiskSource, "fetch", timed_fetch)
+        for module in (reader, link):
+            patch.setattr(module, "threading", time.threading())
+        yield time
