@@ -118,6 +118,7 @@ def load(
     """
     check_model(model, adapters)
     check_call(cancel=cancel, on_progress=progress, name="progress")
+    check_text(option("draft"), draft)
     if offline is not None:
         check_flag(option("offline"), offline)
     if chat_template is not None:

@@ -60,14 +60,17 @@ def _machine(root: Path) -> tuple[int, int]:
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of every limited cgroup this process is in."""
+    limit_files: tuple[str, ...]
     for version, folder in group_folders(root, "memory"):
         if version == 2:
-            limit_file, usage_file, prefix = "memory.max", "memory.current", ""
+            # Above memory.high the kernel slows the processes down until they give memory back.
+            limit_files, usage_file, prefix = ("memory.max", "memory.high"), "memory.current", ""
         else:
-            limit_file, prefix = "memory.limit_in_bytes", "total_"
+            limit_files, prefix = ("memory.limit_in_bytes",), "total_"
             usage_file = "memory.usage_in_bytes"
-        limit = _read_number(folder / limit_file)
-        if limit is not None and limit < _UNLIMITED:
+        limits = [_read_number(folder / name) for name in limit_files]
+        limit = min((each for each in limits if each is not None), default=_UNLIMITED)
+        if limit < _UNLIMITED:
             used = _read_number(folder / usage_file) or 0
             yield limit, max(0, used - _reclaimable(folder / "memory.stat", prefix))
 

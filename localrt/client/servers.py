@@ -12,13 +12,14 @@ import ipaddress
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from localrt.common.errors import OptionError
 from localrt.common.files import private_folder, write_text
 from localrt.common.formatting import one_line
+from localrt.common.processes import is_alive, own_name
 from localrt.common.settings import Settings
 
 _PORTS = {"http": 80, "https": 443}
@@ -128,15 +129,17 @@ class LocalServer:
     pid: int
     key: str | None = field(default=None, repr=False)
     models: Mapping[str, str] | None = None
+    process: str | None = None  # its name, which nobody has after it
 
 
 @contextmanager
 def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
     """Let other processes of this user find ``server`` until the block ends."""
     file = _folder(settings) / f"{server.pid}.json"
+    named = replace(server, process=own_name())
     with suppress(OSError):  # the folder cannot be written: the server is not announced
         private_folder(file.parent)
-        write_text(file, json.dumps(asdict(server)), private=True)
+        write_text(file, json.dumps(asdict(named)), private=True)
     try:
         yield
     finally:
@@ -153,7 +156,8 @@ def local_servers(settings: Settings) -> list[LocalServer]:
         for file in sorted(_folder(settings).glob("*.json")):
             with suppress(OSError, ValueError, TypeError):
                 server = LocalServer(**json.loads(file.read_text(encoding="utf-8")))
-                if pid_exists(server.pid):
+                there = pid_exists(server.pid)
+                if there and (server.process is None or is_alive(server.process)):
                     found.append(server)
                 else:
                     file.unlink(missing_ok=True)

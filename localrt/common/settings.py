@@ -55,7 +55,7 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings of ``environ``, by default of this process."""
         env = os.environ if environ is None else environ
-        home = Path.home()
+        home = _home()
         xdg_cache = _folder(env, "XDG_CACHE_HOME") or home / ".cache"
         xdg_data = _folder(env, "XDG_DATA_HOME") or home / ".local" / "share"
         xdg_config = _folder(env, "XDG_CONFIG_HOME") or home / ".config"
@@ -117,6 +117,15 @@ def network_problem(error: BaseException | None, host: str) -> str:
             )
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _home() -> Path:
+    """The user's folder, also where HOME is empty: the root of the disk is nobody's."""
+    if os.environ.get("HOME") != "" or os.name != "posix":
+        return Path.home()
+    import pwd  # which only these systems have
+
+    return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 
 def _first(env: Mapping[str, str], *names: str) -> str | None:

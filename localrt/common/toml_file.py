@@ -57,7 +57,9 @@ class TomlFile:
                 del document[table]
             self._write(tomlkit.dumps(document))
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror or error}"
+            ) from error
         except (TypeError, ValueError) as error:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
 

@@ -405,10 +405,15 @@ class Engine(ABC):
                 free()
                 return_free_memory()
             if (taken := current_rss()) > ram:
+                least = taken - self.info.weight_bytes
                 raise MemoryBudgetError(
                     f"the model was loaded whole and this process takes {format_bytes(taken)}, "
-                    f"more than {format_bytes(ram)}: load it again with {option('ram', ram)}, "
-                    "which streams it"
+                    f"more than {format_bytes(ram)}: "
+                    + (
+                        f"load it again with {option('ram', ram)}, which streams it"
+                        if ram > least
+                        else f"without the weights it takes {format_bytes(least)}, so give it more"
+                    )
                 )
             self.ram = ram
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localrt.common.errors import OptionError, StorageError
+from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
 from localrt.history.database import (
     AnswerWriter,
     Database,
     insert,
-    is_alive,
-    own_name,
     settle,
 )
 from localrt.history.pictures import (

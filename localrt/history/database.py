@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import re
 import sqlite3
 import threading
@@ -24,8 +23,6 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import psutil
 
 from localrt.common.errors import CancelledError, OptionError, StorageError
 from localrt.common.files import keep_private, private_file, private_folder
@@ -226,7 +223,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise _NewerError(version)
-        connection.execute("PRAGMA journal_mode = WAL")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:  # as on some network drives, which share no memory
+            connection.execute("PRAGMA journal_mode = DELETE")
         connection.execute("PRAGMA synchronous = NORMAL")
         if path.stat().st_size <= _CHECKED_WHOLE:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -364,17 +364,3 @@ def settle(
     )
     if info is not None:
         connection.execute("UPDATE turn SET info = ? WHERE id = ?", (json.dumps(dict(info)), turn))
-
-
-def own_name() -> str:
-    """This process's id and start time, since ids are reused."""
-    return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
-
-
-def is_alive(name: str | None) -> bool:
-    """Whether the process with this ``own_name`` still runs."""
-    try:
-        number, began = (name or "").split("@")
-        return abs(psutil.Process(int(number)).create_time() - float(began)) < 1.0
-    except (ValueError, psutil.Error):
-        return False

@@ -18,9 +18,10 @@ from typing import Any
 from localrt.common.closing import Closing
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import keep_private
+from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import MEMORY_FIRST, Database, insert, own_name, settle
+from localrt.history.database import MEMORY_FIRST, Database, insert, settle
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
 _FILE = "history.db"

@@ -301,7 +301,7 @@ def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | 
     try:
         private_folder(folder)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
+        raise StorageError(f"{folder} cannot be made: {error.strerror or error}") from error
     cached = [
         (spec, place)
         for memory, place in zip(config.memories, plan.placement.kv, strict=True)

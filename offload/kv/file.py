@@ -119,7 +119,7 @@ class KvFile:
         except OSError as error:
             self.close()
             raise StorageError(
-                f"keys and values cannot be kept in {folder}: {error.strerror}"
+                f"keys and values cannot be kept in {folder}: {error.strerror or error}"
             ) from error
 
     def reserve(self, offset: int, nbytes: int) -> None:

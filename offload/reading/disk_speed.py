@@ -98,7 +98,8 @@ def _ranges(paths: Sequence[Path]) -> list[_Job]:
     try:
         return [(path.name, 0, path.stat().st_size // PAGE * PAGE) for path in paths]
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
+        why = error.strerror or error
+        raise CheckpointError(f"{error.filename} cannot be read: {why}") from error
 
 
 def _jobs(ranges: Sequence[_Job], nbytes: int, block: int) -> list[_Job]:

@@ -46,7 +46,7 @@ class StoreFiles:
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"{error.filename or folder} cannot be read: {error.strerror}"
+                f"{error.filename or folder} cannot be read: {error.strerror or error}"
             ) from error
 
     def read_into(self, name: str, offset: int, out: Bytes) -> None:
@@ -69,8 +69,8 @@ class StoreFiles:
                     self._use_cache(name)
                     continue
             except OSError as error:
-                path = self._folder / name
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+                path, why = self._folder / name, error.strerror or error
+                raise CheckpointError(f"{path} cannot be read: {why}") from error
             if got == 0:
                 raise CheckpointError(
                     f"{self._folder / name} was cut short while it was in use: copy or quantize "

@@ -79,7 +79,7 @@ def cached_store(
         private_folder(stores.parent)  # conversations lie beside the stores
         stores.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
+        raise StorageError(f"{stores} cannot be made: {error.strerror or error}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):
         store = _opened(folder)
         if store is not None and store.manifest.source.stamp != source.stamp:
@@ -157,7 +157,7 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
     try:
         file = path.open("w")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
     with file:
         while True:
             try:

@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 import localrt as library
-from localrt.client.servers import LocalServer, announced
+from localrt.client.servers import LocalServer, announced, local_servers
+from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
@@ -74,3 +77,18 @@ def test_flags_of_one_model_need_one(home: dict[str, str]) -> None:
     result = localrt("serve", "--api-key", "", "--port", "0", env=home)
     assert result.returncode == 2
     assert b"--api-key must be ASCII text and not empty" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["own", "unnamed", "another"])
+def test_a_server_whose_id_another_process_has(kind: str, home: dict[str, str]) -> None:
+    """Left by a crash, before the machine was started again."""
+    named = {"own": own_name(), "another": f"{os.getpid()}@0.00"}.get(kind)
+    there = kind != "another"
+    with mock.patch.dict(os.environ, home, clear=True):
+        settings = Settings.from_environment()
+        file = settings.data_dir / "servers" / "1.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        left = {"url": "http://127.0.0.1:1/v1", "pid": os.getpid(), "process": named}
+        file.write_text(json.dumps(left))
+        assert bool(local_servers(settings)) is there
+        assert file.exists() is there

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
+from localrt.common.processes import is_alive, own_name
 from localrt.history.history import copy_to_memory, end_answer, merge
 
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
@@ -456,3 +458,28 @@ def test_lost_picture(history: History) -> None:
     with pytest.raises(StorageError, match="not in the history"):
         _ = turn.pictures[0].data
     assert "picture.png: this picture is lost" in str(talk.messages)
+
+
+def test_a_folder_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network drives, which refuse SQLite's write-ahead log."""
+    connect = sqlite3.connect
+
+    class Refusing(sqlite3.Connection):
+        def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+            if "WAL" in sql:
+                raise sqlite3.OperationalError("locking protocol")
+            return super().execute(sql, *args)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Refusing))
+    with History(tmp_path / "h.db") as history:
+        history.new(model="m").add("user", "kept")
+    monkeypatch.undo()
+    with History(tmp_path / "h.db") as history:
+        assert [info.title for info in history.list()] == ["kept"]
+
+
+@pytest.mark.parametrize("named", ["1@0.00", "x", "", None], ids=repr)
+def test_names_of_processes(named: str | None) -> None:
+    """Another process may have got the id since."""
+    assert is_alive(own_name())
+    assert not is_alive(named)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,14 @@ def test_defaults_lie_in_the_home_folder() -> None:
     assert settings.data_dir == home / ".local" / "share" / "localrt"
     assert settings.config_dir == home / ".config" / "localrt"
     assert not settings.offline
+
+
+@pytest.mark.skipif(os.name != "posix", reason="HOME is POSIX's")
+def test_an_empty_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of the disk is nobody's: the user's own folder counts."""
+    monkeypatch.setenv("HOME", "")
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert Settings.from_environment({}).data_dir == home / ".local" / "share" / "localrt"
 
 
 def test_variables_move_the_folders(tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
             64_000_000,
             5_000_000,
         ),
+        (  # systemd's MemoryHigh, lower than the hard limit
+            "0::/app\n",
+            {
+                f"{V2}/app/memory.max": "max\n",
+                f"{V2}/app/memory.high": "90000000\n",
+                f"{V2}/app/memory.current": "30000000\n",
+            },
+            90_000_000,
+            60_000_000,
+        ),
         (  # mapped pages are programs in use
             "0::/app\n",
             {

@@ -5,6 +5,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -34,6 +36,34 @@ void pause(int spins) {
     asm volatile("yield");
 #endif
 }
+
+#if defined(_WIN32)
+using Worker = std::thread;
+#else
+constexpr size_t STACK = 4 << 20;
+
+// A thread with room for the kernels' blocks, some 254 kB: musl gives threads 128 kB.
+class Worker {
+  public:
+    explicit Worker(std::function<void()> work) : work_(new std::function<void()>(std::move(work))) {
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setstacksize(&attributes, STACK);
+        const int failed = pthread_create(&thread_, &attributes, run, work_.get());
+        pthread_attr_destroy(&attributes);
+        if (failed) throw std::system_error(failed, std::generic_category());
+    }
+    void join() { pthread_join(thread_, nullptr); }
+
+  private:
+    static void* run(void* work) {
+        (*(std::function<void()>*)work)();
+        return nullptr;
+    }
+    std::unique_ptr<std::function<void()>> work_;
+    pthread_t thread_;
+};
+#endif
 
 // How many forks lie between this process and the one that loaded the library. A child has no workers but
 // its parent's pools, which it must neither wake nor wait for.
@@ -192,7 +222,7 @@ struct Pool::State {
     const bool gentle = gives_way();  // as the thread that makes the pool; workers inherit it
     const int born = forks.load(std::memory_order_relaxed);
     std::vector<Place> places;  // under the mutex, like `sleeping`
-    std::vector<std::thread> workers;
+    std::vector<Worker> workers;
     std::mutex mutex;
     std::condition_variable wake;
     std::atomic<uint64_t> ticket{0};
