@@ -64,7 +64,7 @@ def bench_table(record: dict[str, Any]) -> str:
 
 
 def headline_table() -> str:
-    """What the README shows: two models in memory, one within three limits, a long chat resumed.
+    """What the README shows: two models in memory, one within three limits.
 
     Models in memory are measured on each class of processor.
     """
@@ -88,16 +88,6 @@ def headline_table() -> str:
     for limit in (1_000_000_000, 700_000_000, 500_000_000):
         what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
         row(what, best["native", limit], best["llamacpp", limit])
-    resumed = _read("resume")["results"][0]
-    rows.append(
-        [
-            f"first token of a chat of {resumed['tokens']:,} tokens",
-            f"{format_seconds(resumed['resume_s'])} (from the disk)",
-            f"{format_seconds(resumed['prefill_s'])} (localrt, read again)",
-            f"{resumed['faster']:.0f}x",
-            "",
-        ]
-    )
     headers = ["", "localrt", "llama.cpp, best settings", "ratio", "times ik_llama.cpp"]
     table = markdown_table(headers, rows)
     measured = [limited, _read("cpu-avx512"), _read("cpu-avx2")]
