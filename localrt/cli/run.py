@@ -289,4 +289,5 @@ def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
             record["run"] = str(file.absolute()) if file.exists() else model
             write_text(path, json.dumps(record, ensure_ascii=False), private=True)
     except OSError as error:  # StorageError is one
-        print(f"localrt: --continue will not work: {error.strerror or error}", file=sys.stderr)
+        reason = error.strerror or error
+        print(f"localrt: this answer cannot be continued later (-c): {reason}", file=sys.stderr)
