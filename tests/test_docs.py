@@ -1,11 +1,22 @@
-"""The docs name files that are there, and the map of rooms has every room."""
+"""Files, commands, options and keys that the docs name are there; the map has every room."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from localrt.cli import build_parser, main
+from localrt.engine.options import OPTION_NAMES
+from localrt.mcp.config import ServerConfig
+from localrt.tui.keys import KEYS
+from localrt.tui.preferences import _NAMES as CONFIG_NAMES
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -59,3 +70,78 @@ def test_the_map_has_every_room() -> None:
     ]
     rooms = {str(package) for package in packages if package.parts not in {(r,) for r in _ROOMS}}
     assert [room for room in sorted(rooms) if f"`{room}" not in text] == []
+
+
+# -- commands, options and keys --------------------------------------------------------------------
+
+COMMANDS = next(
+    dict(action.choices)
+    for action in build_parser(complete=True)._actions
+    if isinstance(action, argparse._SubParsersAction)
+)
+
+
+def marked(page: str, name: str) -> str:
+    """What stands between ``<!-- name -->`` and ``<!-- end -->``."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0]
+
+
+def rows(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row.split(" | ")] for row in table.splitlines()[2:]]
+
+
+def named_commands(text: str) -> Iterator[list[str]]:
+    """The words of each ``localrt COMMAND ...`` in a code span or an indented block."""
+    spans = re.findall(r"`localrt ([^`\n]+)`", text)
+    lines = re.findall(r"^ {4}localrt (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
+    yield from (shlex.split(line) for line in (*spans, *lines) if line[0].islower())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_named_have_these_options(page: Path) -> None:
+    unknown = [
+        (command, word)
+        for command, *words in named_commands(page.read_text(encoding="utf-8"))
+        for word in words
+        if re.match("--?[a-z]", word)
+        and word.partition("=")[0] not in COMMANDS[command]._option_string_actions
+    ]
+    assert unknown == []
+
+
+def test_options_beside_those_of_other_programs_exist() -> None:
+    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    ours = "\n".join(
+        line.partition(" | ")[2] if line.startswith("|") else line for line in text.splitlines()
+    )
+    named = {word for span in re.findall("`([^`]+)`", ours) for word in span.split()}
+    options = {flag for each in COMMANDS.values() for flag in each._option_string_actions}
+    assert {word for word in named if word.startswith("-")} - options == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("config", CONFIG_NAMES),
+        ("mcp", [each.name for each in fields(ServerConfig) if each.name != "name"]),
+        ("options", set(OPTION_NAMES) - {"logprobs"}),
+        ("keys", [key.id for key in KEYS]),
+    ],
+)
+def test_the_page_of_files_has_every_key(name: str, known: list[str]) -> None:
+    text = marked("files.md", name)
+    cells = [row[0] for row in rows(text)] if text.startswith("|") else [text]
+    assert sorted(re.findall(r"`\[?([\w-]+)[^`]*`", "\n".join(cells))) == sorted(known)
+
+
+@pytest.mark.parametrize("row", rows(marked("faq.md", "recommended")), ids=lambda row: row[0][:16])
+def test_models_that_are_recommended_run_well(
+    row: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pc, *models = re.findall(r"`([^`]+)`", " ".join(row))
+    assert main(["plan", "--pc", pc, "--json"]) == 0
+    found = {
+        each["name"]: each["verdict"] for each in json.loads(capsys.readouterr().out)["models"]
+    }
+    assert {name: found[name] for name in models} == dict.fromkeys(models, "good")
