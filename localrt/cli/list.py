@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 from localrt.cli.help import Examples
+from localrt.common.errors import ModelNotFoundError
 from localrt.common.formatting import format_bytes, table
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, LocalModel, list_models
+from localrt.hub.cache import forget_use
+from localrt.hub.names import shown_path
 
 EXAMPLES: Examples = (
     ("localrt list", "names, sizes, and where they are"),
     ("localrt list qwen", "those with this in their names"),
+    ("localrt list --forget ~/old.gguf", "leave out a file that was run once"),
 )
 
 
@@ -21,11 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("words", nargs="*", metavar="WORD", help="only names with all these words")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--forget",
+        metavar="PATH",
+        help="leave out a file or folder of yours, which is not deleted (default: none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
     settings = Settings.from_environment()
+    if args.forget is not None:
+        names = dict.fromkeys((args.forget, shown_path(Path(args.forget).expanduser().absolute())))
+        if not any([forget_use(name, settings) for name in names]):
+            raise ModelNotFoundError(f"{args.forget} is no path that was used: see localrt list")
+        print(f"{args.forget} is left out of the list")
+        return 0
     words = [word.lower() for word in args.words]
     models = [model for model in list_models(settings) if _has(model, words)]
     if args.json:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,17 +244,21 @@ def is_own_store(path: Path, settings: Settings) -> bool:
 
 
 def note_use(name: str, settings: Settings) -> None:
-    """Record that the model is used now."""
+    """Record that the model is used now, but for what lies in the folder for temporary files."""
+    if Path(name).is_absolute() and Path(name).is_relative_to(tempfile.gettempdir()):
+        return
     with suppress(OSError):
         file = _use_file(name, settings)
         private_folder(file.parent)
         file.touch(mode=0o600)
 
 
-def forget_use(name: str, settings: Settings) -> None:
-    """Forget the last use of a deleted model."""
+def forget_use(name: str, settings: Settings) -> bool:
+    """Forget the last use of a model; whether there was one."""
     with suppress(OSError):
-        _use_file(name, settings).unlink(missing_ok=True)
+        _use_file(name, settings).unlink()
+        return True
+    return False
 
 
 def last_used(settings: Settings) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from localrt.cli import main
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
@@ -244,3 +245,26 @@ def test_uses_are_remembered(tmp_path: Path) -> None:
     assert last_used(settings) == {}
     (tmp_path / "blocked").write_text("")
     note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))
+
+
+def test_what_lies_in_the_temporary_folder_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    for name in ("tmp/model.gguf", "tmp/a/b", "tmpx/model.gguf"):
+        note_use(str(tmp_path / name), settings)
+    assert list(last_used(settings)) == [str(tmp_path / "tmpx/model.gguf")]
+
+
+def test_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/elsewhere")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    note_use(str(tmp_path / "old.gguf"), Settings.from_environment())
+    assert main(["list", "--forget", "old.gguf"]) == 0
+    assert last_used(Settings.from_environment()) == {}
+    assert main(["list", "--forget", "old.gguf"]) == 1
+    assert "old.gguf is no path that was used" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from localrt.hub.removing import plan_removal
 @pytest.fixture(autouse=True)
 def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", "/elsewhere")  # the tests' own files are kept
 
 
 def add_store(
