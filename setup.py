@@ -42,7 +42,7 @@ class BuildInParallel(build_ext):
         def compile_one(source, options):
             made = compile_files([source], **options)
             if log := os.environ.get("LOCALRT_BUILD_LOG"):  # who installs counts its lines
-                with open(log, "a", encoding="utf-8") as file:
+                with Path(log).open("a", encoding="utf-8") as file:
                     file.write(f"{source}\n")
             return made
 

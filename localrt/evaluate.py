@@ -287,8 +287,8 @@ def _require_same_vocabulary(
 def _cut(tokens: Sequence[int], ctx: int, stride: int, bos: int | None) -> Windows:
     if len(tokens) < ctx:
         raise OptionError(
-            f"the text has {len(tokens)} tokens, fewer than one window of {ctx}: use a longer text "
-            f"or a smaller {option('ctx')}"
+            f"{len(tokens)} tokens of the text are fewer than one window of {ctx}: use more of it "
+            f"({option('limit_tokens')}), a longer text or a smaller {option('ctx')}"
         )
     windows = []
     for start in range(0, len(tokens) - ctx + 1, stride):

@@ -107,7 +107,7 @@ def test_window_sizes(tiny: localrt.Model, other: localrt.Model) -> None:
 
 
 def test_bad_sizes(tiny: localrt.Model, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="the text has 5 tokens, fewer than one window of 64"):
+    with pytest.raises(OptionError, match="5 tokens of the text are fewer than one window of 64"):
         evaluate(tiny, "hello", ctx=64)
     with pytest.raises(OptionError, match="ctx must be from 4 to the model's 512, is 513"):
         evaluate(tiny, TEXT, ctx=513)
@@ -169,7 +169,7 @@ def test_command(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (b"short", 2, "fewer than one window"),
         (b"\xff\xfe not text", 2, "is not UTF-8 text: byte 0xff at 0"),
-        (None, 1, "No such file"),
+        (None, 2, "does not exist"),
     ],
 )
 def test_command_errors(

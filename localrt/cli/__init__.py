@@ -53,6 +53,10 @@ _EXAMPLES: Examples = (
 _USAGE = 2
 # Exit statuses as shells report them for a process that a signal ended.
 _INTERRUPTED = 130
+_NO_COMMAND = (
+    "localrt: say what to do: `localrt chat` opens a chat with a small model, `localrt plan` says "
+    "what this PC runs well, `localrt --help` lists the commands"
+)
 _BROKEN_PIPE = 141
 
 
@@ -118,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        print(_NO_COMMAND, file=sys.stderr)
+        return _USAGE
     try:
         args = build_parser().parse_args(argv)
         status: int = _command(args.command).run(args)

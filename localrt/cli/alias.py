@@ -8,10 +8,11 @@ from pathlib import Path
 
 from localrt.cli.help import Examples
 from localrt.common.errors import ModelNotFoundError, OptionError
-from localrt.common.formatting import table
+from localrt.common.formatting import one_line, table
 from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.known_models import find_known
+from localrt.hub.listing import may_be_a_name
 from localrt.hub.names import read_aliases, remove_alias, shown_path, write_alias
 
 EXAMPLES: Examples = (
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.name} is no name of yours: set it with `localrt alias {args.name} MODEL`"
             )
         return _say(args, f"{args.name} is {model}", settings)
+    if not may_be_a_name(args.model, settings) and find_known(args.model) is None:
+        raise ModelNotFoundError(f"{one_line(args.model)} is no model: see localrt list")
     before = args.name if args.name in read_aliases(settings) else _leads_to(args.name, settings)
     model = write_alias(args.name, args.model, settings)
     notes = [] if _here(args.name, settings) else ["not on this machine yet"]

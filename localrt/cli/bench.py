@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     status = run_mix_command(args)
     if status is not None:
         return status
-    args.model = args.model or DEMO_NAME
+    args.model = DEMO_NAME if args.model is None else args.model
     args.runs = 5 if args.runs is None else args.runs
     sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {

@@ -224,6 +224,7 @@ def resolved(model: str) -> tuple[str, Path]:
     with ProgressLine() as line:
         choose = chooser(settings, say=note_to(line))
         found = resolve(model, settings=settings, choose=choose, progress=line)
+    open_checkpoint(found.path).close()  # what no engine can read is told once
     # File names only: results may be shared.
     return (found.path.name if Path(found.name).exists() else found.name), found.path
 

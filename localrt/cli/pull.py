@@ -44,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
     with ProgressLine() as line:
         vision = not args.no_vision
         found = pull(args.model, revision=args.revision, vision=vision, progress=line)
+        if found.source == "local":
+            from localrt.models.checkpoints import open_checkpoint  # which imports numpy
+
+            open_checkpoint(found.path).close()  # says what is wrong with it
         draft, head = find_draft(found), None
         if args.draft and draft is None:
             raise ModelNotFoundError(f"{found.name} is here; no head was found that drafts for it")
@@ -63,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         done = "is here" if line.downloaded else "is up to date"
+        done = "is yours, there is nothing to download" if found.source == "local" else done
         print(f"{found.name} {done}: {found.path}")
         for tower in towers:
             print(f"{tower.name}, {format_bytes(tower.stat().st_size)}, lets it see pictures")

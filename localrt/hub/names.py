@@ -207,7 +207,9 @@ def write_alias(name: str, model: str, settings: Settings) -> str:
         OptionError: an invalid name, the demo model's, or one that would stand for itself.
         StorageError: the file cannot be read or written.
     """
-    if name == DEMO_NAME or _NAME.fullmatch(name) is None:
+    if name == DEMO_NAME:
+        raise OptionError(f"{DEMO_NAME} is the demo model's own name: take another")
+    if _NAME.fullmatch(name) is None:
         raise OptionError(
             f"{one_line(name, 60)!r} cannot be a name of yours: take letters, digits and . _ - :"
         )

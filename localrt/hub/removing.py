@@ -51,6 +51,8 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
         ModelNotFoundError: it is not on this machine, or has no packed copy.
         OptionError: the files are another program's, the user's, or an installed package's.
     """
+    if not name.strip():
+        raise OptionError("the name is empty: say which model, as `localrt list` names it")
     full = expand_name(name, settings)
     listed = list_models(settings)
     models = list(models_named(full, listed, settings, linked=packed_only))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -350,3 +352,28 @@ def test_the_scripts_are_valid_shell() -> None:
     for name in ("scripts/chat", "scripts/test", "scripts/setup", "scripts/lint", ".ci/run"):
         subprocess.run(["bash", "-n", root / name], check=True)
         assert os.access(root / name, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("", 2, "localrt --help"),
+        ("bench notes.txt", 1, "notes.txt is not a GGUF file"),
+        ("bench /", 1, "config.json"),
+        ("bench /dev/zero", 1, "/dev/zero is not a regular file"),
+        ("bench ''", 2, "name is empty"),
+        ("pull /", 1, "config.json"),
+        ("pull /dev/zero", 1, "/dev/zero is not a regular file"),
+        ("pull notes.txt", 1, "notes.txt is not a GGUF file"),
+        ("rm ''", 2, "the name is empty"),
+        ("alias smollm2 notes.txt", 2, "smollm2 is the demo model's own name"),
+        ("alias x nosuch", 1, "nosuch is no model"),
+        ("list --forget nosuch", 1, "nosuch is no path that was used"),
+    ],
+)
+def test_what_cannot_be_done(
+    command: str, status: int, words: str, home: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a model")
+    with contextlib.chdir(tmp_path):
+        assert_one_line(localrt(*shlex.split(command), env=home), status, words)
