@@ -16,13 +16,13 @@ import time
 import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -228,9 +228,12 @@ class PromptCache:
         self._lock = threading.Lock()
         self._files: dict[Path, BlockFile] = {}
         self._in_ram: list[_RamCopy] = []
+        _OPEN.add(self)
 
-    def save(self, session: EngineSession) -> int:
+    def save(self, session: EngineSession, marks: frozenset[str] = frozenset()) -> int:
         """Save what ``session`` holds; return the bytes on the disk, 0 if nothing was saved.
+
+        ``marks`` are those of its messages (``marks_of``), for ``forget``.
 
         Raises:
             StorageError: the disk is full or fails; the session has not changed.
@@ -245,9 +248,10 @@ class PromptCache:
                 blocks.block_bytes,
                 blocks.take_blocks,
                 blocks.saved_states(),
+                marks,
             )
 
-    def hold(self, session: EngineSession) -> int:
+    def hold(self, session: EngineSession, marks: frozenset[str] = frozenset()) -> int:
         """Copy the session's cache to RAM; return the copy's bytes, 0 if it cannot be copied.
 
         It stays until it is restored, or until ``settle``.
@@ -257,7 +261,7 @@ class PromptCache:
             return 0
         blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
         with self._lock:
-            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states())
+            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states(), marks)
             self._in_ram.append(kept)
         return kept.nbytes
 
@@ -271,7 +275,8 @@ class PromptCache:
         with self._lock:
             while self._in_ram:
                 copy = self._in_ram[-1]
-                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take, copy.saved)
+                width = copy.blocks.shape[1]
+                self._write(copy.tokens, copy.layout, width, copy.take, copy.saved, copy.marks)
                 freed += self._in_ram.pop().nbytes
         return freed
 
@@ -318,6 +323,11 @@ class PromptCache:
             self._files.clear()
             self._in_ram.clear()
 
+    def drop(self, marks: frozenset[str]) -> None:
+        """Drop the copies in RAM of messages with one of ``marks``."""
+        with self._lock:
+            self._in_ram = [c for c in self._in_ram if c.marks and not c.marks & marks]
+
     # -- parts -----------------------------------------------------------------------------------
 
     def _write(
@@ -327,6 +337,7 @@ class PromptCache:
         block_bytes: int,
         take: Callable[[int, int], Bytes],
         states: Sequence[SavedState],
+        marks: frozenset[str],
     ) -> int:
         nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
         nbytes += sum(state.data.nbytes for state in states)
@@ -341,11 +352,12 @@ class PromptCache:
             default=None,
         )
         if file is not None and len(file.tokens) > len(tokens):
-            file.touch()  # it contains these tokens already
+            file.touch(marks)  # it contains these tokens already
             return file.nbytes
         if file is None:
             file = BlockFile(self.folder / uuid.uuid4().hex)
         self._make_room(max(0, nbytes - file.nbytes), spare=file)
+        file.marks = marks
         file.write(tokens, layout, block_bytes, take, states)
         self._files[file.folder] = file
         return file.nbytes
@@ -385,6 +397,7 @@ class _RamCopy:
     layout: str
     blocks: Bytes
     saved: Sequence[SavedState]
+    marks: frozenset[str]
 
     @property
     def nbytes(self) -> int:
@@ -402,6 +415,36 @@ class _RamCopy:
     def read(self, length: int, fill: FillBlocks) -> int:
         fill(0, -(-length // BLOCK_TOKENS), held_blocks(self.blocks))
         return length
+
+
+_OPEN: weakref.WeakSet[PromptCache] = weakref.WeakSet()
+
+
+def marks_of(messages: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Return by what caches of a conversation with these messages are found: hashes of what the
+    user said.
+    """
+    texts = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") == "user" and content:
+            parts = [{"text": content}] if isinstance(content, str) else content
+            texts.append("".join(str(part.get("text") or "") for part in parts))
+    coded = (text.encode("utf-8", "surrogatepass") for text in texts)
+    return frozenset(hashlib.sha256(text).hexdigest()[:16] for text in coded)
+
+
+def forget(folder: Path, marks: frozenset[str], since: float) -> None:
+    """Delete what is saved in ``folder``, of any model, with one of ``marks``; of what has none,
+    such as a server's caches, all that was used after ``since``.
+    """
+    for cache in list(_OPEN):
+        cache.drop(marks)
+    for model in _folders(folder):
+        for path in _folders(model):
+            file = BlockFile(path)
+            if file.marks & marks or (not file.marks and _time_and_size(path)[0] >= since):
+                file.delete()
 
 
 def model_key(*facts: object) -> str:

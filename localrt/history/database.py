@@ -202,6 +202,7 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA secure_delete = ON")  # not every build's default
     return connection
 
 

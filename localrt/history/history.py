@@ -132,9 +132,24 @@ class History(Closing):
             ) from error
 
     def delete(self, id: str) -> None:
-        """Remove a conversation with all its branches; nothing happens where there is none."""
+        """Remove a conversation with all its branches, from the search index and the saved KV
+        caches too; nothing happens where there is none.
+        """
+        began = self._database.rows("SELECT created FROM conversation WHERE id = ?", (id,))
+        if not began:
+            return
+        turns = self._database.rows("SELECT role, content FROM turn WHERE conversation = ?", (id,))
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM conversation WHERE id = ?", (id,))
+            # Without it, deleted words stay in the index until it is merged some day.
+            connection.execute("INSERT INTO turn_text (turn_text) VALUES ('optimize')")
+        if self.path is None:
+            return
+        self._database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+        from localrt.engine.saved_caches import forget, marks_of  # brings numpy
+
+        folder = Settings.from_environment().cache_dir / "kv"
+        forget(folder, marks_of(map(dict, turns)), began[0]["created"])
 
     def close(self) -> None:
         """Close the file."""

@@ -50,12 +50,15 @@ class _StateFile:
 
 
 class BlockFile:
-    """The files in one folder, which need not exist. ``tokens`` are those held. Not thread-safe."""
+    """The files in one folder, which need not exist. ``tokens`` are those held, and ``marks`` are
+    written with them, to find the file again. Not thread-safe.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokens: Tokens = _NO_TOKENS
         self.layout = ""
+        self.marks: frozenset[str] = frozenset()
         self._block_bytes = 0
         self._sums: list[int] = []
         self._states: list[_StateFile] = []
@@ -63,7 +66,7 @@ class BlockFile:
         if about is not None:
             self.tokens, self._sums = about["tokens"], about["sums"]
             self.layout, self._block_bytes = about["layout"], about["block_bytes"]
-            self._states = about["states"]
+            self._states, self.marks = about["states"], frozenset(about.get("marks", ()))
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +87,13 @@ class BlockFile:
         except OSError:
             return 0.0
 
-    def touch(self) -> None:
-        """Record that it is used now."""
+    def touch(self, marks: frozenset[str] = frozenset()) -> None:
+        """Record that it is used now, and add ``marks``."""
+        if not marks <= self.marks:
+            self.marks |= marks
+            with contextlib.suppress(OSError):
+                facts = self.layout, self._block_bytes, self._sums, self._states
+                self._replace_about(self.tokens, *facts)
         with contextlib.suppress(OSError):
             os.utime(self.folder / _ABOUT)
 
@@ -223,6 +231,7 @@ class BlockFile:
             "tokens": tokens.tolist(),
             "sums": sums,
             "states": [list(astuple(state)) for state in states],
+            "marks": sorted(self.marks),
         }
         write_text(self.folder / _ABOUT, json.dumps(about), private=True, sync=False)
         self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import localrt
-from localrt import LocalrtError, Model
+from localrt import History, LocalrtError, Model
+from localrt.tui.conversation.state import ChatState
 from tests.inside import core_of
 from tests.real_models import real_model
 
@@ -113,3 +115,57 @@ def test_cache_without_room(
     assert again.token_ids == first.token_ids
     assert (again.metrics.cached_tokens > 200) is (disk != "off")
     assert (tmp_path / "cache" / "kv").exists() is (disk != "off")
+
+
+@pytest.mark.parametrize("how", ["library", "other-window", "open", "listed"])
+def test_deleted_conversation_leaves_no_word(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+    def found(word: str) -> list[str]:
+        """The files in which the word is: as bytes, or as tokens."""
+        texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        for path in texts:
+            if path.name == "tokens.json":
+                about = json.loads(texts[path])
+                texts[path] += model.detokenize(about["tokens"]).encode()
+        return [path.name for path, text in texts.items() if word.encode() in text]
+
+    state = ChatState(
+        History,
+        model="m",
+        system="Be brief. " * 40,
+        options={"max_tokens": 4},
+        on_problem=pytest.fail,
+    )
+    ids = []
+    state.take_model(model)
+    for word in ("xylophone", "gramophone"):
+        if ids:
+            state.new()  # the first one is parked
+        ids.append(state.conversation.id)
+        turn = state.conversation.add("user", f"My password is {word}. {PROMPT}", after=0)
+        assert state.session is not None
+        said = state.session.chat.send(turn.content)
+        state.conversation.add("assistant", f"{said.text} So it is {word}.", after=turn.id)
+    if how != "open":
+        state.new()
+    assert {"tokens.json", "history.db-wal"} <= {*found("xylophone")}
+    assert ("tokens.json" in found("gramophone")) == (how != "open")
+    gone, kept = ("gramophone", "xylophone") if how == "open" else ("xylophone", "gramophone")
+    number = ids[how == "open"]
+    if how == "library":
+        with History() as history:
+            history.delete(number)
+    elif how == "other-window":
+        state.open(number)
+        with History() as history:
+            history.delete(number)
+        state.new()
+    else:
+        state.delete(number)
+    assert found(gone) == []
+    assert "tokens.json" in found(kept)
+    state.close()
+    assert found(gone) == []

@@ -68,8 +68,12 @@ class OpenConversation:
 
     @property
     def saved(self) -> bool:
-        """Whether all of it is in a file."""
-        return self._memory is not None and self._file is None
+        """Whether all of it is in a file, from which no window has deleted it."""
+        if self._memory is None or self._file is not None:
+            return False
+        with suppress(StorageError):  # raised where it was deleted
+            return isinstance(self._stored.title, str)
+        return False
 
     @property
     def unsaved(self) -> bool:
