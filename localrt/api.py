@@ -430,6 +430,7 @@ class Model(Closing):
             OptionError: an id outside the vocabulary.
         """
         core, ids = self._core, whole_ids(token_ids, "token_ids")
+        core.requests.check_process()
         if len(ids) > core.ctx:
             raise ContextOverflowError(
                 f"{len(ids)} tokens do not fit a context of {core.ctx}",

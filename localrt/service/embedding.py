@@ -34,6 +34,7 @@ def embed(
         raise OptionError("embed takes a list of texts: [text] for a single one")
     if not isinstance(texts, Iterable):
         raise OptionError(f"embed takes a list of texts, not {texts!r:.80}")
+    core.requests.check_process()
     _ = core.engine.hidden_size  # an engine without hidden states raises before any other check
     chosen = _pooling(pooling, core.parts.pooling)
 

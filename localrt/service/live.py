@@ -123,6 +123,7 @@ class LiveModel(Closing):
         """Like ``submit``, for asyncio: a thread tokenizes the prompt, waiting needs no thread."""
         import asyncio  # imported late: it takes six megabytes
 
+        self._core.requests.check_process()
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         cancel = options.pop("cancel", None) or threading.Event()
 

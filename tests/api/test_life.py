@@ -381,3 +381,84 @@ def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_leave_ram_of_whole_model(tiny: localrt.Model) -> None:
     assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0
+
+
+# -- forks ---------------------------------------------------------------------------------------
+
+ASKED_IN_CHILD = {
+    "generate": "model.generate('Hi', max_tokens=2)",
+    "stream": "list(model.stream('Hi', max_tokens=2))",
+    "chat": "chat.send('Hi', max_tokens=2)",
+    "batch": "model.generate_batch(['Hi', 'Ho'], max_tokens=2)",
+    "live": "live.generate('Hi', max_tokens=2)",
+    "live, a long prompt": "asyncio.run(live.agenerate('Hi ' * 9000, max_tokens=2))",
+    "embed": "model.embed(['Hi'])",
+    "logits": "list(model.logits([1, 2]))",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("beside", ["idle", "within a pass"])
+@pytest.mark.parametrize("asked", ASKED_IN_CHILD)
+def test_forked_child_is_refused(tiny_folder: Path, asked: str, beside: str) -> None:
+    code = f"""
+        import asyncio, os
+        import localrt
+
+        model = localrt.load({str(tiny_folder)!r}, ctx=16384)
+        chat, live = model.chat(), model.live()
+        chat.send("Hi", max_tokens=2)
+        if {beside == "idle"}:
+            live.generate("Hi", max_tokens=2)
+        else:
+            busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
+            for stream in busy:
+                next(stream)
+        child = os.fork()
+        if not child:
+            try:
+                {ASKED_IN_CHILD[asked]}
+            except localrt.LocalrtError as error:
+                fits = "a model does not survive a fork" in str(error)
+                # A chat that answers when its process is forked goes on answering in the copy.
+                os._exit(0 if fits or "already answering" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        if {beside == "idle"}:
+            assert model.generate("Hi", max_tokens=2).token_ids
+        model.unload()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_loaded_in_forked_child(tiny_folder: Path) -> None:
+    code = f"""
+        import os
+        import localrt
+
+        model = localrt.load({str(tiny_folder)!r})
+        text = model.generate("Hi", max_tokens=4, temperature=0.0).token_ids
+        child = os.fork()
+        if not child:
+            own = localrt.load({str(tiny_folder)!r})
+            model.close()
+            os._exit(own.generate("Hi", max_tokens=4, temperature=0.0).token_ids != text)
+        assert os.waitpid(child, 0)[1] == 0
+        assert model.generate("Hi", max_tokens=4, temperature=0.0).token_ids == text
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
