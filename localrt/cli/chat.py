@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import localrt
+from localrt import History
 from localrt.chat import ChatModel
 from localrt.cli.help import Examples
 from localrt.cli.loading import (
@@ -29,12 +31,12 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.cli.run import answer, prompt_of
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.engine.options import read_options
-from localrt.hub import DEMO_NAME
+from localrt.hub import DEMO_NAME, resolve
 
 EXAMPLES: Examples = (
     ("localrt chat", "SmolLM2, a small model"),
@@ -67,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the app; without a terminal for it, chat or answer plainly."""
+    if args.resume and args.model is None and args.endpoint is None:
+        args.model = last_model()
     choose_model(args)
     if args.resume and args.load is not None:
         raise OptionError("give either --continue or --load, not both")
@@ -123,6 +127,20 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         **more,
     )
+
+
+def last_model() -> str | None:
+    """Return the model of the last conversation if it is on this machine; the app says where
+    another goes on.
+    """
+    with suppress(LocalrtError), History() as history:
+        for note in history.notes:  # of a damaged file, which the app does not meet any more
+            print(f"localrt: {note}", file=sys.stderr)
+        for last in history.list(limit=1):
+            settings = Settings.from_environment()
+            resolve(last.model, settings=settings, offline=True, download=False)
+            return last.model
+    return None
 
 
 def welcome() -> str:

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from localrt.cli import main
+from localrt.cli.chat import last_model
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
 
@@ -116,6 +117,23 @@ def test_a_conversation_that_goes_on_is_not_computed_again(
         cached.append(json.loads(result.stdout)["metrics"]["cached_tokens"])
     assert cached[:2] == [0, 0]
     assert cached[2] > 200
+
+
+def test_chat_continues_with_the_model_of_the_conversation(
+    tiny_folder: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "own"))
+    with mock.patch.dict(os.environ, home):
+        assert last_model() is None
+    begun = localrt("chat", model, "--plain", *FAST, env=home, stdin=b"Hi\n")
+    assert begun.returncode == 0, begun.stderr
+    later = localrt("chat", "-c", "--plain", *FAST, env=home, stdin=b"And more\n/show\n")
+    assert later.returncode == 0, later.stderr
+    assert "Loading own" in later.stdout.decode()
+    assert "You: And more" in later.stdout.decode()
+    shutil.rmtree(model)
+    with mock.patch.dict(os.environ, home):
+        assert last_model() is None
 
 
 def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[str, str]) -> None:
