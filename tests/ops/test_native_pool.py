@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 ASLEEP = 0.02  # longer than workers wait for the next job awake
+from tests.real_models import real_model
 
 
 def threads() -> set[int]:
@@ -139,3 +140,35 @@ def test_too_few_threads() -> None:
         assert 0 < len(threads() - before) < 400
         rounds_with_pauses(ops)
     """)
+
+
+SMALL_STACKS = """
+import threading
+def answer():
+    import localrt
+    with localrt.load({path!r}, threads=2, draft="off") as model:
+        print(model.generate("The capital of France is " * 40, max_tokens=2).text)
+threading.stack_size(16 << 20)
+thread = threading.Thread(target=answer)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's stack follows the limit there")
+@pytest.mark.parametrize("kilobytes", [128, 192])
+def test_threads_of_small_stacks(kilobytes: int) -> None:
+    """musl gives a thread 128 kB, and kernels take up to 254."""
+    import resource  # which only POSIX has
+
+    code = SMALL_STACKS.format(path=str(real_model("smollm2")))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_STACK, (kilobytes << 10, resource.RLIM_INFINITY)
+        ),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
