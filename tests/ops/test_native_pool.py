@@ -16,6 +16,7 @@ import pytest
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.ops.packed import random_tensor
+from tests.real_models import real_model
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
@@ -23,7 +24,6 @@ pytestmark = [
 ]
 
 ASLEEP = 0.02  # longer than workers wait for the next job awake
-from tests.real_models import real_model
 
 
 def threads() -> set[int]:
