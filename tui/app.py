@@ -42,7 +42,7 @@ from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
-from localrt.tui.text import explained, one_line, pasted, short_name
+from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, offered, register
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ class ChatApp(App[None]):
             self.state.notes += (one_line(error),)
 
     async def on_event(self, event: Event) -> None:
-        """Every paste gets plain line ends, wherever it goes."""
+        """Every paste gets plain line ends and no control characters, wherever it goes."""
         if isinstance(event, Paste) and not event.is_forwarded:
-            event.text = pasted(event.text)
+            event.text = clean(pasted(event.text))
         await super().on_event(event)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -457,11 +457,11 @@ class ChatApp(App[None]):
 
     def get_driver_class(self) -> type[Driver]:
         found = super().get_driver_class()
-        if found.__module__ != "textual.drivers.linux_driver":
+        if os.name == "nt":
             return found
         from localrt.tui.terminal import RestoringDriver  # needs a Unix
 
-        return RestoringDriver
+        return RestoringDriver if found is RestoringDriver.__base__ else found
 
     def _end(self, number: int) -> None:
         """A signal: a logout, ``kill``."""

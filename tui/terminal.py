@@ -7,9 +7,16 @@ script undoes what the app had set.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 
+from textual._xterm_parser import BRACKETED_PASTE_END as END
+from textual._xterm_parser import BRACKETED_PASTE_START as START
+from textual._xterm_parser import XTermParser
+from textual.drivers import linux_driver, web_driver
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Paste
+from textual.message import Message
 
 # It writes what LinuxDriver does as it ends. A shell may have the terminal by then: the modes are
 # set back only while they are the app's, which alone turns off the keys' signals.
@@ -20,6 +27,49 @@ printf '\033[?2026l\033[?2004l\033[?7h\033[?2048l\033[?1000l\033[?1003l\033[?101
 printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
 case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
+
+
+class PasteParser(XTermParser):
+    """Textual's parser, which reads what follows an escape character in a paste as keys: here all
+    between the marks is the paste.
+    """
+
+    _recent = ""  # the last characters outside a paste
+    _paste: str | None = None
+
+    def feed(self, data: str) -> Iterable[Message]:
+        if not data:
+            yield from super().feed(data)
+        while data:
+            if self._paste is not None:
+                searched = max(len(self._paste) - len(END), 0)
+                self._paste += data
+                end = self._paste.find(END, searched)
+                if end < 0:
+                    return
+                text, data = self._paste[:end], self._paste[end + len(END) :]
+                self._paste = None
+                for event in super().feed(END):
+                    if isinstance(event, Paste):
+                        event.text = text
+                    yield event
+                continue
+            seen = self._recent + data
+            start = seen.find(START)
+            split = len(data) if start < 0 else start + len(START) - len(self._recent)
+            yield from super().feed(data[:split])
+            data = data[split:]
+            self._recent = seen[1 - len(START) :] if start < 0 else ""
+            self._paste = None if start < 0 else ""
+
+    def tick(self) -> Iterable[Message]:
+        """A slow line may pause within the mark of a paste, where no key begins as it does."""
+        if not any(self._recent.endswith(START[:size]) for size in range(3, len(START))):
+            yield from super().tick()
+
+
+for module in (linux_driver, web_driver):
+    module.XTermParser = PasteParser  # type: ignore[misc]
 
 
 class RestoringDriver(LinuxDriver):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _KEPT = "\n\t"
 _CONTROL = {
     code: "\N{REPLACEMENT CHARACTER}"
-    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0))
+    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202D, 0x202E)  # the last: text's order
     if chr(code) not in _KEPT
 }
 _CONTROL[ord("\r")] = ""

@@ -18,12 +18,13 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from localrt.common.formatting import format_rate
 from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.generation import SERVERS, AnswerUpdate
+from localrt.tui.inputs import Input
 from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT
 

@@ -20,7 +20,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.events import Key, Paste
 from textual.message import Message
-from textual.widgets import OptionList, TextArea
+from textual.widgets import OptionList
 from textual.widgets.text_area import Selection
 
 from localrt.common.errors import LocalrtError, OptionError
@@ -35,6 +35,7 @@ from localrt.tui.commands import (
     written,
 )
 from localrt.tui.conversation.attachments import Attachments, Draft
+from localrt.tui.inputs import TextArea
 from localrt.tui.themes import FAINT
 
 
@@ -158,9 +159,6 @@ class Composer(TextArea):
             self._complete()
         elif event.key == "escape" and self._menu.is_open:
             self._menu.close()
-        elif event.key.startswith("alt+"):
-            event.prevent_default()  # the key event carries a letter, which is not text
-            return
         else:
             return
         event.stop()

@@ -16,7 +16,6 @@ from textual.binding import BindingType
 from textual.events import Key
 from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import TextArea
 from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
@@ -42,6 +41,7 @@ from localrt.tui.conversation.attachments import draft_of, read_attachment, read
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
+from localrt.tui.inputs import TextArea, is_text
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile
@@ -604,8 +604,8 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: Key) -> None:
         """Text typed before the composer has the focus goes to the composer."""
-        is_text = event.is_printable or event.key in ("enter", "ctrl+j")
-        if self._starting and is_text and self.focused in (None, self.composer):
+        writes = is_text(event) or event.key in ("enter", "ctrl+j")
+        if self._starting and writes and self.focused in (None, self.composer):
             event.stop()
             self.composer.post_message(Key(event.key, event.character))
 

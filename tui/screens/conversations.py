@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.timer import Timer
-from textual.widgets import Input
 
 from localrt.common.errors import LocalrtError
 from localrt.tui.conversation.state import ChatState
+from localrt.tui.inputs import Input
 from localrt.tui.screens.dialogs import Ask, Confirm, SearchDialog, ask
 from localrt.tui.text import clean, human_when, one_line, short_name
 from localrt.tui.themes import FAINT

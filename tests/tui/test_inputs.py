@@ -1,0 +1,242 @@
+"""What is typed and pasted arrives, as a terminal sends it."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import regex
+from textual.events import Paste
+from textual.message import Message
+from textual.pilot import Pilot
+
+from localrt.tui.app import ChatApp
+from localrt.tui.inputs import Input, letter_size
+from tests.tui import screen
+from tests.tui.conftest import running
+from tests.tui.fakes import FakeModel
+from tests.waits import wait_for
+
+if os.name != "nt":
+    from localrt.tui.terminal import PasteParser
+    from tests.tui.test_ending import Shell
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Textual's parser of Unix terminals")
+
+DEL, LEFT, RIGHT, DELETE, HOME = "\x7f", "\x1b[D", "\x1b[C", "\x1b[3~", "\x1b[H"
+START, END = "\x1b[200~", "\x1b[201~"
+
+
+def messages(parser: PasteParser, *reads: str) -> list[tuple[str, str | None]]:
+    found: list[Message] = [event for read in reads if read for event in parser.feed(read)]
+    return [
+        (type(event).__name__, getattr(event, "text", getattr(event, "key", None)))
+        for event in found
+    ]
+
+
+async def in_one_read(app: ChatApp, pilot: Pilot[None], text: str) -> None:
+    for event in list(PasteParser().feed(text)):
+        app.post_message(event)
+    await pilot.pause()
+
+
+# -- pastes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain\ttext",
+        "\x1b[31mred\x1b[0m line\rsecond",
+        "one\x1b[106;5utwo\x1b[27;5;109~three",
+        "up \x1b[A, alone \x1b, twice \x1b\x1b, at the end \x1b",
+        "\x1b" + "0" * 32 + "]2;title",
+        "half an end \x1b[201, \x1b[20",
+        "a mark \x1b[200~ again",
+    ],
+)
+def test_paste_is_whole_wherever_reads_end(text: str) -> None:
+    data = f"a{START}{text}{END}b\x1b[A{START}2{END}"
+    expected = [("Key", "a"), ("Paste", text), ("Key", "b"), ("Key", "up"), ("Paste", "2")]
+    for place in range(len(data) + 1):
+        assert messages(PasteParser(), data[:place], data[place:]) == expected
+    assert messages(PasteParser(), *data) == expected
+
+
+def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than Textual waits for the rest of an escape sequence."""
+    now = 0.0
+    monkeypatch.setattr("textual._parser.get_time", lambda: now)
+    parser = PasteParser()
+    for read in ("\x1b[2", "00", "~text", "\x1b", "[2", "01~"):
+        found = messages(parser, read)
+        now += 1.0
+        assert list(parser.tick()) == []
+    assert found == [("Paste", "text")]
+    assert messages(parser, "\x1b") == []
+    now += 1.0
+    assert [getattr(event, "key", "") for event in parser.tick()] == ["escape"]
+
+
+LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b[106;5uthird"
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 0], ids=["whole", "split", "bytes"])
+def test_paste_in_a_terminal(pieces: int, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        wait_for(lambda: "2004" in shell.modes)
+        shell.type("> ")
+        wait_for(lambda: shell.shows("> "))
+        size = len(LOG) // pieces + 1 if pieces else 1
+        shell.type(START)
+        for start in range(0, len(LOG), size):
+            shell.type(LOG[start : start + size])
+        shell.type(f"{END}.")
+        wait_for(lambda: shell.shows("third."))
+        os.kill(shell.app, 15)
+        assert shell.status == 143
+    draft = (tmp_path / "data" / "localrt" / "draft.txt").read_text()
+    assert draft == "> \ufffd[31mred\ufffd[0m line\nsecond\nthird."
+
+
+async def test_undo_of_a_long_paste(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        composer.put("before ")
+        lines = "\n".join(["x"] * 9)
+        app.post_message(Paste(lines))
+        await pilot.press("alt+z")
+        assert composer.text == "before "
+        await pilot.press("ctrl+y")
+        assert composer.text == f"before {lines}"
+        await pilot.press("f7", "delete", "alt+z", "alt+z")
+        assert composer.text == "before "
+        await pilot.press("!")
+        assert composer.text == "before !"
+
+
+# -- control characters ----------------------------------------------------------------------------
+
+CONTROLS = ["\x1b]2;title\x07", "\x9d52;c;eA==\x9c", "\x7f", "\x85", "\u202eabc"]
+PLACES = {
+    "composer": (),
+    "find": ("ctrl+f",),
+    "conversations": ("ctrl+o",),
+    "name": ("f2",),
+    "palette": ("ctrl+p",),
+}
+
+
+@pytest.mark.parametrize("keys", PLACES.values(), ids=PLACES)
+async def test_pasted_controls_are_not_obeyed(model: FakeModel, keys: tuple[str, ...]) -> None:
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "first")
+        await pilot.press(*keys)
+        await pilot.pause()
+        for text in CONTROLS:
+            app.post_message(Paste(f"<{text}>"))
+        await pilot.pause()
+        field = app.focused
+        assert field is not None
+        written = getattr(field, "value", getattr(field, "text", ""))
+        assert written.count("<") == len(CONTROLS)
+        assert not any(unicodedata.category(c) == "Cc" or c == "\u202e" for c in written)
+
+
+@pytest.mark.parametrize("text", CONTROLS)
+async def test_other_texts_with_controls(model: FakeModel, text: str) -> None:
+    """Of a message from a saved conversation, a draft, a title."""
+    async with running(model) as (app, _):
+        composer = screen.composer(app)
+        composer.put(text)
+        assert "\ufffd" in composer.text
+        assert text not in composer.text
+        composer.put("")
+        composer.insert(text)
+        assert "\ufffd" in composer.text
+        line = Input(text)
+        assert "\ufffd" in line.value
+        line.value = text
+        assert "\ufffd" in line.value
+
+
+def test_terminal_gets_no_control_of_a_paste(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        wait_for(lambda: "2004" in shell.modes)
+        text = f"\x1b{'0' * 32}]2;PWNED\x07\x9d52;c;eA==\x9c end"
+        shell.type(f"{START}{text}{END}")
+        wait_for(lambda: shell.shows("end"))
+        written = shell.read()
+    assert b"\x1b]2;PWNED" not in written
+    assert b"\x07" not in written
+    assert "\x9d".encode() not in written
+
+
+# -- typing ----------------------------------------------------------------------------------------
+
+TYPED = {
+    "full-width space": "\u3000",
+    "no-break space": "\u00a0",
+    "narrow no-break space": "\u202f",
+    "thin space": "\u2009",
+    "non-joiner": "\u200c",
+    "joiner": "\u200d",
+    "right-to-left mark": "\u200f",
+    "soft hyphen": "\u00ad",
+    "private use": "\ue0b0",
+    "new emoji": "\U0001fae8",
+    "unassigned": "\U0001fadd",
+}
+FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+LETTERS = {
+    "accent": "e\u0301",
+    "variation": "\u2764\ufe0f",
+    "family": FAMILY,
+    "flag": "\U0001f1e9\U0001f1ea",
+    "regional flag": "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "skin": "\U0001f44d\U0001f3fd",
+    "keycap": "1\ufe0f\u20e3",
+    "thai": "\u0e01\u0e33",
+    "hindi": "\u0928\u093f",
+    "jamo": "\u1112\u1161\u11ab",
+    "plain": "x",
+}
+ORDER = {
+    "backspace": (f"abc{DEL}d", "abd"),
+    "hangul": (f"안{DEL}안녕{DEL}녕하", "안녕하"),
+    "left": (f"ab{LEFT}c", "acb"),
+    "home": (f"bc{HOME}a{DELETE}", "ac"),
+    "right": (f"bc{HOME}{RIGHT}a", "bac"),
+    **{f"typed {name}": (f"a{text}b", f"a{text}b") for name, text in TYPED.items()},
+    **{f"backspace {name}": (f"a{text}{DEL}b", "ab") for name, text in LETTERS.items()},
+    **{f"left {name}": (f"a{t}{LEFT}b", f"ab{t}") for name, t in LETTERS.items()},
+    **{f"right {name}": (f"{t}a{HOME}{RIGHT}b", f"{t}ba") for name, t in LETTERS.items()},
+    **{f"delete {name}": (f"{t}a{HOME}{DELETE}b", "ba") for name, t in LETTERS.items()},
+}
+
+
+@pytest.mark.parametrize("key", ["escape", "ctrl+f"], ids=["area", "line"])
+async def test_typed_in_one_read(model: FakeModel, key: str) -> None:
+    async with running(model) as (app, pilot):
+        await pilot.press(key)
+        field = app.focused
+        name = "value" if isinstance(field, Input) else "text"
+        for what, (typed, expected) in ORDER.items():
+            await in_one_read(app, pilot, typed)
+            assert getattr(field, name) == expected, what
+            setattr(field, name, "")
+
+
+def test_letters_are_graphemes() -> None:
+    text = "".join(LETTERS.values()) + "\U0001f1e9\U0001f1ea" * 2 + "à la\u0300 ñ 한국어 กำ"
+    place = 0
+    for letter in regex.findall(r"\X", text):
+        assert letter_size(text, place, 1) == len(letter)
+        place += len(letter)
+        assert letter_size(text, place, -1) == len(letter)

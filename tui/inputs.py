@@ -1,0 +1,150 @@
+"""Fields to write in, as the app has them: a line and a text area of Textual, mended.
+
+Keys act in the order in which they were pressed, every character can be typed, Backspace and the
+arrows take a whole letter or emoji, and a control character in the text is seen, never obeyed.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+from unicodedata import category
+
+from textual import widgets
+from textual.document._document import Location
+from textual.document._edit import Edit, EditResult
+from textual.events import Key
+from textual.geometry import Offset
+
+from localrt.tui.text import clean
+
+if TYPE_CHECKING:
+    from textual.widget import Widget
+else:
+    Widget = object  # a field's styles come from its first base that is a widget
+
+_JOINER = "\u200d"
+_CONTINUES = (  # what continues a letter and is no mark
+    *range(0x1160, 0x1200),  # vowels and ends of Hangul
+    *(0x0E33, 0x0EB3),  # am of Thai and Lao
+    *(0x200C, 0x200D),
+    *range(0x1F3FB, 0x1F400),  # skin tones
+    *range(0xE0020, 0xE0080),  # tags, of regional flags
+)
+
+
+def is_text(event: Key) -> bool:
+    """Whether a key writes its character: any that is no control."""
+    character = event.character or ""
+    alone = len(character) == 1 and category(character) not in ("Cc", "Cs")
+    return alone and not event.key.startswith(("alt+", "ctrl+"))
+
+
+def _continues(text: str, place: int) -> bool:
+    """Whether the character there belongs to the letter or emoji before it."""
+    before, here = text[place - 1], text[place]
+    if category(here).startswith("M") or ord(here) in _CONTINUES:
+        return True
+    if _is_flag_letter(here):  # two are a flag
+        return sum(1 for _ in takewhile(_is_flag_letter, reversed(text[:place]))) % 2 == 1
+    return before == _JOINER and here > "\u2000"
+
+
+def _is_flag_letter(character: str) -> bool:
+    return "\U0001f1e6" <= character <= "\U0001f1ff"
+
+
+def letter_size(text: str, place: int, step: int) -> int:
+    """The characters of the letter or emoji before (-1) or after (1) a place; 1 at the ends."""
+    end = place + step
+    while 0 < end < len(text) and _continues(text, end):
+        end += step
+    return abs(end - place)
+
+
+class _Typed(Widget):
+    """Both kinds of fields."""
+
+    def write(self, character: str) -> None:
+        raise NotImplementedError
+
+    async def _on_key(self, event: Key) -> None:
+        """Textual leaves a character that Python calls unprintable, and runs a field's own keys
+        after letters that come later.
+        """
+        if event.key.startswith("alt+"):
+            event.prevent_default()  # the key event carries a letter, which is not text
+            return
+        if is_text(event):
+            self.write(event.character or "")
+        else:
+            found = self._bindings.key_to_bindings.get(event.key, [])
+            own = next((binding for binding in found if not binding.id), None)
+            if own is None or not await self.app.run_action(own.action, self):
+                return
+        event.stop()
+        event.prevent_default()
+
+
+class TextArea(_Typed, widgets.TextArea):
+    """Text of several lines."""
+
+    def write(self, character: str) -> None:
+        self._restart_blink()
+        self.replace(character, *self.selection, maintain_selection_offset=False)
+
+    def _set_document(self, text: str, language: str | None) -> None:
+        super()._set_document(clean(text), language)
+
+    def edit(self, edit: Edit) -> EditResult:
+        edit.text = clean(edit.text)
+        return super().edit(edit)
+
+    def scroll_cursor_visible(self, *arguments: Any, **options: Any) -> Offset:
+        """While an undo shortens the text the cursor may still be below its end."""
+        if self.cursor_location[0] >= self.document.line_count:
+            return Offset()
+        return super().scroll_cursor_visible(*arguments, **options)
+
+    def get_cursor_left_location(self) -> Location:
+        return self._beside(super().get_cursor_left_location(), -1)
+
+    def get_cursor_right_location(self) -> Location:
+        return self._beside(super().get_cursor_right_location(), 1)
+
+    def _beside(self, found: Location, step: int) -> Location:
+        row, column = self.cursor_location
+        if found[0] != row:  # of another line
+            return found
+        return row, column + step * letter_size(self.document.get_line(row), column, step)
+
+
+class Input(_Typed, widgets.Input):
+    """One line."""
+
+    def write(self, character: str) -> None:
+        self._restart_blink()
+        self.replace(character, *self.selection)
+
+    def validate_value(self, value: str) -> str:
+        return clean(value)
+
+    def _steps(self, step: int, select: bool = False) -> int:
+        one = not self.selection.is_empty and not select
+        return 1 if one else letter_size(self.value, self.cursor_position, step)
+
+    def action_cursor_left(self, select: bool = False) -> None:
+        for _ in range(self._steps(-1, select)):
+            super().action_cursor_left(select)
+
+    def action_cursor_right(self, select: bool = False) -> None:
+        for _ in range(self._steps(1, select)):
+            super().action_cursor_right(select)
+
+    def action_delete_left(self) -> None:
+        for _ in range(self._steps(-1)):
+            super().action_delete_left()
+
+    def action_delete_right(self) -> None:
+        for _ in range(self._steps(1)):
+            super().action_delete_right()
