@@ -36,6 +36,7 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
+from localrt.tui.clipboard import copied_by_tool, doubtful
 from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
@@ -218,6 +219,19 @@ class ChatApp(App[None]):
         if isinstance(event, Paste) and not event.is_forwarded:
             event.text = clean(pasted(event.text))
         await super().on_event(event)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """By a tool, else by the terminal, which may not do it."""
+
+        async def copy() -> None:
+            if not await asyncio.to_thread(copied_by_tool, text):
+                super(ChatApp, self).copy_to_clipboard(text)
+                if doubtful():
+                    line = "This terminal may have copied nothing: /export writes a file"
+                    self.chat.hint.flash(line)
+
+        self._clipboard = text  # for Ctrl+V
+        _: Worker[None] = self.run_worker(copy, group="copy")
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What a line goes through on its way to the terminal."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 from textual import widgets
-from textual.document._document import Location
-from textual.document._edit import Edit, EditResult
+from textual.document._document import EditResult, Location
+from textual.document._edit import Edit
 from textual.events import Key
 from textual.geometry import Offset
 

@@ -73,7 +73,14 @@ KEYS = (
     Key("settings", "f5", "app.settings", "Options, presets, theme and keys"),
     Key("help", "f1", "app.help", "Help", first=True),
     Key("stop", "escape", "stop", "Stop the answer; unmark", palette=False),
-    Key("interrupt", "ctrl+c", "interrupt", "Copy the selection or stop; twice quits", False, True),
+    Key(
+        "interrupt",
+        "ctrl+c",
+        "interrupt",
+        "Copy the selection, clear the text or stop; twice quits",
+        False,
+        True,
+    ),
     *(() if os.name == "nt" else (_SUSPEND,)),
 )
 

@@ -69,7 +69,7 @@ class PasteParser(XTermParser):
 
 
 for module in (linux_driver, web_driver):
-    module.XTermParser = PasteParser  # type: ignore[misc]
+    setattr(module, "XTermParser", PasteParser)  # noqa: B010 - what both drivers make
 
 
 class RestoringDriver(LinuxDriver):

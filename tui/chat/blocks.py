@@ -355,7 +355,7 @@ class Answer(Block):
     @property
     def code(self) -> list[tuple[str, str]]:
         """Language and text of the code blocks, first to last."""
-        return code_blocks(self.spoken)
+        return [block for block in code_blocks(self.spoken) if block[1].strip()]
 
     @property
     def foldable(self) -> bool:

@@ -221,7 +221,8 @@ class Composer(TextArea):
         self._menu.show_for(self.text)  # keys may arrive before the change event
         row, column = self.cursor_location
         line = self.document.get_line(row)
-        label = self.attachments.before(line, column)
+        # A label is put with a space after it.
+        label = self.attachments.before(line, len(line[:column].rstrip(" ")) or column)
         if label:
             start = line.rindex(label, 0, column + len(label))
             self.replace(self.attachments.text_of(label), (row, start), (row, start + len(label)))

@@ -344,6 +344,9 @@ class ChatScreen(Screen[None]):
         elif selected:
             self.app.copy_to_clipboard(selected)
             self.clear_selection()
+        elif self.composer.text and not self.queue.answering:
+            self.composer.clear()
+            self.hint.flash("Cleared: Alt+Z brings it back")
         else:
             self.queue.cancel()
             self.hint.confirm("Ctrl+C again quits")

@@ -151,7 +151,8 @@ class ConversationView(ScrollView, can_focus=False):
         language, text = code[place]
         of = f" {place + 1} of {len(code)}" if len(code) > 1 else ""
         lines = text.count("\n")
-        return f"Copied code block{of}: {language or 'text'}, {lines} lines", text
+        size = f"{lines} line" if lines == 1 else f"{lines} lines"
+        return f"Copied code block{of}: {language or 'text'}, {size}", text
 
     def _last_answer(self, *, with_code: bool = False) -> Answer | None:
         answers = (block for block in reversed(self.blocks) if isinstance(block, Answer))

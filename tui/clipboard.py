@@ -1,0 +1,49 @@
+"""Copying text: by a tool of the desktop or tmux, else by the terminal's own sequence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+
+# Where a variable is set (any for none), which command takes a text; Pillow reads pictures by the
+# same tools of Wayland and X11.
+_TOOLS = (
+    ("TMUX", "tmux load-buffer -w -"),
+    ("WAYLAND_DISPLAY", "wl-copy"),
+    ("DISPLAY", "xclip -selection clipboard"),
+    ("DISPLAY", "xsel --clipboard --input"),
+    ("", "pbcopy"),
+    ("", "clip.exe"),
+)
+_SECONDS = 3.0
+
+
+def copied_by_tool(text: str) -> bool:
+    """Give the text to the first tool that takes it; takes up to some seconds."""
+    for variable, command in _TOOLS:
+        arguments = command.split()
+        wanted = not variable or bool(os.environ.get(variable))
+        remote = "SSH_CONNECTION" in os.environ and variable != "TMUX"
+        if not wanted or remote or shutil.which(arguments[0]) is None:
+            continue
+        # clip.exe reads UTF-16. Output to no pipe: xclip's child would keep it open.
+        encoding = "utf-16" if command == "clip.exe" else "utf-8"
+        none = subprocess.DEVNULL
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                arguments,
+                input=text.encode(encoding, "replace"),
+                stdout=none,
+                stderr=none,
+                check=True,
+                timeout=_SECONDS,
+            )
+            return True
+    return False
+
+
+def doubtful() -> bool:
+    """Whether the terminal is known to drop its own sequence."""
+    return bool(os.environ.get("TMUX")) or os.environ.get("TERM", "").startswith("screen")
