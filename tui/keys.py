@@ -77,7 +77,7 @@ KEYS = (
         "interrupt",
         "ctrl+c",
         "interrupt",
-        "Copy the selection, clear the text or stop; twice quits",
+        "Copy the selection, stop or clear the text; twice quits",
         False,
         True,
     ),

@@ -294,7 +294,12 @@ async def test_ctrl_c(model: FakeModel) -> None:
         await pilot.press(*"some", "shift+home", "ctrl+c")
         assert app.clipboard == "some"
         assert "again quits" not in screen.hint(app)
-        screen.composer(app).put("")
+        await pilot.press("end", "ctrl+c")
+        assert screen.composer(app).text == ""
+        assert "again quits" not in screen.hint(app)
+        await pilot.press("alt+z")
+        assert screen.composer(app).text == "some"
+        await pilot.press("ctrl+c")
         await screen.say(pilot, "Hi")
         await pilot.press("ctrl+c")
         await until(pilot, lambda: "again quits" in screen.hint(app))

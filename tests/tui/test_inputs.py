@@ -169,10 +169,13 @@ def test_terminal_gets_no_control_of_a_paste(tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
         wait_for(lambda: "2004" in shell.modes)
+        shell.type("> ")
+        wait_for(lambda: shell.shows("> "))
+        before = len(shell.read())
         text = f"\x1b{'0' * 32}]2;PWNED\x07\x9d52;c;eA==\x9c end"
         shell.type(f"{START}{text}{END}")
         wait_for(lambda: shell.shows("end"))
-        written = shell.read()
+        written = shell.read()[before:]
     assert b"\x1b]2;PWNED" not in written
     assert b"\x07" not in written
     assert "\x9d".encode() not in written

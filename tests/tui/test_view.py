@@ -327,6 +327,15 @@ async def test_match_out_of_sight(model: FakeModel) -> None:
         assert laid_out < 100, "what has no match and is out of sight is not laid out"
 
 
+@pytest.mark.parametrize("shown", ["caf\u00e9 \ud55c", "cafe\u0301 \u1112\u1161\u11ab"])
+@pytest.mark.parametrize("words", ["caf\u00e9 \ud55c", "cafe\u0301 \u1112\u1161\u11ab"])
+async def test_find_either_form_of_accents(shown: str, words: str) -> None:
+    async with running(FakeModel([f"The {shown} x"])) as (app, pilot):
+        await asked(pilot, "Hi")
+        app.query_one(FindBar).open(words)
+        await until(pilot, lambda: count(app) == "1 of 1")
+
+
 async def test_find_in_growing_answer(model: FakeModel) -> None:
     model.answer = ["One whale. ", "A second whale."]
     model.hold()

@@ -342,3 +342,13 @@ async def test_missing_file(model: FakeModel) -> None:
         screen.composer(app).put("")
         await asked(pilot, "Is `@nowhere.txt` there, ann@home.org?")
         assert screen.users(app) == ["Is `@nowhere.txt` there, ann@home.org?"]
+
+
+async def test_tab_after_the_space_of_a_label(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        app.post_message(Paste(LONG))
+        await pilot.pause()
+        assert composer.text == "[pasted, 30 lines] "
+        await pilot.press("tab")
+        assert composer.text.rstrip() == LONG.rstrip()

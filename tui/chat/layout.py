@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from unicodedata import normalize
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -260,7 +261,7 @@ class Finder:
 
     def look_for(self, words: str) -> None:
         """Search for other words; empty text ends the search."""
-        parts = ["\n?".join(map(re.escape, pieces(word))) for word in words.split()]
+        parts = ["\n?".join(map(_either, pieces(word))) for word in normalize("NFC", words).split()]
         self._pattern = re.compile(r"\s+".join(parts), re.IGNORECASE) if parts else None
         self.forget()
 
@@ -363,6 +364,12 @@ class Finder:
         if guessed:
             column.measure(column.blocks.index(block))
         return found
+
+
+def _either(text: str) -> str:
+    """A pattern for a text with its accents as characters of their own or not."""
+    forms = ({re.escape(c): 0, re.escape(normalize("NFD", c)): 0} for c in text)
+    return "".join(f"(?:{'|'.join(form)})" if len(form) > 1 else "".join(form) for form in forms)
 
 
 def _found(pattern: re.Pattern[str], lines: Sequence[Strip]) -> list[_Spans]:
