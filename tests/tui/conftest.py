@@ -144,3 +144,10 @@ def plain_chat(
     )
     assert plain.run(load, **arguments) == 0
     return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _no_clipboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clipboard of whoever runs the tests stays as it is."""
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setattr("localrt.tui.app.copied_by_tool", lambda text: False)

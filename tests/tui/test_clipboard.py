@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from localrt.tui.clipboard import copied_by_tool
+from tests.tui import screen
+from tests.tui.conftest import asked, running, until
+from tests.tui.fakes import FakeModel
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="the tools here are scripts of sh")
+scripts = pytest.mark.skipif(os.name == "nt", reason="the tools here are scripts of sh")
 TEXT = "日本語 e\u0301 " * 30_000
 VARIABLES = ("TMUX", "WAYLAND_DISPLAY", "DISPLAY", "SSH_CONNECTION")
 
 
+@scripts
 @pytest.mark.parametrize(
     ("tools", "variables", "taken"),
     [
@@ -65,3 +69,17 @@ def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert subprocess.check_output([*tmux, "show-buffer"]).decode() == TEXT
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
+
+
+@pytest.mark.parametrize(("term", "doubted"), [("xterm", False), ("screen.xterm", True)])
+async def test_said(
+    term: str, doubted: bool, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    model.answer = ["```\n\n```\n\n```python\none line\n```"]
+    async with running(model) as (app, pilot):
+        await asked(pilot, "Hi")
+        await pilot.press("alt+y")
+        said = "/export writes a file" if doubted else "Copied code block: python, 1 line"
+        await until(pilot, lambda: screen.hint(app).strip().endswith(said))
+        assert app.clipboard == "one line\n"

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import regex
 from textual.events import Paste
 from textual.message import Message
 from textual.pilot import Pilot
@@ -237,6 +236,7 @@ async def test_typed_in_one_read(model: FakeModel, key: str) -> None:
 
 
 def test_letters_are_graphemes() -> None:
+    regex = pytest.importorskip("regex")
     text = "".join(LETTERS.values()) + "\U0001f1e9\U0001f1ea" * 2 + "à la\u0300 ñ 한국어 กำ"
     place = 0
     for letter in regex.findall(r"\X", text):
