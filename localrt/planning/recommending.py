@@ -145,7 +145,11 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
             width = min(width, named + _BESIDE)
         return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
 
-    return max(worth, key=value) if quick and worth else None
+    def rank(name: str) -> tuple[bool, float]:
+        """Return the sort key: of at least four bits and called good, then the value."""
+        return name in good and expected[name].level == "good", value(name)
+
+    return max(worth, key=rank) if quick and worth else None
 
 
 def _outline_of(offer: Offer) -> ModelShape | None:
