@@ -37,6 +37,7 @@ from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
+from localrt.offload.planner.measure import is_busy
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
@@ -120,22 +121,25 @@ def run(args: argparse.Namespace) -> int:
     )
     if options.uses_gpu or args.long_prompt is not None:
         options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
-    machine = hardware.probe()
+    machine, busy = hardware.probe(), False
     if wants_forecast(options) and "native" in options.engines:
         if options.trace:
             raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
         notify("no GPU here: this is a plan for a known GPU, and nothing runs")
         outcome = forecast(options, settings)
     else:
+        busy = is_busy()
         floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
         machine = replace(machine, memory_read_bytes_s=floor)
         outcome = run_bench(options, notify=notify)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
     if args.json:
-        print(json.dumps(_report(outcome, options, name, machine)))
+        print(json.dumps({**_report(outcome, options, name, machine), "busy": busy}))
     else:
         print(to_table(outcome, options, name=name, machine=machine))
+        if busy:
+            print("\nMeasured while busy: other programs use the CPU, so these rates are too low.")
     if outcome.interrupted:
         raise KeyboardInterrupt
     if not outcome.results:

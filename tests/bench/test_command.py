@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from localrt.cli import bench, main
 from tests.real_models import real_model
 
 ROOT = Path(__file__).parents[2]
@@ -69,3 +70,20 @@ def test_bad_usage(arguments: list[str], status: int, words: str) -> None:
     assert words in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("busy", [True, False])
+def test_busy_machine(
+    busy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rates that were measured beside other programs are marked, as in plans."""
+    monkeypatch.setattr(bench, "is_busy", lambda: busy)
+    sizes = ["--prompt-tokens", "8", "--tokens", "2", "--runs", "1", "--engines", "native"]
+    for flags in ([], ["--json"]):
+        assert main(["bench", str(real_model("smollm2")), *sizes, *flags]) == 0
+        shown = capsys.readouterr().out
+        if flags:
+            assert json.loads(shown)["busy"] is busy
+        else:
+            assert ("Measured while busy" in shown) is busy
