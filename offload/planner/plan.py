@@ -30,8 +30,8 @@ class Prediction:
     ``ceiling_tok_s`` is the rate of this placement with perfect overlap; ``bottleneck``, the
     busiest resource. ``tok_s`` is for ``held`` tokens in the cache, ``full_context_tok_s`` for a
     full one. ``page_s``: seconds for a prompt of a page (``PROMPT_TOKENS``), which may have fewer
-    rows than the passes of ``prefill_tok_s``. ``waits``: seconds per pass that computing waited, by
-    cause.
+    rows than the passes of ``prefill_tok_s``. ``busy`` and ``waits``: seconds of a replayed pass of
+    ``pass_s`` that a resource works, and that computing waits, by cause.
     """
 
     tok_s: float
@@ -45,6 +45,7 @@ class Prediction:
     nbytes: Mapping[str, float]
     busy: Mapping[Resource, float]
     waits: Mapping[str, float]
+    pass_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +335,7 @@ class Plan:
 
     def busy_share(self, resource: Resource) -> float:
         """Return the share of a pass for which a resource works, from 0 to 1."""
-        seconds = self.request.sequences / self.prediction.tok_s
-        return min(1.0, self.prediction.busy.get(resource, 0.0) / seconds)
+        return self.prediction.busy.get(resource, 0.0) / self.prediction.pass_s
 
     @property
     def weight_bytes(self) -> int:

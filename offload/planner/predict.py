@@ -229,4 +229,5 @@ def _predicted(request: PlanRequest, best: Candidate) -> Prediction:
         nbytes=dict(steady.nbytes),
         busy=dict(busy),
         waits=dict(steady.waits),
+        pass_s=steady.seconds,
     )

@@ -194,14 +194,13 @@ def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
 
 
 def _prediction(plan: Plan) -> Iterator[str]:
-    prediction, request = plan.prediction, plan.request
+    prediction = plan.prediction
     yield one_line(plan)
-    seconds = request.sequences / prediction.tok_s
     shares = {name: plan.busy_share(name) for name in prediction.busy}
     busy = ", ".join(
         f"{_RESOURCES[name]} {share:.0%}" for name, share in shares.items() if share > 0.0005
     ).replace("%", " %")
-    yield f"busy in the {_milliseconds(seconds)} of a pass: {busy}"
+    yield f"busy in the {_milliseconds(prediction.pass_s)} of a pass: {busy}"
     ways = {"ssd": "read from the SSD", "link": "copied to the GPU"}
     ways |= {"ram": "computed by the CPU", "vram": "computed by the GPU"}
     yield "bytes of a pass: " + ", ".join(
@@ -214,7 +213,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
         if name != "crossing"
         else f"{_milliseconds(value)} for activations to cross"
         for name, value in prediction.waits.items()
-        if value > 0.005 * seconds
+        if value > 0.005 * prediction.pass_s
     ]
     if waits:
         yield f"computing waits {', '.join(waits)}"
@@ -227,7 +226,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     if plan.picture is not None:
         yield _picture(plan.picture)
     yield (
-        f"with {prediction.held} tokens held; with all {request.ctx}: "
+        f"with {prediction.held} tokens held; with all {plan.request.ctx}: "
         f"{format_rate(prediction.full_context_tok_s)} tok/s"
     )
 

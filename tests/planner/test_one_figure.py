@@ -100,6 +100,8 @@ def test_forecast_within_rates(
             least = expected.read / here.ssd_bytes_s
         assert expected.tok_s * least <= 1.001
     assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
+    assert max(map(plan.busy_share, plan.prediction.busy)) <= 1 + 1e-9
+    assert sum(plan.prediction.waits.values()) <= plan.prediction.pass_s * (1 + 1e-9)
 
 
 @pytest.mark.usefixtures("quiet_machine")

@@ -306,6 +306,8 @@ def test_bottleneck(ram: int, vram: int) -> None:
     shares = {name: plan.busy_share(name) for name in plan.prediction.busy}
     assert shares[plan.bottleneck] == max(shares.values())
     assert plan.prediction.efficiency == pytest.approx(shares[plan.bottleneck])
+    assert max(shares.values()) <= 1 + 1e-9
+    assert sum(plan.prediction.waits.values()) <= plan.prediction.pass_s * (1 + 1e-9)
 
 
 def test_unpacked_experts() -> None:
