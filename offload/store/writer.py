@@ -290,9 +290,10 @@ class StoreWriter(Closing):
             if (source := self._manifest.source).path is None:  # no copy that follows its source
                 self._manifest = replace(self._manifest, source=replace(source, stamp=None))
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
-            (self.folder / PARTIAL_NAME).unlink(missing_ok=True)
             _sync_folder(self.folder)
             self.folder.rename(self.out)
+            # Last: until then it has the stamp by which a killed run is continued.
+            (self.out / PARTIAL_NAME).unlink(missing_ok=True)
             _sync_folder(self.out.parent)
         self.close()
         return self.out
