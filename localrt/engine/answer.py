@@ -223,8 +223,7 @@ class _Text:
     def flush(self, *, cut: bool = False) -> str:
         if self._detokenizer is None:
             return ""
-        # Of a character that was cut there is nothing to be shown.
-        rest = "" if cut else self._detokenizer.flush()
+        rest = self._detokenizer.flush()
         if self._parser is None:
             rest = self._matcher.push(rest)
         else:

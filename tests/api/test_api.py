@@ -354,14 +354,6 @@ def test_live_takes_no_progress(tiny: localrt.Model) -> None:
         live.submit("hi", on_progress=print)
 
 
-@pytest.mark.parametrize(("most", "text"), [(2, "a"), (4, "a"), (5, "a🙂"), (6, "a🙂b")])
-def test_a_character_that_is_cut(tiny: localrt.Model, most: int, text: str) -> None:
-    """Of its bytes, a token each, nothing is shown."""
-    options: dict[str, Any] = {"grammar": 'root ::= "a🙂b"', "max_tokens": most}
-    assert tiny.generate("hi", **options).text == text
-    assert "".join(chunk.text for chunk in tiny.stream("hi", **options)) == text
-
-
 def test_a_budget_below_all_but_the_weights(tiny: localrt.Model) -> None:
     with pytest.raises(localrt.MemoryBudgetError, match=r"without the weights .*, so give it more"):
         tiny.set_budget(ram="1MB")
