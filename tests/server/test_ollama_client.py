@@ -99,7 +99,7 @@ def test_embeddings(client: Any, server: Running) -> None:
     with pytest.raises(ollama.ResponseError, match="context"):
         client.embed(model="tiny", input="x" * 600, truncate=False)
     with pytest.raises(ollama.ResponseError, match="dimensions"):
-        client.embed(model="tiny", input="hi", dimensions=4)
+        client.embed(model="tiny", input="hi", dimensions=400000)
     body = {"model": "tiny", "prompt": "hi", "dimensions": 4}  # unknown there, and so ignored
     assert server.request("POST", "/api/embeddings", body)[0] == 200
 
