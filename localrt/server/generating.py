@@ -282,7 +282,9 @@ class _Work(AsyncExitStack):
 
     async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
         """Return the header that says whether answers follow the whole schema, and log failures."""
-        echoes = [echo.text for echo in self._echoes] or [""] * len(chunks)
+        # A streamed echo is a chunk of its own.
+        whole = len(self._echoes) == len(chunks)
+        echoes = [echo.text for echo in self._echoes] if whole else [""] * len(chunks)
         said = [
             split_thinking(each.text.removeprefix(echo)).answer
             for each, echo in zip(chunks, echoes, strict=True)
