@@ -129,7 +129,7 @@ class LocalServer:
     pid: int
     key: str | None = field(default=None, repr=False)
     models: Mapping[str, str] | None = None
-    process: str | None = None  # its name, which nobody has after it
+    process: str | None = field(default=None, compare=False)  # a name that is not used again
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,8 @@ def test_resume_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    elsewhere = SimpleNamespace(gettempdir=lambda: "/elsewhere")  # the tests' own folder is kept
+    monkeypatch.setattr("localrt.hub.cache.tempfile", elsewhere)
     text = tmp_path / "prose.txt"
     text.write_text(passages(60))
     out = tmp_path / "quality.json"

@@ -90,7 +90,12 @@ def pipeline_threads(before: Sequence[str] = ()) -> list[str]:
     """The threads that pipelines have left running, seconds after they were told to end; those that
     ran ``before`` are not waited for.
     """
-    others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
+    others = (
+        "localrt-kv-keeper",
+        "localrt-live",
+        "localrt-serve",
+        "localrt-prompt",
+    )  # of models of other tests
     deadline = time.monotonic() + 5
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
