@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings.from_environment()
     if args.forget is not None:
         names = dict.fromkeys((args.forget, shown_path(Path(args.forget).expanduser().absolute())))
-        if not sum(forget_use(name, settings) for name in names):
+        forgotten = [forget_use(name, settings) for name in names]
+        if not any(forgotten):
             raise ModelNotFoundError(f"{args.forget} is no path that was used: see localrt list")
         print(f"{args.forget} is left out of the list")
         return 0

@@ -55,9 +55,9 @@ def read_packed(
 ) -> ByteLevelTokenizer | None:
     """The tokenizer.json at ``path``, or None where it is not plain byte-level BPE.
 
-    Also None if the file lacks added tokens that are ``declared`` (by id) elsewhere, or
-    ``special`` ones. ``describe``
-    makes the vocabulary from the file without its vocabulary and merges, and the pieces.
+    Also None if the file lacks added tokens that are ``declared`` (by id) elsewhere, or ``special``
+    ones. ``describe`` makes the vocabulary from the file without its vocabulary and merges, and the
+    pieces.
     """
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 

@@ -66,9 +66,9 @@ def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGg
             tower.close()
     if found:
         first, *others = found
-        names = {} if first.path in own else {each.path.name: each for each in others}
+        names = [] if first.path in own else [each.path.name for each in others]
         equal = rivals(first.path.name, names, path.name)
-        for each in others if not equal else found:
+        for each in found if equal else others:
             each.close()
         if equal:
             raise CheckpointError(

@@ -17,6 +17,7 @@ import localrt
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.folder import NO_HEAD, TIED_OUTSIDE
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_tiny_model
 from tests.models.tiny import (
     CONFIGS,
@@ -128,10 +129,14 @@ def test_outer_defaults() -> None:
 def test_text_without_a_head(tmp_path: Path) -> None:
     """Vectors need none; text gets the line that says what to change."""
     change_head(write_tiny_model(tmp_path), "none")
-    with localrt.load(str(tmp_path)) as model:
-        assert len(model.embed(["a b"])[0]) == 64
-        with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-            model.generate("a")
+    with closing(open_checkpoint(tmp_path)) as source:
+        recipe = Recipe("int4-g32", method="rtn")
+        store = quantize_model(source, tmp_path / "store", recipe, threads=1).path
+    for path in (tmp_path, store):
+        with localrt.load(path) as model:
+            assert len(model.embed(["a b"])[0]) == 64
+            with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+                model.generate("a")
     edited(tmp_path, tie_word_embeddings=True)
     with localrt.load(str(tmp_path)) as model:
         assert model.generate("a", max_tokens=2).token_ids
