@@ -88,7 +88,7 @@ LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b[106;5uthird"
 def test_paste_in_a_terminal(pieces: int, tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
-        wait_for(lambda: "2004" in shell.modes)
+        wait_for(lambda: "2004" in shell.modes and shell.shows("Message (/ for commands"))
         shell.type("> ")
         wait_for(lambda: shell.shows("> "))
         size = len(LOG) // pieces + 1 if pieces else 1
@@ -167,7 +167,7 @@ async def test_other_texts_with_controls(model: FakeModel, text: str) -> None:
 def test_terminal_gets_no_control_of_a_paste(tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
-        wait_for(lambda: "2004" in shell.modes)
+        wait_for(lambda: "2004" in shell.modes and shell.shows("Message (/ for commands"))
         shell.type("> ")
         wait_for(lambda: shell.shows("> "))
         before = len(shell.read())
