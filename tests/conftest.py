@@ -22,8 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
 import gc
+import itertools
 import json
+import random
 import shutil
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +34,7 @@ import hypothesis
 import pytest
 
 import localrt
+from localrt.engine import answer
 from localrt.quant.cpu import ops as native_ops
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
@@ -127,6 +131,19 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
     """The tiny model, computing in float32."""
     with localrt.load(tiny_folder, format="f32") as model:
         yield model
+
+
+@pytest.fixture(autouse=True)
+def given_seeds(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Answers without a seed differ within a test, and are the same in each of its runs: a random
+    model may end an answer before its first token.
+    """
+    seeds = itertools.count(zlib.crc32(request.node.nodeid.encode()) << 32)
+
+    def seeded(seed: int | None) -> random.Random:
+        return random.Random(next(seeds) if seed is None else seed)
+
+    monkeypatch.setattr(answer, "Random", seeded)
 
 
 @pytest.fixture

@@ -425,7 +425,7 @@ def test_forked_child_is_refused(tiny_folder: Path, asked: str, beside: str) -> 
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         if {beside == "idle"}:
-            assert model.generate("Hi", max_tokens=2).token_ids
+            assert model.generate("Hi", max_tokens=2, ignore_eos=True).token_ids
         model.unload()
     """
     done = subprocess.run(
