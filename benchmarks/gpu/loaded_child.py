@@ -152,19 +152,14 @@ def throttle(link_bytes_s: float) -> None:
             self._filler = self._device.pinned((_THROTTLE_SAMPLE,), np.uint8)
             self._sink = self.alloc(_THROTTLE_SAMPLE)
 
-        def copy_in(self, source: Any, out: Any, after: Any, *, wait: bool = True) -> Any:
-            event = super().copy_in(source, out, after, wait=False)
+        def queue(self, source: Any, out: Any, after: Any) -> None:
+            super().queue(source, out, after)
             rest = int(source.nbytes * self._times)
             with self._lock:
                 while rest > 0:
                     part = min(rest, _THROTTLE_SAMPLE)
                     self._device.copy_in(self._sink.address, self._filler[:part], self._stream)
                     rest -= part
-                event = self._device.event(sleeps=True)
-                event.record(self._stream)
-            if wait:
-                event.synchronize()
-            return event
 
     def rates(*args: Any, **options: Any) -> Any:
         found = gpu_rates(*args, **options)

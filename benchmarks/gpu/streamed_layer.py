@@ -73,6 +73,9 @@ class StubbedGpu(CudaGpu):
         self._records = False
         return lambda check=None: self.call("replay")
 
+    def _queue_copy(self, source: Any, out: Any, after: Event | None) -> None:
+        self.call("copy")
+
     def wait(self, event: Event | None) -> None:
         """See ``Gpu``."""
         self.call("wait")

@@ -168,10 +168,10 @@ class _CountedGpu(CudaGpu):
             self._stub.call(name)
         return super().send(x, routing)
 
-    def _begin_copy(self, source: Any, out: Any, after: Event | None) -> Event | None:
+    def _queue_copy(self, source: Any, out: Any, after: Event | None) -> None:
         for name in ("copy", "event"):
             self._stub.call(name)
-        return super()._begin_copy(source, out, after)
+        super()._queue_copy(source, out, after)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ the events that it needs, and nothing waits for the whole device.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,9 @@ class CudaGpu(Gpu):
     def __init__(self, clock: Clock, ops: Ops, copies: CudaCopies, *, capacity: int) -> None:
         super().__init__(clock, ops, name=copies.name, capacity=capacity)
         self._copies = copies
+        self._copied: deque[tuple[str, Any, Any]] = deque()  # with events before and after
+        self._origin: tuple[Any, float] | None = None  # an event, and when it has happened
+        self._times_copies = copies.is_gpu
 
     def free(self, memory: Any, unpacked: int = 0) -> None:
         """Give memory back to the GPU at once."""
@@ -42,6 +47,30 @@ class CudaGpu(Gpu):
         """Unpin the RAM; returns its bytes."""
         self._copies.free_host(memory)
         return memory.nbytes
+
+    def end_copy(self, name: str) -> Event | None:
+        """A timed event."""
+        began, ended = self._copies.end_copy()
+        if self._times_copies:
+            self._copied.append((name, began, ended))
+        event: Event | None = ended
+        return event
+
+    def settle_copies(self) -> None:
+        """Wait for the stream that copies."""
+        self._copies.settle()
+        self.count_times()
+
+    def count_times(self) -> None:
+        """Tell the clock of the copies that have ended."""
+        while self._copied and self._copied[0][2].query():
+            name, began, ended = self._copied.popleft()
+            seconds = began.ms_until(ended) / 1e3
+            now = time.perf_counter()
+            since, at = self._origin or (ended, now)
+            at = min(now, at + since.ms_until(ended) / 1e3)
+            self._origin = ended, at
+            self._clock.span("link", name, at - seconds, seconds)
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
@@ -71,6 +100,5 @@ class CudaGpu(Gpu):
     def _alloc(self, nbytes: int) -> Any:
         return self._copies.alloc(nbytes)
 
-    def _begin_copy(self, source: Bytes, out: Any, after: Event | None) -> Event | None:
-        event: Event | None = self._copies.copy_in(source, out, after, wait=False)
-        return event
+    def _queue_copy(self, source: Bytes, out: Any, after: Event | None) -> None:
+        self._copies.queue(source, out, after)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from localrt.common.errors import MemoryBudgetError
@@ -55,6 +55,13 @@ class Clock:
                 self._busy[resource] = self._busy.get(resource, 0.0) + now - since
             if self._tasks.maxlen:
                 self._tasks.append(Task(resource, name, max(started, since), now))
+
+    def span(self, resource: Resource, name: str, start: float, seconds: float) -> None:
+        """Count a task that something else has timed, beside which the resource has no other."""
+        with self._lock:
+            self._busy[resource] = self._busy.get(resource, 0.0) + seconds
+            if self._tasks.maxlen:
+                self._tasks.append(Task(resource, name, start, start + seconds))
 
     @contextmanager
     def task(self, resource: Resource, name: str) -> Iterator[None]:
@@ -111,8 +118,7 @@ class Event(Protocol):
 
 
 class Gpu:
-    """One GPU; ``ops`` computes on its memory. ``copy_in`` may be called by several threads, the
-    rest by one at a time.
+    """One GPU; ``ops`` computes on its memory. Used by one thread at a time, but for copies to it.
 
     ``capacity`` is the bytes that may be taken in all, ``used`` those allocated here, ``held``
     those that others take: keys, values, kernels' scratch. ``peak`` is the largest sum of both so
@@ -123,6 +129,7 @@ class Gpu:
         self.name, self.ops, self.capacity = name, ops, capacity
         self.used = self.held = self.peak = 0
         self.link_bytes = 0
+        self._times_copies = False  # itself
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -180,25 +187,33 @@ class Gpu:
 
     def copy_in(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
         """Copy to the GPU once ``after`` has happened; returns when the copy has ended."""
-        started = self._clock.begin("link")
-        copied = self._begin_copy(source, out, after)
+        copied = self.begin_copy(name, source, out, after)
         if copied is not None:
             copied.synchronize()
-        self._count_copy(name, source, started)
 
     def begin_copy(self, name: str, source: Bytes, out: Any, after: Event | None) -> Event | None:
         """Begin to copy; ``source`` must stay as it is until the event that is returned."""
-        started = self._clock.begin("link")
-        copied = self._begin_copy(source, out, after)
-        self._count_copy(name, source, started)
-        return copied
+        self.queue_copy(name, source, out, after)
+        return self.end_copy(name)
 
-    def _count_copy(self, name: str, source: Bytes, started: float) -> None:
+    def queue_copy(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
+        """Copy a piece of a unit once ``after`` has happened, behind what was queued before."""
         with self._lock:
             self.link_bytes += source.nbytes
-        self._clock.end("link", name, started)
+        with nullcontext() if self._times_copies else self._clock.task("link", name):
+            self._queue_copy(source, out, after)
 
-    def _begin_copy(self, source: Bytes, out: Any, after: Event | None) -> Event | None:
+    def end_copy(self, name: str) -> Event | None:
+        """An event after the pieces of a unit, which have been queued since the last call."""
+        return None
+
+    def settle_copies(self) -> None:
+        """Return when everything queued has been copied."""
+
+    def count_times(self) -> None:
+        """Tell the clock of the work that has ended on the GPU."""
+
+    def _queue_copy(self, source: Bytes, out: Any, after: Event | None) -> None:
         raise NotImplementedError
 
     def wait(self, event: Event | None) -> None:

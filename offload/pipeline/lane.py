@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint, UnitMemory, Verifier
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint, UnitMemory
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import Part
 from localrt.models.layers.parts import Logits, PassState
@@ -20,6 +20,7 @@ from localrt.models.weight_store import Check, Resource
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.pipeline.caches import split_batch
+from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
@@ -48,7 +49,7 @@ class Step(Protocol):
 
 
 class Lane:
-    """``reader`` fills the ring, if any; ``verify`` is called for each unit it reads.
+    """``reader`` fills the ring, if any.
 
     ``gpu`` is None on the CPU. ``attends``: whether some layers' keys and values are here. Used by
     one thread at a time.
@@ -60,8 +61,7 @@ class Lane:
         ops: Ops,
         clock: Clock,
         *,
-        reader: UnitReader | None = None,
-        verify: Verifier | None = None,
+        reader: UnitReader | QueuedCopies | None = None,
         gpu: Gpu | None = None,
         attends: bool = True,
     ) -> None:
@@ -74,7 +74,6 @@ class Lane:
         self.reader = reader
         self._clock = clock
         self._store = store
-        self._verify = verify
         self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -91,8 +90,6 @@ class Lane:
         try:
             for unit in units:
                 memories.append(self.reader.acquire(unit.name, state.check))
-                if self._verify is not None:
-                    self._verify(unit, memories[-1])
             self.compute(step.part_of(memories), step.name, state, timed=step.timed)
         finally:
             last_use = None if self.gpu is None else self.gpu.record()
@@ -154,17 +151,16 @@ class Lane:
     # -- the ring --------------------------------------------------------------------------------
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
-        """From now on stream ``units`` through the ring, or a new one, in each pass."""
-        if self.reader is not None:
+        """From now on stream ``units`` through the ring, or a new one in RAM, in each pass."""
+        if isinstance(self.reader, UnitReader):
             self.reader.schedule(units, ring)
+        elif self.reader is not None:
+            self.reader.schedule(units)
 
     def skip(self, names: Iterable[str]) -> None:
-        """Skip these units in the pass that begins.
-
-        A GPU completes begun fetches, since the CPU's ring holds a unit until it is copied.
-        """
+        """Skip these units in the pass that begins."""
         if self.reader is not None:
-            self.reader.skip(names, finish=self.gpu is not None)
+            self.reader.skip(names)
 
     @property
     def failed(self) -> bool:
@@ -172,8 +168,8 @@ class Lane:
         return self.reader is not None and self.reader.failed
 
     def stop_copies(self) -> None:
-        """End copies to the GPU, and their waiting, until ``stream`` is called again."""
-        if self.gpu is not None and self.reader is not None:
+        """End copies to the GPU, until ``stream`` or ``rewind``."""
+        if isinstance(self.reader, QueuedCopies):
             self.reader.stop()
 
     def rewind(self) -> None:

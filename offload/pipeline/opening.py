@@ -47,16 +47,14 @@ from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import DiskSource, StoreFiles
-from localrt.offload.reading.link import LinkSource
+from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
-# Two copies at once keep the link busy while the next one is requested.
-_COPIERS = 2
-_COPY_BLOCK = 8 << 20
+_COPY_BLOCK = 16 << 20  # what a unit's copy begins with, when so much of its place is free
 _VERIFIED = 2  # units at once while others are read: a core hashes a gigabyte in a second
 _PINNED_AT_ONCE = 256 << 20  # of experts in RAM: each call of the driver takes time
 
@@ -175,8 +173,9 @@ class _Opening:
                 host_ring(nbytes, setup.mode.block, setup.gpu),
                 threads=setup.mode.threads,
                 stall_s=setup.stall_s,
+                verify=self.verify,
             )
-        lane = Lane(setup.store, setup.ops, setup.clock, reader=reader, verify=self.verify)
+        lane = Lane(setup.store, setup.ops, setup.clock, reader=reader)
         return self._with_norm(lane)
 
     def _gpu_lane(self, cpu: Lane) -> Lane | None:
@@ -195,13 +194,8 @@ class _Opening:
                 stage = stages.get(name)
                 return stage.memory if stage is not None and stage.ram_nbytes else None
 
-            copier = UnitReader(
-                LinkSource(gpu, in_ram, cpu.reader, self.verify),
-                Ring(nbytes, _COPY_BLOCK, memory),
-                threads=_COPIERS,
-                stall_s=setup.stall_s + 1,
-                fixed=True,  # what is recorded reads it there
-            )
+            assert cpu.reader is None or isinstance(cpu.reader, UnitReader), "it reads from the SSD"
+            copier = QueuedCopies(gpu, Ring(nbytes, _COPY_BLOCK, memory), in_ram, cpu.reader)
         attends = bool(self.on_gpu)
         lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
         return self._with_norm(lane)

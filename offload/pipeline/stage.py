@@ -26,6 +26,7 @@ from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import CpuExperts
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
+from localrt.offload.reading.queued import QueuedCopies
 from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
@@ -459,7 +460,7 @@ def _joins(run: Sequence[Stage], stage: Stage) -> bool:
         return False
     if stage.part is not None:
         return True
-    if lane.gpu is None or lane.reader is None:
+    if not isinstance(lane.reader, QueuedCopies):
         return False  # starting a part on the CPU costs next to nothing
     nbytes = stage.unit.nbytes + sum(each.unit.nbytes for each in run)
     return 2 * nbytes <= lane.reader.room  # the ring's other half is filled meanwhile

@@ -30,6 +30,7 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Joined, Stage
 from localrt.offload.pipeline.tables import RowTable
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.reader import UnitReader
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Ops
 
@@ -77,7 +78,8 @@ class StreamedWeights(WeightStore):
         self._segments, self._joined_head = segments, joined_head
         self._before_pass, self._close = before_pass, close
         grams = next((rows for table, rows in tables if isinstance(table, HashedTable)), None)
-        self._reading = [each for each in (cpu.reader, expert_memory, grams) if each is not None]
+        reader = cpu.reader if isinstance(cpu.reader, UnitReader) else None
+        self._reading = [each for each in (reader, expert_memory, grams) if each is not None]
         self._kv_tier = kv_tier
         self._embed: list[Part] = [partial(_embed, embedding, cpu, config.embedding_scale)]
         for table, rows in tables:
@@ -126,6 +128,8 @@ class StreamedWeights(WeightStore):
             self._decode_passes += 1
             self._decode_cpu_s += self._clock.busy().get("cpu", 0.0) - self._cpu_before
         self.memory.settle()
+        if self.gpu is not None and self.gpu.gpu is not None:
+            self.gpu.gpu.count_times()
 
     def abandon(self) -> None:
         """See ``WeightStore``: drops pending reads and copies."""

@@ -143,18 +143,11 @@ class DiskSource:
         self._clock = clock
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
-        """Read at once: no GPU uses this RAM, so there is no event to wait for."""
+        """Read; wait first for the copies to a GPU that read this RAM."""
+        if after is not None:
+            after.synchronize()
         started = self._clock.begin("ssd")
         try:
             self._files.read_into(unit.file, unit.offset + start, out)
         finally:
             self._clock.end("ssd", unit.name, started)
-
-    def skip(self, unit: StoredUnit) -> None:
-        """Nothing to do: files are read on request, in any order."""
-
-    def forget(self) -> None:
-        """Nothing to do."""
-
-    def resume(self) -> None:
-        """Nothing to do."""

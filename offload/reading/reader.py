@@ -19,7 +19,7 @@ from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event
-from localrt.offload.ring import Chunk, Lease, Ring, chunks, fixed_places
+from localrt.offload.ring import Chunk, Lease, Ring, chunks
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
@@ -36,15 +36,6 @@ class Source(Protocol):
         Raises:
             LocalrtError: the bytes cannot be fetched.
         """
-
-    def skip(self, unit: StoredUnit) -> None:
-        """Leave the unit out once, at this point in the order of fetches."""
-
-    def forget(self) -> None:
-        """Drop pending fetches: end all waiting, begin nothing until ``resume``."""
-
-    def resume(self) -> None:
-        """Begin again. All fetches from before ``forget`` have ended."""
 
 
 @runtime_checkable
@@ -236,9 +227,7 @@ class UnitReader(Reader):
 
     The order wraps round the end of the model into the next token, so that the disk does not rest
     between tokens; it rests only when the ring is full. Every unit has its own state to wait for:
-    there is no barrier. The same class copies from RAM to a GPU, with another ``Source``.
-
-    With ``fixed`` a unit lies at the same place in every pass as long as the order stays.
+    there is no barrier. A reading thread calls ``on_arrival`` after each unit.
     """
 
     def __init__(
@@ -248,38 +237,24 @@ class UnitReader(Reader):
         *,
         threads: int,
         stall_s: float = 60.0,
-        fixed: bool = False,
+        verify: Callable[[StoredUnit, Any], None] | None = None,
     ) -> None:
+        self.on_arrival: Callable[[], None] = lambda: None
         self._ring = ring
-        self._fixed = fixed
-        self._places: list[int] = []  # of the order's units, if fixed
         self._order: tuple[StoredUnit, ...] = ()
         self._cursor = 0  # index of the unit to lease next
         self._skips: Counter[str] = Counter()  # how many times to skip a unit
         self._loads: deque[_UnitLoad] = deque()  # oldest first
         self._draining = False  # loads are dropped once nothing of them is in flight
-        self._stopped = False  # begin nothing after draining
         self._following: tuple[StoredUnit, ...] | None = None  # the order to follow after draining
         self._new_ring: Ring | None = None  # the ring to use after draining
-        super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
-
-    @property
-    def room(self) -> int:
-        """Bytes of the ring."""
-        return self._ring.nbytes
+        super().__init__(source, threads=threads, stall_s=stall_s, name="reader", verify=verify)
 
     @property
     def failed(self) -> bool:
         """Whether fetching a unit ahead has failed."""
         with self._changed:
             return any(load.error is not None for load in self._loads)
-
-    def stop(self) -> None:
-        """Drop what was fetched, and begin nothing until ``schedule`` or ``rewind``."""
-        with self._changed:
-            self._stopped = True
-            self._drop()
-        self._source.forget()  # last: until ``_stopped`` is set, a drop may resume the source
 
     def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """Drop what was fetched; from now on fetch ``units`` in a cycle, from the first.
@@ -289,21 +264,18 @@ class UnitReader(Reader):
         with self._changed:
             self._following = tuple(units)
             self._new_ring = ring or self._new_ring
-            self._stopped = False
             self._drop()
 
     def rewind(self) -> None:
         """Begin again with the first unit: the pass was abandoned."""
         with self._changed:
-            self._stopped = False
             self._drop()
 
-    def skip(self, names: Iterable[str], *, finish: bool = False) -> None:
+    def skip(self, names: Iterable[str]) -> None:
         """Leave each of these units out once: the pass does not want them.
 
         Every pass acquires or skips each unit of the order, so that a unit which is there already
-        is the one of this pass, however many rounds the ring holds. With ``finish`` a load that has
-        begun is completed, since the source gives it only once.
+        is the one of this pass, however many rounds the ring holds.
         """
         with self._changed:
             order = self._order if self._following is None else self._following
@@ -313,8 +285,7 @@ class UnitReader(Reader):
                     self._skips[name] += 1
                 else:
                     load.unwanted = True
-                    if not finish:
-                        load.waiting.clear()
+                    load.waiting.clear()
             self._sweep()
             self._changed.notify_all()
 
@@ -333,6 +304,19 @@ class UnitReader(Reader):
                 check()
             return self._wait(lambda: self._take(name), name, check)
 
+    def take(self, name: str) -> Any | None:
+        """Acquire unit ``name`` if it has arrived; None if it has not, or has failed."""
+        with self._changed:
+            load = None if self._draining else self._oldest(name)
+            return None if load is None or load.error is not None else self._take(name)
+
+    def await_arrival(self, name: str, check: Check | None, unless: Callable[[], bool]) -> None:
+        """Wait as ``acquire`` does, without taking the unit, or until ``unless`` says that another
+        thread has taken it.
+        """
+        with self._changed:
+            self._wait(lambda: unless() or self._find(name) is not None or None, name, check)
+
     def release(self, name: str, event: Event | None = None) -> None:
         """Release the memory of ``name`` to later units, once ``event`` has happened."""
         with self._changed:
@@ -347,6 +331,13 @@ class UnitReader(Reader):
 
     def _take(self, name: str) -> Any | None:
         """The unit if it has arrived; it is in use from then on."""
+        if (load := self._find(name)) is None:
+            return None
+        load.used = True
+        return load.memory
+
+    def _find(self, name: str) -> _UnitLoad | None:
+        """The unit if it has arrived."""
         if self._draining:
             return None
         load = self._oldest(name)
@@ -356,10 +347,7 @@ class UnitReader(Reader):
             return None
         if load.error is not None:
             raise load.error
-        if load.missing:
-            return None
-        load.used = True
-        return load.memory
+        return None if load.missing else load
 
     def _oldest(self, name: str) -> _UnitLoad | None:
         """The oldest load of ``name`` that no pass has taken or skipped."""
@@ -387,7 +375,7 @@ class UnitReader(Reader):
         self._finish_draining()
 
     def _finish_draining(self) -> None:
-        if not self._draining or self._stopped:
+        if not self._draining:
             return
         if any(load.in_flight or load.used for load in self._loads):
             return
@@ -398,11 +386,7 @@ class UnitReader(Reader):
         if self._new_ring is not None:
             self._ring.replaced()
             self._ring, self._new_ring = self._new_ring, None
-        if self._fixed:
-            sizes = [unit.nbytes for unit in self._order]
-            self._places = fixed_places(sizes, self._ring.nbytes)
         self._cursor, self._draining = 0, False
-        self._source.resume()
         self._changed.notify_all()
 
     def _next(self) -> Job | None:
@@ -412,15 +396,11 @@ class UnitReader(Reader):
         if last is None or not last.waiting:
             while True:
                 unit = self._order[self._cursor]
-                if any(load.unit is unit and not load.done for load in self._loads):
-                    return None  # a source gives a unit once before it gives it again
                 if not self._skips[unit.name]:
                     break
                 self._skips[unit.name] -= 1
-                self._source.skip(unit)
                 self._advance()
-            at = self._places[self._cursor] if self._fixed else None
-            lease = self._ring.lease(unit.nbytes, at)
+            lease = self._ring.lease(unit.nbytes)
             if lease is None:
                 return None
             memory = self._ring.view(lease)
@@ -435,6 +415,11 @@ class UnitReader(Reader):
 
     def _advance(self) -> None:
         self._cursor = (self._cursor + 1) % len(self._order)
+
+    def _fetch(self, load: Load, chunk: Chunk, after: Event | None) -> None:
+        super()._fetch(load, chunk, after)
+        if load.done:
+            self.on_arrival()
 
     def _arrived(self, load: Load) -> None:
         assert isinstance(load, _UnitLoad), "it is in the ring"

@@ -32,28 +32,29 @@ _RETURNED = 1 << 20  # pinned at once
 
 
 class CudaCopies:
-    """Copies to ``device``. Only ``copy_in`` may be called by several threads. At most
+    """Copies to ``device``. Only those to it may be called by several threads. At most
     ``most_pinned`` bytes of RAM are pinned.
     """
 
     def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:
         self._device: Any = device_of(device)
-        self._real = self._device.is_gpu
+        self.is_gpu = self._device.is_gpu
         self.name = self._device.name
         self._stream, self._back = (
-            self._device.new_stream(self) if self._real else None for _ in range(2)
+            self._device.new_stream(self) if self.is_gpu else None for _ in range(2)
         )
         self._lock = threading.Lock()
         self._pinned: dict[int, Bytes] = {}  # by address
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
-        if self._real:  # what comes back is written in order
+        self._copying: Any = None  # an event: the beginning of copies that go on
+        if self.is_gpu:  # what comes back is written in order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
 
     @property
     def total_nbytes(self) -> int:
         """The GPU's memory."""
-        return int(self._device.memory()[1]) if self._real else 0
+        return int(self._device.memory()[1]) if self.is_gpu else 0
 
     def keep_free(self, nbytes: int) -> None:
         """Never take the last ``nbytes`` of what is free now."""
@@ -72,7 +73,7 @@ class CudaCopies:
 
     def free(self, memory: Tensor) -> None:
         """Free the memory even if the tensor is still referenced: it is empty afterwards."""
-        if self._real:
+        if self.is_gpu:
             self._device.synchronize(self._stream)  # what is still being copied there
         assert memory.block is not None, "it is what was allocated"
         memory.block.free()
@@ -83,7 +84,7 @@ class CudaCopies:
         If the system refuses pinning it is plain RAM, from which copies are slower.
         """
         data = aligned_buffer(nbytes)
-        if self._real and nbytes:
+        if self.is_gpu and nbytes:
             if self._pin(data):
                 self._pinned[data.ctypes.data] = data
             else:
@@ -105,19 +106,42 @@ class CudaCopies:
         Kernels may wait for the returned event. Without ``wait`` it also says when ``source`` may
         be changed.
         """
+        self.queue(source, out, after)
+        _, event = self.end_copy()
+        if wait:
+            self.settled(event)
+        return event
+
+    def queue(self, source: Bytes, out: Tensor, after: Any) -> None:
+        """Copy ``source``, which stays as it is, to ``out`` once ``after`` has happened."""
         assert out.nbytes == source.nbytes, "all of it is written"
-        if not self._real or not source.nbytes:
+        if not self.is_gpu:
             self._device.copy_in(out.address, source)
-            return None
+            return
         with self._lock:
             if after is not None:
                 self._device.wait(self._stream, after)
+            if self._copying is None:
+                self._copying = self._stamp()
             self._device.copy_in(out.address, source, self._stream)
-            event = self._device.event(sleeps=True)
-            event.record(self._stream)
-        if wait:
-            event.synchronize()
+
+    def end_copy(self) -> tuple[Any, Any]:
+        """Timed events before and after what has been queued since the last call."""
+        if not self.is_gpu:
+            return None, None
+        with self._lock:
+            began, self._copying = self._copying, None
+            return began, self._stamp()
+
+    def _stamp(self) -> Any:
+        event = self._device.event(timed=True, sleeps=True)
+        event.record(self._stream)
         return event
+
+    def settle(self) -> None:
+        """Return when everything queued has been copied."""
+        if self.is_gpu:
+            self._device.synchronize(self._stream)
 
     def settled(self, event: Any) -> None:
         """Return when ``event`` has happened."""
@@ -154,7 +178,7 @@ class CudaCopies:
         The returned function waits for both and gives the rows as the CPU's activations (R, D). For
         as long as it may be called they must stay: their memory would be used again.
         """
-        if not self._real:
+        if not self.is_gpu:
             return lambda: self.to_host(x)
         event, made = self._device.event(), self.record()
         self._device.wait(self._back, made)
@@ -203,7 +227,7 @@ class CudaCopies:
         """Unpin the RAM, and give memory that nobody uses back to the GPU."""
         for data in list(self._pinned.values()):
             self.free_host(data)
-        if self._real:
+        if self.is_gpu:
             self._device.synchronize(self._back)
             self._returned.trim()
         self._device.trim()

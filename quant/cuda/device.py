@@ -115,6 +115,10 @@ class Device(ABC):
         """Copy to contiguous values of the host; it is done when the stream is."""
 
     @abstractmethod
+    def fetch(self, values: Values, source: int) -> None:
+        """The same; returns when it is done."""
+
+    @abstractmethod
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy within the device."""
 
@@ -171,6 +175,8 @@ class Ram(Device):
 
     def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
         ctypes.memmove(values.ctypes.data, source, values.nbytes)
+
+    fetch = copy_out
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         ctypes.memmove(to, source, nbytes)

@@ -181,6 +181,11 @@ class Cuda(Device):
         stream = stream or self.stream
         self.call("cuMemcpyDtoHAsync", values.ctypes.data, source, values.nbytes, stream)
 
+    def fetch(self, values: Values, source: int) -> None:
+        if values.nbytes > _STAGED or not self._staging.copy_out(values, source):
+            self.copy_out(values, source)
+            self.synchronize()
+
     def copy(self, to: int, source: int, nbytes: int) -> None:
         self.call("cuMemcpyDtoDAsync", to, source, nbytes, self.stream)
 
@@ -308,9 +313,13 @@ class Graph:
         self._gpu.call("cuGraphLaunch", self._handle, self._gpu.stream)
 
 
+class _MoveBytes(ctypes.Structure):
+    _fields_ = (("source", ctypes.c_void_p), ("to", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
 class _Staging:
-    """Pinned RAM through which values go to the GPU, in halves: one is filled again once the
-    copies from it are done.
+    """Pinned RAM through which few values go to the GPU and back, moved by kernels. On the way in
+    it has halves: one is filled again once what was in it has been moved.
     """
 
     def __init__(self, gpu: Cuda) -> None:
@@ -318,7 +327,8 @@ class _Staging:
         self._halves: list[Values] = []
         self._events: list[Event] = []
         self._half = self._used = 0
-        self._lock = threading.Lock()
+        self._back: Values | None = None
+        self._lock, self._fetching = threading.Lock(), threading.Lock()
 
     def copy_in(self, to: int, values: Values) -> None:
         if values.nbytes > _STAGED:
@@ -335,7 +345,28 @@ class _Staging:
             place = self._halves[self._half][self._used : self._used + values.nbytes]
             place[:] = values.reshape(-1).view(np.uint8)
             self._used += -(-values.nbytes // 16) * 16
-            self._gpu.copy_in(to, place)
+            self._move(place.ctypes.data, to, values.nbytes)
+
+    def copy_out(self, values: Values, source: int) -> bool:
+        """Whether it could: the system may pin no more RAM."""
+        with self._fetching:
+            if self._back is None:
+                try:
+                    self._back = self._gpu.pinned((_STAGED,), np.uint8)
+                except MemoryBudgetError:
+                    return False
+            self._move(source, self._back.ctypes.data, values.nbytes)
+            self._gpu.synchronize()
+            values.reshape(-1).view(np.uint8)[:] = self._back[: values.nbytes]
+            return True
+
+    def _move(self, source: int, to: int, nbytes: int) -> None:
+        grid = -(-nbytes // (4 * _MOVERS)), 1, 1
+        self._gpu.launch(_MOVE_BYTES, grid, _MOVERS, _MoveBytes(source, to, nbytes))
+
+
+_MOVE_BYTES = Program.of("move_bytes")
+_MOVERS = 256  # threads of a block, four bytes each
 
 
 def array_of(block: Block, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:

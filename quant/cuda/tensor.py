@@ -183,9 +183,10 @@ class Tensor:
         recording each replay does, and nobody waits; ``out`` must then be pinned.
         """
         assert self.is_contiguous, "it is one copy"
-        self.device.copy_out(out, self.address)
-        if not self.device.recording:
-            self.device.synchronize()
+        if self.device.recording:
+            self.device.copy_out(out, self.address)
+        else:
+            self.device.fetch(out, self.address)
 
     def to_host(self) -> npt.NDArray[Any]:
         """A copy in RAM, for which the host waits; bf16 as float32."""
@@ -196,8 +197,7 @@ class Tensor:
         """The same, in numpy's type of the numbers."""
         whole = np.empty(self.span, self.dtype.numpy)
         if self.size:
-            self.device.copy_out(whole, self.address)
-            self.device.synchronize()
+            self.device.fetch(whole, self.address)
         strides = [stride * self.dtype.itemsize for stride in self.strides]
         values = np.lib.stride_tricks.as_strided(whole, self.shape, strides)
         return np.ascontiguousarray(values)

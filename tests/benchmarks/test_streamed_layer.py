@@ -17,5 +17,6 @@ def test_calls(resident: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(streamed_layer, "_PASSES", 2)
     monkeypatch.setattr(streamed_layer, "DEPTHS", (8, 16))
     calls = streamed_layer.of_a_layer(resident=resident)["calls"]
-    # Each unit is one graph, once it is there; of what stays, eight layers are.
-    assert calls == ({"replay": 0.12} if resident else {"event": 2.0, "replay": 2.0})
+    # Each unit is one copy, and one graph that waits for it; of what stays, eight layers are one.
+    streamed = dict.fromkeys(("copy", "event", "replay", "wait"), 2.0)
+    assert calls == ({"replay": 0.12} if resident else streamed)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from localrt.offload.pipeline.lane import Lane
-from localrt.offload.reading import files, link, reader
+from localrt.offload.reading import files, queued, reader
 from localrt.quant.cuda.driver import Cuda
 
 _SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC
@@ -51,6 +51,10 @@ class Machine:
     spins: float = 0.9e-3
     crossing: float = 0.6e-3
     """What the host does around a unit that the CPU computes."""
+    burst: float = 0.0
+    """Kernels begin at multiples of this, and copies so late after they are queued, as where a
+    system hands what programs start to the GPU in bursts.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class VirtualTime:
         self.machine = machine
         self.spans: list[Span] = []
         self.waits: Counter[str] = Counter()  # for the driver, by thread
+        self.host = 0.0  # seconds of the thread of the pass, without its products
         self._local = threading.local()
         self._local.actor = _Actor("pass", 0.0)
         self._actors: list[_Actor] = [self._local.actor]
@@ -105,11 +110,13 @@ class VirtualTime:
     def spend(self, seconds: float) -> None:
         """The calling thread computes, or is at work in Python."""
         self._local.actor.now += seconds
+        if self._local.actor.name == "pass":
+            self.host += seconds
 
     def compute(self, name: str, seconds: float) -> None:
         """All cores compute."""
         start = self.now
-        self.spend(seconds)
+        self._local.actor.now += seconds
         self._computing.append((start, self.now + self.machine.spins))
         self.spans.append(Span("cpu", name, start, self.now))
         self._give_way()
@@ -223,7 +230,7 @@ class VirtualTime:
                     self._end.wait()
                 self._thread.join()
 
-        return SimpleNamespace(Condition=Condition, Thread=Thread)
+        return SimpleNamespace(Condition=Condition, Lock=Condition, Thread=Thread)
 
     # -- the driver --------------------------------------------------------------------------------
 
@@ -232,7 +239,7 @@ class VirtualTime:
         actor = getattr(self._local, "actor", None)
         if actor is None:
             return
-        actor.now += self.machine.call
+        self.spend(self.machine.call)
         if gpu.recording:
             self._recorded += name == "cuLaunchKernel"
             return
@@ -240,7 +247,10 @@ class VirtualTime:
             note(self, args, result)
 
     def _submit(self, engine: str, name: str, stream: Any, seconds: float) -> None:
-        after = max(self.now, self._streams[int(stream)])
+        begin, burst = self.now, self.machine.burst
+        if burst:
+            begin = -(-begin // burst) * burst if engine == "gpu" else begin + burst
+        after = max(begin, self._streams[int(stream)])
         self._streams[int(stream)] = self.use(engine, name, after, seconds)
 
     def _copy(self, engine: str, nbytes: int, stream: Any) -> None:
@@ -334,7 +344,7 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
             time.compute(name, nbytes / machine.cpu)
 
     def timed_fetch(source: Any, unit: Any, start: int, out: Any, after: Any) -> None:
-        fetch(source, unit, start, out, after)
+        fetch(source, unit, start, out, after)  # once ``after`` has happened
         end = time.use("disk", unit.name, time.now, out.nbytes * machine.scale / machine.disk)
         time.wait_until(end, sleeps=True)
 
@@ -342,6 +352,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         patch.setattr(Cuda, "call", timed_call)
         patch.setattr(Lane, "compute", timed_compute)
         patch.setattr(files.DiskSource, "fetch", timed_fetch)
-        for module in (reader, link):
+        for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
         yield time

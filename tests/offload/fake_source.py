@@ -40,8 +40,6 @@ class FakeSource:
 
     def __init__(self, *, delay_s: float = 0.0, seed: int = 0, fault: Fault | None = None) -> None:
         self.fetched: list[tuple[str, int, int]] = []
-        self.skipped: list[str] = []
-        self.resumed = 0
         self.fault = fault
         self._delay_s = delay_s
         self._random = random.Random(seed)
@@ -51,20 +49,13 @@ class FakeSource:
         with self._lock:
             self.fetched.append((unit.name, start, len(out)))
             pause = self._delay_s * self._random.random()
+        if after is not None:
+            after.synchronize()
         if self.fault is not None:
             self.fault(unit, start)
         if pause:
             time.sleep(pause)
         out[:] = content(unit, start, start + len(out))
-
-    def skip(self, unit: StoredUnit) -> None:
-        self.skipped.append(unit.name)
-
-    def forget(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        self.resumed += 1
 
     @property
     def nbytes(self) -> int:

@@ -159,7 +159,7 @@ def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.Mon
                 source.propose([*history, 5], TreeSize(8, 3))
                 steps = source.passes - passes
             assert steps > 1
-            step = ["cuCtxSetCurrent", "cuMemcpyHtoDAsync", "cuGraphLaunch", "cuMemcpyDtoHAsync"]
+            step = ["cuCtxSetCurrent", "cuLaunchKernel", "cuGraphLaunch", "cuMemcpyDtoHAsync"]
             assert calls == [*step, "cuStreamSynchronize"] * steps
             assert capture.nbytes > 0
             held = used()

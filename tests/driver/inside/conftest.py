@@ -23,10 +23,11 @@ from tests.ops.cuda.emulator import Emulator
 @dataclass
 class Kernels:
     """What has been started, in order: kernels by their names, and ``record`` and ``replay`` of
-    graphs.
+    graphs; apart from them, kernels that move few values to a GPU or back.
     """
 
     launches: list[str] = field(default_factory=list)
+    moves: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,8 @@ def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
         plain = getattr(kind, name)
 
         def call(self: Any, *args: Any) -> Any:
-            kernels.launches.append(note or args[0].name)
+            name = note or args[0].name
+            (kernels.moves if name == "move_bytes" else kernels.launches).append(name)
             return plain(self, *args)
 
         monkeypatch.setattr(kind, name, call)

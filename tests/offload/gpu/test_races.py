@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
-from localrt.offload.reading.link import LinkSource
-from localrt.offload.reading.reader import UnitReader
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.fakes import LateGpu
 from tests.offload.gpu.placed_on_gpu import PAGES, on_gpu, place_on_gpu, placements, some
 from tests.offload.gpu.test_long_passes import LONG, passes
 from tests.offload.placed import (
+    PLENTY,
     Model,
     assert_same,
     cancel_after,
@@ -36,7 +31,6 @@ from tests.offload.placed import (
     pack_tiny,
     passing,
 )
-from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -52,98 +46,43 @@ def mixture(
 # -- dense models ----------------------------------------------------------------------------------
 
 
-def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """``go`` and ``held``: with ``held`` cleared, ``go`` is when copying begins anew."""
-    resume, go, held = LinkSource.resume, threading.Event(), threading.Event()
-    go.set()
-    held.set()
+def test_ram_freed_after_copies(model: Model) -> None:
+    """Copies that are queued read what is evicted, and what passes through the ring in RAM."""
+    gpus = list[LateGpu]()
 
-    def resume_and_hold(source: LinkSource) -> None:
-        if not held.is_set():
-            go.clear()
-        resume(source)
+    def late(clock: Clock) -> LateGpu:
+        gpus.append(LateGpu(clock, model.ops, capacity=PLENTY))
+        return gpus[-1]
 
-    monkeypatch.setattr(LinkSource, "resume", resume_and_hold)
-    return go, held
-
-
-def test_ram_freed_after_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_in, free_host, forget = Gpu.copy_in, FakeGpu.free_host, LinkSource.forget
-    reading, faults = dict[int, Any](), list[str]()
-    go, copying = hold_copies(monkeypatch)
-
-    def copy_slowly(gpu: Gpu, name: str, source: Any, *args: Any, **options: Any) -> None:
-        """Under way until RAM is freed, or copying is given up."""
-        reading[threading.get_ident()] = source
-        copying.set()
-        go.wait(60)
-        copy_in(gpu, name, source, *args, **options)
-        del reading[threading.get_ident()]
-
-    def free_now(gpu: FakeGpu, memory: Any) -> int:
-        if any(np.shares_memory(source, memory) for source in list(reading.values())):
-            faults.append("a copy reads what is freed")
-        go.set()
-        return free_host(gpu, memory)
-
-    def forget_and_go(source: LinkSource) -> None:
-        go.set()
-        forget(source)
-
-    monkeypatch.setattr(Gpu, "copy_in", copy_slowly)
-    monkeypatch.setattr(FakeGpu, "free_host", free_now)
-    monkeypatch.setattr(LinkSource, "forget", forget_and_go)
-    where = dict.fromkeys(passing(model.store), Where.LINK)
-    with on_gpu(model, where) as decoder:
+    names = passing(model.store)
+    where = dict.fromkeys(names, Where.LINK) | dict.fromkeys(names[::3], Where.SSD_LINK)
+    with on_gpu(model, where, make=late) as decoder:
+        memory = decoder.weights.memory
         assert_same(conversation(decoder), model.expected)
-        copying.clear()
         decoder.weights.abandon()
-        wait_for(copying.is_set)
-        assert decoder.weights.memory.evict(decoder.weights.memory.reclaimable)
-        assert not faults
+        assert memory.evict(memory.reclaimable // 2)
         assert_same(conversation(decoder), model.expected)
+        assert memory.evict(memory.reclaimable)
+        assert_same(conversation(decoder), model.expected)
+    assert not gpus[0].faults
 
 
-def test_copy_ends_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be missing in the order that begins again: pass and copies wait for each other."""
-    fetch, acquire = LinkSource.fetch, UnitReader.acquire
-    go, held = hold_copies(monkeypatch)
-    taken = threading.Event()
-
-    def fetch_held(source: LinkSource, unit: StoredUnit, *args: Any) -> None:
-        held.set()
-        go.wait(60)
-        fetch(source, unit, *args)
-
-    def acquire_noted(reader: UnitReader, *args: Any) -> Any:
-        found = acquire(reader, *args)
-        taken.set()
-        return found
-
-    monkeypatch.setattr(LinkSource, "fetch", fetch_held)
-    monkeypatch.setattr(UnitReader, "acquire", acquire_noted)
+def test_units_arrive_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the new beginnings of reading and of copying."""
     where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
     with on_gpu(model, where, stall_s=5.0) as decoder:
         weights = decoder.weights
-        assert_same(conversation(decoder), model.expected)
-        held.clear()
-        weights.abandon()
-        wait_for(held.is_set)
-        weights.abandon()
-        cpu = weights.cpu
-        rewind = cpu.rewind
+        rewind = weights.cpu.rewind
 
         def rewind_slowly() -> None:
-            """The copy from before ends between the two readers' new beginnings."""
             rewind()
-            taken.clear()
-            go.set()
-            taken.wait(0.3)
-            time.sleep(0.05)
+            time.sleep(0.03)
 
-        monkeypatch.setattr(cpu, "rewind", rewind_slowly)
-        weights.abandon()
-        assert_same(conversation(decoder), model.expected)
+        monkeypatch.setattr(weights.cpu, "rewind", rewind_slowly)
+        for _ in range(3):
+            weights.abandon()
+            weights.abandon()
+            assert_same(conversation(decoder), model.expected)
 
 
 # -- mixtures --------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ SMALL: dict[str, dict[str, object]] = {
     "layer_norm": {"OUT": "Bf16"},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
     "low_rank_up": {"OUT": "Bf16"},
+    "move_bytes": {},
     "move_rows": {"IN": "Bf16", "OUT": "float"},
     "move_tokens": {},
     "norm_gate": {"IN": "Bf16", "RECORDS": 1},
