@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from localrt.models.weight_store import Resource
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.formats.packed import Bytes
@@ -25,9 +27,9 @@ class CudaGpu(Gpu):
     def __init__(self, clock: Clock, ops: Ops, copies: CudaCopies, *, capacity: int) -> None:
         super().__init__(clock, ops, name=copies.name, capacity=capacity)
         self._copies = copies
-        self._copied: deque[tuple[str, Any, Any]] = deque()  # with events before and after
-        self._origin: tuple[Any, float] | None = None  # an event, and when it has happened
-        self._times_copies = copies.is_gpu
+        self._times = copies.is_gpu
+        self._copied, self._computed = _Spans("link", clock), _Spans("gpu", clock)
+        self._within = False  # a task
 
     def free(self, memory: Any, unpacked: int = 0) -> None:
         """Give memory back to the GPU at once."""
@@ -51,8 +53,8 @@ class CudaGpu(Gpu):
     def end_copy(self, name: str) -> Event | None:
         """A timed event."""
         began, ended = self._copies.end_copy()
-        if self._times_copies:
-            self._copied.append((name, began, ended))
+        if self._times:
+            self._copied.add(name, began, ended)
         event: Event | None = ended
         return event
 
@@ -62,15 +64,26 @@ class CudaGpu(Gpu):
         self.count_times()
 
     def count_times(self) -> None:
-        """Tell the clock of the copies that have ended."""
-        while self._copied and self._copied[0][2].query():
-            name, began, ended = self._copied.popleft()
-            seconds = began.ms_until(ended) / 1e3
-            now = time.perf_counter()
-            since, at = self._origin or (ended, now)
-            at = min(now, at + since.ms_until(ended) / 1e3)
-            self._origin = ended, at
-            self._clock.span("link", name, at - seconds, seconds)
+        """Tell the clock of copies and tasks that have ended."""
+        self._copied.count()
+        self._computed.count()
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Within another one, it is a part of it."""
+        if not self._times:
+            with super().task(name):
+                yield
+            return
+        if self._within:
+            yield
+            return
+        began, self._within = self._copies.record(timed=True), True
+        try:
+            yield
+        finally:
+            self._within = False
+        self._computed.add(name, began, self._copies.record(timed=True))
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
@@ -102,3 +115,25 @@ class CudaGpu(Gpu):
 
     def _queue_copy(self, source: Bytes, out: Any, after: Event | None) -> None:
         self._copies.queue(source, out, after)
+
+
+class _Spans:
+    """Tasks of one stream between timed events, for the clock once they have ended."""
+
+    def __init__(self, resource: Resource, clock: Clock) -> None:
+        self._resource, self._clock = resource, clock
+        self._open: deque[tuple[str, Any, Any]] = deque()
+        self._last: tuple[Any, float] | None = None  # an event, and when it has happened
+
+    def add(self, name: str, began: Any, ended: Any) -> None:
+        self._open.append((name, began, ended))
+
+    def count(self) -> None:
+        """Tell the clock of those that have ended."""
+        while self._open and self._open[0][2].query():
+            name, began, ended = self._open.popleft()
+            now, seconds = time.perf_counter(), began.ms_until(ended) / 1e3
+            last, at = self._last or (ended, now)
+            at = min(now, at + last.ms_until(ended) / 1e3)
+            self._last = ended, at
+            self._clock.span(self._resource, name, at - seconds, seconds)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from localrt.common.errors import MemoryBudgetError
@@ -129,7 +129,7 @@ class Gpu:
         self.name, self.ops, self.capacity = name, ops, capacity
         self.used = self.held = self.peak = 0
         self.link_bytes = 0
-        self._times_copies = False  # itself
+        self._times = False  # itself, by events
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -200,7 +200,7 @@ class Gpu:
         """Copy a piece of a unit once ``after`` has happened, behind what was queued before."""
         with self._lock:
             self.link_bytes += source.nbytes
-        with nullcontext() if self._times_copies else self._clock.task("link", name):
+        with nullcontext() if self._times else self._clock.task("link", name):
             self._queue_copy(source, out, after)
 
     def end_copy(self, name: str) -> Event | None:
@@ -209,6 +209,10 @@ class Gpu:
 
     def settle_copies(self) -> None:
         """Return when everything queued has been copied."""
+
+    def task(self, name: str) -> AbstractContextManager[None]:
+        """A context that times the kernels started in it."""
+        return self._clock.task("gpu", name)
 
     def count_times(self) -> None:
         """Tell the clock of the work that has ended on the GPU."""

@@ -363,7 +363,7 @@ class HybridExperts:
         if not experts:
             return
         ops, routed = self.gpu.ops, turn.routed
-        with self._clock.task("gpu", turn.label), ops.scope():
+        with self.gpu.task(turn.label), ops.scope():
             table = self.slots.cache.tables[routed.place]
             ops.run_experts(
                 routed.rows, routed.routing, table, routed.spec, turn.slots_array, experts

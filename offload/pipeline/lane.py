@@ -7,6 +7,7 @@ runs nor their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,15 +99,14 @@ class Lane:
 
     def compute(self, part: Part, name: str, state: StreamedState, *, timed: bool = True) -> None:
         """Run a part, timed as a task."""
-        with self.ops.scope():
-            if not timed:
-                part(state)
-                return
-            started = self._clock.begin(self.resource)
-            try:
-                part(state)
-            finally:
-                self._clock.end(self.resource, name, started)
+        if not timed:
+            task: AbstractContextManager[None] = nullcontext()
+        elif self.gpu is None:
+            task = self._clock.task("cpu", name)
+        else:
+            task = self.gpu.task(name)
+        with self.ops.scope(), task:
+            part(state)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
         """Begin a pass over the caches of ``batch``, recorded where that is quicker."""

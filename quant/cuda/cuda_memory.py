@@ -157,9 +157,9 @@ class CudaCopies:
         if event is not None:
             self._device.wait(self._device.stream, event)
 
-    def record(self) -> Any:
+    def record(self, *, timed: bool = False) -> Any:
         """An event after all kernels started so far."""
-        event = self._device.event()
+        event = self._device.event(timed=timed)
         if event is not None:
             event.record()
         return event

@@ -143,6 +143,10 @@ class VirtualTime:
         inside = (min(s.end, until) - max(s.start, since) for s in spans)
         return sum(max(0.0, seconds) for seconds in inside) / (until - since)
 
+    def between(self, first: Any, later: Any) -> float:
+        """Seconds between two events."""
+        return self._events[int(later)] - self._events[int(first)]
+
     # -- threads ---------------------------------------------------------------------------------
 
     def _give_way(self) -> None:
@@ -330,6 +334,8 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     def timed_call(gpu: Cuda, name: str, *args: Any, **options: Any) -> Any:
         result = call(gpu, name, *args, **options)
         time.called(gpu, name, args, result)
+        if name == "cuEventElapsedTime":
+            return time.between(*args) * 1e3
         return result
 
     def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:

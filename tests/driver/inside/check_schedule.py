@@ -59,6 +59,7 @@ class Token:
     since: float
     waits: dict[str, int]
     host: float
+    told: dict[str, float]  # how long resources were at work, by the pipeline's own clock
 
     def at_work(self, resource: str) -> float:
         """Seconds."""
@@ -103,18 +104,20 @@ def decode(
             on_gpu(model, where, slack=(4 * slack, slack), make=made("cuda")) as decoder,
         ):
             cache, begins, waits = decoder.cache(40), list[float](), list[dict[str, int]]()
-            host = list[float]()
+            host, told = list[float](), list[dict[str, float]]()
             for token in range(5):
                 extend(decoder, cache, [token])
                 time.spend(BETWEEN)
                 begins.append(time.now)
                 waits.append(dict(time.waits))
                 host.append(time.host)
+                told.append(dict(decoder.weights.counts().busy_s))  # type: ignore[attr-defined]
     finally:
         driver.idle(False)
     took, before = begins[-1] - begins[-2], waits[-2]
     counts = {name: count - before.get(name, 0) for name, count in waits[-1].items()}
-    return Token(took, time, begins[-2], counts, host[-1] - host[-2])
+    busy = {name: seconds - told[-2][name] for name, seconds in told[-1].items()}
+    return Token(took, time, begins[-2], counts, host[-1] - host[-2], busy)
 
 
 RATES = (6e9, 12e9, 25e9, 49e9, 64e9, 100e9)
@@ -167,3 +170,5 @@ def test_fourteen_billion(model: Model, driver: Driver, gpu: Kernels) -> None:
     token = decode(model, driver, card(49e9), FAST)
     assert 1 / token.seconds > 39
     assert token.at_work("link") > 0.95 * token.seconds
+    assert token.told["link"] == pytest.approx(token.at_work("link"), rel=0.05)
+    assert token.told["gpu"] == pytest.approx(token.at_work("gpu"), rel=0.25)  # with its launches
