@@ -9,14 +9,15 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 ABSENT = object()
 """The value of an argument that was named, but not given."""
 
+_T = TypeVar("_T")
 _DEEPEST = 32  # references, and schemas within schemas
 
 
@@ -73,19 +74,55 @@ class Accepted:
 
 _Kinds: TypeAlias = frozenset[str] | None
 _Words: TypeAlias = list[str] | None
+_UNKNOWN: tuple[_Kinds, _Words] = (None, None)
+_Parameters: TypeAlias = tuple[Mapping[str, Any], frozenset[str]]
+_NO_PARAMETERS: _Parameters = ({}, frozenset())
 Types: TypeAlias = Mapping[str, Accepted]
 """What each parameter of a function accepts."""
 
 
-def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozenset[str]]:
+def parameters_of(schema: Any, root: Any = None) -> _Parameters:
     """The properties of an object, and the required ones; ``schema`` is part of ``root``."""
-    return _parameters(schema, schema if root is None else root, 0)
+    return _parameters(schema, schema if root is None else root, {})
 
 
 def accepted(schema: Any, root: Any) -> Accepted:
     """What ``schema``, which is part of ``root``, accepts."""
-    kinds, words = _accepted(schema, root, 0)
+    kinds, words = _accepted(schema, root, {})
     return Accepted(kinds or frozenset(), None if words is None else tuple(words))
+
+
+_LISTS = ("allOf", "anyOf", "oneOf")
+BOUNDS = {
+    "string": ("format", "maxLength", "minLength", "pattern"),
+    "number": ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
+    "array": ("contains", "maxItems", "minItems", "prefixItems", "uniqueItems"),
+    "object": (
+        *("dependentRequired", "dependentSchemas", "maxProperties", "minProperties"),
+        *("patternProperties", "propertyNames"),
+    ),
+    "inside": ("additionalProperties", "items", "properties", "required"),
+    "choice": ("anyOf", "oneOf"),
+    "words": ("const", "enum"),
+}
+"""Keywords that bind values further than their types do, in groups."""
+
+
+def bounds(schema: Any, root: Any, groups: Iterable[str]) -> set[str]:
+    """The keywords of ``groups`` that ``schema``, a part of ``root``, or its alternatives have."""
+    found: set[str] = set()
+    left, seen = [schema], set[int]()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        each = resolved(each, root)
+        if isinstance(each, Mapping):
+            open_ended = each.get("additionalProperties") is True  # it binds nothing
+            found |= each.keys() - ({"additionalProperties"} if open_ended else set())
+            left += [part for key in _LISTS for part in _list(each.get(key))]
+    return found & {"if", "not"}.union(*(BOUNDS[group] for group in groups))
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -105,30 +142,48 @@ def resolved(schema: Any, root: Any) -> Any:
     return {}
 
 
-def _parameters(schema: Any, root: Any, depth: int) -> tuple[dict[str, Any], frozenset[str]]:
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return {}, frozenset()
+def _once(nothing: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Read each part of a schema once, however many references lead to it; what is being read
+    holds ``nothing`` of itself.
+    """
+
+    def decorated(read: Callable[..., _T]) -> Callable[..., _T]:
+        def known(schema: Any, root: Any, seen: dict[int, _T], depth: int = 0) -> _T:
+            if depth > _DEEPEST:
+                return nothing
+            if id(schema) not in seen:
+                seen[id(schema)] = nothing
+                seen[id(schema)] = read(resolved(schema, root), root, seen, depth + 1)
+            return seen[id(schema)]
+
+        return known
+
+    return decorated
+
+
+@_once(_NO_PARAMETERS)
+def _parameters(schema: Any, root: Any, seen: dict[int, Any], depth: int) -> _Parameters:
+    if not isinstance(schema, Mapping):
+        return _NO_PARAMETERS
     properties: dict[str, Any] = {}
     required = _strings(schema.get("required"))
     own = schema.get("properties")
     for key, names in (("allOf", True), ("anyOf", False), ("oneOf", False)):
         for each in _list(schema.get(key)):
-            found, needed = _parameters(each, root, depth + 1)
+            found, needed = _parameters(each, root, seen, depth)
             properties |= {name: value for name, value in found.items() if name not in properties}
             required += tuple(needed) if names else ()
     properties |= dict(own) if isinstance(own, Mapping) else {}
     return properties, frozenset(required) & properties.keys()
 
 
-def _accepted(schema: Any, root: Any, depth: int) -> tuple[_Kinds, _Words]:
+@_once(_UNKNOWN)
+def _accepted(schema: Any, root: Any, seen: dict[int, Any], depth: int) -> tuple[_Kinds, _Words]:
     """The types that a schema allows, and the strings that it lists; None if it does not say."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return None, None
+    if not isinstance(schema, Mapping):
+        return _UNKNOWN
     every, *choices = (
-        [_accepted(each, root, depth + 1) for each in _list(schema.get(key))]
-        for key in ("allOf", "anyOf", "oneOf")
+        [_accepted(each, root, seen, depth) for each in _list(schema.get(key))] for key in _LISTS
     )
     const = [schema["const"]] if "const" in schema else None
     listed = schema.get("enum", const)

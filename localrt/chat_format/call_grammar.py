@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from localrt.chat_format.argument_notations import (
@@ -16,7 +17,13 @@ from localrt.chat_format.argument_notations import (
     QuotedArguments,
     TaggedArguments,
 )
-from localrt.chat_format.argument_types import accepted, parameters_of, resolved
+from localrt.chat_format.argument_types import (
+    BOUNDS,
+    accepted,
+    bounds,
+    parameters_of,
+    resolved,
+)
 from localrt.chat_format.notations import ID, NUMBERED, Spelling
 
 Terminal = Callable[[str], str]
@@ -26,6 +33,7 @@ _ANY = {ID: "/[a-zA-Z0-9]{9}/", NUMBERED: "/[0-9]{1,2}/"}
 _MOST = 16  # calls in an answer
 _TEXT = "/(?s:.*)/"
 _NOTHING = {"type": "object", "additionalProperties": False}
+_PLAIN = frozenset(["integer", "number", "boolean", "null"])  # JSON in every notation
 _WORDS = ("title", "description", "$schema")
 
 
@@ -37,8 +45,9 @@ def call_grammar(
     spaces: str = "",
     several: bool = False,
     answer: tuple[str, Any] | None = None,
-) -> str:
-    """A grammar for a call of one of ``tools``, which are functions with a name and parameters.
+) -> tuple[str, set[str]]:
+    """A grammar for a call of one of ``tools``, which are functions with a name and parameters, and
+    the schemas' keywords that it does not enforce: only JSON is bound by all.
 
     ``spaces`` is a regular expression for the whitespace in JSON. With ``several`` more calls may
     follow, if the template can write them. ``answer`` is allowed instead of calls: its opening mark
@@ -52,7 +61,7 @@ def call_grammar(
         start = rules.calls(tools, several=several)
     if answer is not None:
         start += f" | {rules.answer(*answer)}"
-    return "\n".join([f"start: {start}", *rules.lines])
+    return "\n".join([f"start: {start}", *rules.lines]), rules.left_out
 
 
 class _Rules:
@@ -60,6 +69,7 @@ class _Rules:
 
     def __init__(self, spelling: Spelling, terminal: Terminal, spaces: str) -> None:
         self.lines: list[str] = []
+        self.left_out: set[str] = set()
         self._spelling = spelling
         self._terminal = terminal
         self._spaces = spaces
@@ -146,6 +156,7 @@ class _Rules:
         separator: str = "",
     ) -> str:
         """The rule for all properties of ``schema`` in order; optional ones may be left out."""
+        self._leave_out(schema, "object", "choice")
         properties, required = parameters_of(schema, self._root)
         rest, first = "", ""
         # Built from the last one: a property needs a separator only if another came before it.
@@ -185,7 +196,9 @@ class _Rules:
         closing = self._literal(mid.after)
         if not is_text:
             return f"{opening} {self._value(schema)} {closing}"
-        if known.words and known.is_text:
+        only_text = known.is_text or bool(mid.string)
+        self._leave_out_of_text(schema, known.words, only_text=only_text)
+        if known.words and only_text:
             return f"{opening} ({self._either(known.words)}) {closing}"
         text = f"t{len(self.lines)}"
         self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
@@ -195,6 +208,7 @@ class _Rules:
         known = accepted(schema, self._root)
         if known.kinds and not known.is_text:
             return f"{self._literal(key + '=')} {self._value(schema)}"
+        self._leave_out(schema, "string")
         text = f"({self._either(known.words)})" if known.words else r"/[^'\\]*/"
         quote = self._terminal("'")
         return f"{self._literal(key + '=')} {quote} {text} {quote}"
@@ -219,15 +233,16 @@ class _Rules:
         if known.kinds == {"object"} and parameters_of(schema, self._root)[0]:
             return self._rule(self._object(schema, quoted))
         if known.kinds == {"array"}:
+            self._leave_out(schema, "array", "choice")
             item = self._rule(self._quoted_value(quoted, schema.get("items")))
             return self._rule(f'"[" ({item} ("," {item})*)? "]"')
-        if known.kinds and known.kinds <= {"integer", "number", "boolean", "null"}:
+        if known.kinds and known.kinds <= _PLAIN:
             return self._value(schema)
+        self._leave_out_of_text(schema, known.words, only_text=known.is_text)
         if known.words and known.is_text:
             quote = self._terminal(quoted.quote)
             return f"{quote} ({self._either(known.words)}) {quote}"
-        is_text = known.is_text or not known.kinds
-        return self._quoted_text(quoted) if is_text else self._anything(quoted)
+        return self._anything(quoted, known.kinds or {"string"})
 
     def _quoted_text(self, quoted: QuotedArguments) -> str:
         quote = self._terminal(quoted.quote)
@@ -237,15 +252,36 @@ class _Rules:
         self.lines.append(f"{text}[suffix={json.dumps(quoted.quote)}]: {_TEXT}")
         return f"{quote} {text}"
 
-    def _anything(self, quoted: QuotedArguments) -> str:
+    def _anything(self, quoted: QuotedArguments, kinds: AbstractSet[str]) -> str:
+        """A value of any of ``kinds``; those within it may be of all."""
+        if kinds == {"string"}:
+            return self._quoted_text(quoted)
         text = self._rule(self._quoted_text(quoted))
         plain = self._rule('%json {"type": ["number", "boolean", "null"]}')
         any_value = f"r{len(self.lines)}"
         pair = f'/[a-zA-Z_][a-zA-Z0-9_]*/ ":" {any_value}'
-        return self._rule(
-            f'{text} | {plain} | "[" ({any_value} ("," {any_value})*)? "]"'
-            f' | "{{" ({pair} ("," {pair})*)? "}}"'
-        )
+        ways = {
+            "string": text,
+            "array": f'"[" ({any_value} ("," {any_value})*)? "]"',
+            "object": f'"{{" ({pair} ("," {pair})*)? "}}"',
+        }
+        self._rule(" | ".join([plain, *ways.values()]))
+        given = [way for kind, way in ways.items() if kind in kinds]
+        if kinds & _PLAIN:
+            given.append(self._value({"type": sorted(kinds & _PLAIN)}))
+        return self._rule(" | ".join(given or [any_value]))
+
+    # -- what is not enforced ----------------------------------------------------------------------
+
+    def _leave_out(self, schema: Any, *groups: str) -> None:
+        self.left_out |= bounds(schema, self._root, groups)
+
+    def _leave_out_of_text(
+        self, schema: Any, words: Sequence[str] | None, *, only_text: bool
+    ) -> None:
+        """Note what does not bind a text; unless it is ``only_text``, it may be any value."""
+        followed = {"choice", "words"} if words is None else {"choice"}
+        self._leave_out(schema, *(["string"] if only_text else BOUNDS.keys() - followed))
 
 
 def _closed(parameters: Any) -> Mapping[str, Any]:

@@ -222,13 +222,13 @@ class Grammars:
                 parameters, lost = reduce(each.get("parameters"))
                 given.append({"name": each["name"], "parameters": parameters})
                 left_out.update(lost)
-            lark = call_grammar(
+            lark, unbound = call_grammar(
                 spelling, given, self._terminal, spaces=SPACES, several=several, answer=other
             )
-            return self._made("tool_choice", lark), tuple(sorted(left_out))
+            return self._made("tool_choice", lark), tuple(sorted(left_out | unbound))
 
         for reduce in (self._whole, self._parameters, outline):
-            with suppress(OptionError):
+            with suppress(OptionError, RecursionError):  # a schema may contain itself
                 return made(reduce)
         return made(_names_alone)
 

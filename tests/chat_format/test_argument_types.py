@@ -16,6 +16,9 @@ DEFS: dict[str, Any] = {
         "size": {"enum": ["s", "m", "10"]},
         "count": {"type": "integer"},
         "loop": {"$ref": "#/$defs/loop"},
+        "tree": {"anyOf": [{"$ref": "#/$defs/tree"}, {"$ref": "#/$defs/tree"}, {"type": "null"}]},
+        **{f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(30)},
+        "d30": {"type": "integer"},
         "a/b": {"type": "boolean"},
     },
     "definitions": {"old": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
@@ -86,6 +89,9 @@ STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "num
         ({}, "", ""),
         ({"$ref": "#/$defs/loop"}, "5", 5),
         ({"$ref": "#/$defs/nowhere"}, "x", "x"),
+        # Many ways lead to the same schema.
+        ({"$ref": "#/$defs/tree"}, "5", 5),
+        ({"$ref": "#/$defs/d0"}, "5.0", 5),
         ({"$ref": "https://example.org/s.json"}, "x", "x"),
         ({"anyOf": [INTEGER, {}]}, "x", "x"),
         ({"type": 3, "enum": "x", "anyOf": {}}, "x", "x"),
@@ -114,6 +120,7 @@ def test_text_is_read_as_the_schema_says(schema: Any, text: str, value: Any) -> 
         ({"anyOf": [{"properties": {"a": STRING}, "required": ["a"]}, {}]}, {"a"}, set()),
         (None, set(), set()),
         ([1], set(), set()),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "properties": {"a": STRING}}, {"a"}, set()),
     ],
 )
 def test_parameters_wherever_they_stand(schema: Any, properties: set[str], required: Any) -> None:

@@ -22,6 +22,7 @@ from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids
 from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
+from tests.scripted import with_template
 
 PAINT: dict[str, Any] = {
     "type": "object",
@@ -77,7 +78,8 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
     spelling = HARMONY_CALL if is_harmony(template.source) else syntax.calls.spelling
     assert spelling is not None
     functions = [tool["function"] for tool in TOOLS]
-    grammar = call_grammar(spelling, functions, json.dumps, spaces=SPACES)
+    grammar, left_out = call_grammar(spelling, functions, json.dumps, spaces=SPACES)
+    assert not left_out - {"maxItems"}  # of PAINT's tags
     lark = llguidance.LLMatcher.grammar_from_lark(grammar)
     matcher = llguidance.LLMatcher(tokenizer(), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -125,6 +127,90 @@ def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
         assert set(given) <= set(PAINT["properties"])
     else:
         assert given == {}
+
+
+TEXT, LIST = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
+SHORT = {"type": "string", "maxLength": 3}
+LOST: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("Llama", {**SHORT, "pattern": "^a"}, set()),
+    *((name, {**TEXT, "description": "D", "default": ""}, set()) for name in TEMPLATES),
+    *((name, {"type": "integer", "minimum": 1}, set()) for name in TEMPLATES),
+    *((name, {"anyOf": [TEXT, {"type": "null"}]}, set()) for name in TEMPLATES),
+    *((name, {"enum": ["a", "b"]}, set()) for name in TEMPLATES),
+    *(
+        (name, {**SHORT, "pattern": "^a", "format": "date"}, {"maxLength", "pattern", "format"})
+        for name in ("GLM", "Seed-OSS", "MiniCPM", "typed tags", "LFM 2.5", "Gemma 4")
+    ),
+    ("GLM", {"anyOf": [SHORT, {"type": "null"}]}, {"maxLength"}),
+    ("GLM", {"allOf": [{"$ref": "#/$defs/short"}]}, {"maxLength"}),
+    ("GLM", {"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
+    ("typed tags", {"type": ["string", "integer"], "minimum": 1}, set()),
+    ("GLM", {"anyOf": [TEXT, LIST]}, {"items"}),
+    ("typed tags", {"anyOf": [TEXT, LIST]}, set()),
+    ("GLM", {"enum": ["a", 1]}, {"enum"}),
+    ("typed tags", {"enum": ["a", 1]}, set()),
+    ("GLM", {**LIST, "minItems": 2}, set()),
+    ("Gemma 4", {**LIST, "minItems": 2}, {"minItems"}),
+    ("Gemma 4", {"type": "array", "items": SHORT}, {"maxLength"}),
+    ("Gemma 4", {"type": "object", "properties": {"b": SHORT}}, {"maxLength"}),
+    ("Gemma 4", {"type": "object", "additionalProperties": TEXT}, {"additionalProperties"}),
+    ("Gemma 4", {"type": "object", "additionalProperties": True}, set()),
+    ("Gemma 4", {"anyOf": [TEXT, LIST]}, {"items"}),
+]
+
+
+def grammar_of(name: str, parameters: dict[str, Any]) -> tuple[str, set[str]]:
+    spelling = TemplateSyntax.of(ChatTemplate(TEMPLATES[name])).calls.spelling or HARMONY_CALL
+    functions = [{"name": "f", "parameters": parameters}]
+    return call_grammar(spelling, functions, json.dumps, spaces=SPACES)
+
+
+@pytest.mark.parametrize(("name", "schema", "left_out"), LOST)
+def test_what_text_is_not_bound_by_is_told(
+    name: str, schema: dict[str, Any], left_out: set[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"short": SHORT}}
+    grammar, found = grammar_of(name, parameters)
+    assert found == left_out
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
+    assert not llguidance.LLMatcher(tokenizer(), lark, log_level=0).get_error()
+
+
+@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
+    parameters = {
+        "properties": {"a": TEXT, "b": TEXT},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        "minProperties": 1,
+        "dependentRequired": {"a": ["b"]},
+    }
+    _, found = grammar_of(name, parameters)
+    assert found == (set() if name == "Llama" else parameters.keys() - {"properties"})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "value", "allowed"),
+    [
+        (["string", "null"], "null", True),
+        (["string", "null"], '<|"|>x<|"|>', True),
+        (["string", "null"], "1", False),
+        (["string", "null"], "[null]", False),
+        (["object"], "{b:[1]}", True),
+        (["object"], '<|"|>x<|"|>', False),
+        (["array", "integer"], "1", True),
+        (["array", "integer"], '[{},<|"|>x<|"|>]', True),
+        (["array", "integer"], "true", False),
+        (["any"], "{b:true}", True),
+    ],
+)
+def test_quoted_values_are_of_their_types(kinds: list[str], value: str, allowed: bool) -> None:
+    schema = {"properties": {"a": {"type": kinds}}, "required": ["a"]}
+    grammar, _ = grammar_of("Gemma 4", schema)
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(tokenizer(), lark, log_level=0)
+    text = f"<|tool_call>call:f{{a:{value}}}<tool_call|>"
+    assert all(map(matcher.consume_token, text.encode())) == allowed
+    assert not allowed or matcher.is_accepting()
 
 
 # -- with a model ----------------------------------------------------------------------------------
@@ -181,6 +267,16 @@ def test_a_choice_that_cannot_be_made(
 ) -> None:
     with pytest.raises(localrt.OptionError, match=message):
         tiny.generate("hi", **options)
+
+
+_TREE = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+def test_a_schema_may_contain_itself(tiny: localrt.Model, name: str) -> None:
+    options = {"tools": [tool("f", parameters=_TREE)], "tool_choice": "f"}
+    made = with_template(tiny, TEMPLATES[name]).make("?", **options)
+    assert made.constraint is not None
 
 
 def test_no_tool_is_shown_where_none_may_be_called(tiny: localrt.Model) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import localrt
+from tests.chat_format.call_templates import TEMPLATES
+from tests.conftest import write_tiny_model
 from tests.loading.test_engine_choice import write_model
 from tests.server.conftest import Running, serving
 from tests.server.dialects import HI
@@ -306,3 +308,17 @@ def test_loosened_schema(server: Running) -> None:
     wanted["json_schema"]["schema"] = {"enum": ["ab", "b"]}  # type: ignore[index]
     _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20)
     assert not any("schema" in name for name in headers)
+
+
+def test_what_does_not_bind_a_forced_call(tmp_path: Path) -> None:
+    """The template writes arguments as text in tags, and a grammar cannot look into these."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["GLM"])
+    with localrt.load(folder, draft="off") as model, serving(model) as running:
+        for stream in (False, True):
+            options = {"tools": tools, "tool_choice": "required", "max_tokens": 4, "stream": stream}
+            _, _, headers = running.chat(**options)
+            assert headers["x-localrt-schema-loosened"] == "maxLength"
+        assert any("followed without maxLength" in note for note in running.notes)
