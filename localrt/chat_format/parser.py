@@ -150,7 +150,8 @@ class TextParser:
 
     ``syntax`` is None if no tools were given. ``thinking`` is the mark by which the prompt itself
     has opened the model's thinking, if it has: the shown text then begins with ``<think>``.
-    Thinking contains no calls, except at the end of an answer whose thinking is never closed.
+    Thinking contains no calls, except at the end of an answer whose thinking is never closed. A
+    ``forced`` answer is nothing but calls.
     """
 
     def __init__(
@@ -161,8 +162,10 @@ class TextParser:
         names: Mapping[str, str] = _NO_NAMES,
         thinking: str = "",
         frame: AnswerFrame = USUAL_FRAME,
+        forced: bool = False,
     ) -> None:
         self._syntax = syntax
+        self._least_mark = 1 if forced else 2  # characters that are taken for half a mark
         self._names = names
         self._given = tools
         self._tools = signatures(tools)
@@ -328,7 +331,7 @@ class TextParser:
         """Return ``held`` without the beginning of a call at its end."""
         if not self._bare:
             half = overlap(held, syntax.opening)
-            return held[: len(held) - half].rstrip() if half > 1 else held
+            return held[: len(held) - half].rstrip() if half >= self._least_mark else held
         before, middle = '{"name":"', '"'
         if syntax.spelling is not None:
             before = syntax.spelling.before.removeprefix(syntax.opening)

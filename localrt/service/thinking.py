@@ -95,7 +95,10 @@ class ThinkingControl:
         bound = options.is_bound and options.may_call
         known = self._answers.forced if bound else self._answers.calls
         calls = known if tools else None
-        return lambda: TextParser(calls, tools, names=names, thinking=opened, frame=frame)
+        forced = options.forces_a_call
+        return lambda: TextParser(
+            calls, tools, names=names, thinking=opened, frame=frame, forced=forced
+        )
 
     def _opened(self, ids: Sequence[int]) -> str:
         """Return the mark with which the prompt of these ``ids`` has opened thinking, or ""."""

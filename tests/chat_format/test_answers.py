@@ -95,17 +95,21 @@ def test_stops_count_in_the_answer(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("choice", ["auto", "weather"])
-@pytest.mark.parametrize("until", ["eather", "slo", "end"])
+@pytest.mark.parametrize("until", ["first", "eather", "slo", "end"])
 def test_half_a_call_is_nothing(builder: Any, name: str, choice: str, until: str) -> None:
-    """Cut by ``max_tokens``, in the middle of its name, of its arguments, or before its end."""
+    """Cut by ``max_tokens``: behind its first character, if it is nothing but a call, in the middle
+    of its name, of its arguments, or before its end.
+    """
     requests: RequestBuilder = builder(TEMPLATES[name])
     syntax = requests._syntax
+    if until == "first" and (choice == "auto" or name == "gpt-oss"):
+        pytest.skip("it may be text, or the character is never alone: its marks are tokens")
     if choice != "auto" and (syntax.forced is not syntax.calls or "[CALL_ID]" in TEMPLATES[name]):
         pytest.skip("it is forced in other words than the template's")
     wish = call_in(requests, name, forced=choice != "auto")
     whole = answer_to(requests, wish, tools=[WEATHER], tool_choice=choice)
     assert whole == ("", [OSLO], "tool_calls")
-    cut = wish[: len(wish) - 1 if until == "end" else wish.index(until)]
+    cut = wish[: {"first": 1, "end": len(wish) - 1}.get(until) or wish.index(until)]
     size = len(requests.tokenizer.encode(cut, add_special=False, parse_special=True))
     given: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": size}
     text, found, reason = answer_to(requests, wish, **given)

@@ -158,6 +158,30 @@ def test_text_without_calls_stays_as_it_is(name: str, text: str, cuts: list[int]
     assert parser.calls == ()
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("ending", ["", "\n", " <", "[", "\n<to", ' {"na'])
+def test_no_split_of_a_stream_changes_an_answer(name: str, ending: str) -> None:
+    """Cut or not, wherever it ends and whatever is held back there."""
+    template, syntax = known(name)
+    call = ("weather", {"city": "a <b, c"})
+    tools = tools_of([call])
+    message = calling(call, text="" if name in WORDLESS else "Hi < you", ids=ids_of(name))
+    answer, prompt = answer_of(template, syntax, message, tools)
+
+    def read(pieces: Sequence[str], *, cut: bool) -> tuple[str, list[str]]:
+        parser = parser_of(template, syntax, tools, prompt)
+        shown = "".join([*map(parser.push, pieces)]) + parser.flush(cut=cut)
+        return shown, [call.arguments for call in parser.calls]
+
+    for end in (*range(0, len(answer), 7), len(answer)):
+        text = answer[:end] + ending
+        for cut in (False, True):
+            whole = read([text], cut=cut)
+            assert read(list(text), cut=cut) == whole
+            for at in range(1, len(text)):
+                assert read([text[:at], text[at:]], cut=cut) == whole
+
+
 def test_a_closing_mark_within_a_string_does_not_end_a_call() -> None:
     for name in ("Hermes, Qwen", "GLM", "DeepSeek V3.2", "Gemma 4", "Apertus", "Kimi K2"):
         template, syntax = known(name)
