@@ -34,9 +34,14 @@ class Call:
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
+def _paired(text: str) -> str:
+    """Return ``text`` with U+FFFD for a lone surrogate: strict readers refuse one."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
 def as_json(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as JSON text; U+FFFD for a lone surrogate: strict readers refuse one."""
-    return _SURROGATES.sub("\ufffd", json.dumps(arguments, ensure_ascii=False))
+    """Return arguments as JSON text."""
+    return _paired(json.dumps(arguments, ensure_ascii=False))
 
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
@@ -104,8 +109,8 @@ def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
         given = {}
     if not isinstance(name, str) or not name or not isinstance(given, Mapping):
         return None
-    known = call_id if isinstance(call_id, str) and call_id else None
-    return Call(name, as_json(given), known)
+    known = _paired(call_id) if isinstance(call_id, str) and call_id else None
+    return Call(_paired(name), as_json(given), known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, needs_kernels
-from tests.server.dialects import DIALECTS, LACKS, Answer, Question
+from tests.server.dialects import BODIES, DIALECTS, LACKS, Answer, Question
 
 COLOUR = {
     "type": "object",
@@ -69,6 +71,52 @@ def test_tool_call(server: Running, dialect: str, monkeypatch: pytest.MonkeyPatc
     ((name, arguments),) = got.calls
     assert (got.text, got.reason, name) == ("", "tool_calls", "paint")
     assert arguments["colour"] in ("red", "blue")
+
+
+LONE = (
+    r'{"name": "pa\ud83dint", "id": "a\udc00",'
+    r' "arguments": {"a\ud800": ["x\ud83d y \ud83d\ude00"]}}'
+)
+TOOLS_OF = {
+    "/v1/chat/completions": [{"type": "function", "function": PAINT}],
+    "/v1/responses": [{"type": "function", **PAINT}],
+    "/v1/messages": [{"name": "paint", "input_schema": COLOUR}],
+    "/api/chat": [{"type": "function", "function": PAINT}],
+}
+
+
+def calls_in(value: Any) -> Iterator[Any]:
+    """The arguments of every call in an answer or in its events, of any dialect."""
+    if isinstance(value, Mapping):
+        given = [value.get(key) for key in ("arguments", "input", "partial_json")]
+        yield from (each for each in given if each)
+        for each in value.values():
+            yield from calls_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from calls_in(each)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", TOOLS_OF)
+def test_a_lone_surrogate_reaches_no_strict_reader(
+    server: Running, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader such as pydantic's refuses the whole line for one, even behind a backslash."""
+    strict = pytest.importorskip("pydantic_core").from_json
+    call = re.escape(f"<tool_call>{LONE}</tool_call>")
+    monkeypatch.setitem(server.model.defaults, "regex", call)
+    most = {"max_tokens": 300, "max_output_tokens": 300, "options": {"num_predict": 300}}
+    body = {**BODIES[path], "tools": TOOLS_OF[path], "stream": stream}
+    body |= {key: value for key, value in most.items() if key in body or "v1" in path}
+    status, got, _ = server.request("POST", path, body)
+    assert status == 200, got
+    text = got if isinstance(got, str) else json.dumps(got)
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    found = [strict(line) for line in lines if line.startswith("{")]
+    calls = [strict(one) if isinstance(one, str) else one for one in calls_in(found)]
+    assert calls
+    assert all(one == {"a\ufffd": ["x\ufffd y \U0001f600"]} for one in calls)
 
 
 def test_schema(server: Running, dialect: str) -> None:
