@@ -38,7 +38,7 @@ from localrt.hub.files import (
     variant_projectors,
 )
 from localrt.hub.known_models import close_names, known_repo
-from localrt.hub.listing import list_models, place_of, variants_here
+from localrt.hub.listing import list_models, models_of_repo, place_of, variants_here
 from localrt.hub.names import (
     DEMO_HUB,
     DEMO_NAME,
@@ -384,17 +384,20 @@ class _Fetch:
     def _check_allowed(self, found: str) -> None:
         name = self.name or found
         shown = name if name == found else f"{name} ({found})"
+        missing = f"{shown} is not on this machine"
+        if not (self.download and self.online) and (ref := parse_hub_ref(found)):
+            # Other files of it, or other revisions: without refs, none is known to be the newest.
+            repo = CachedRepo(self.settings.hub_cache, ref.repo)
+            here = [each.name for each in models_of_repo(repo)]
+            missing += f" (these are, give one of them: {', '.join(here)})" if here else ""
         if not self.download:
-            raise ModelNotFoundError(
-                f"{shown} is not on this machine: get it with `localrt pull {name}`"
-            )
+            raise ModelNotFoundError(f"{missing}: get it with `localrt pull {name}`")
         if not self.online:
             off = "switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE)"
             if not self.settings.offline:
                 off = f"leave {option('offline')} out"
             raise OfflineError(
-                f"{shown} is not on this machine and offline mode is on: {off}, or get it with "
-                f"`localrt pull {name}`"
+                f"{missing} and offline mode is on: {off}, or get it with `localrt pull {name}`"
             )
 
 

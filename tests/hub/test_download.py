@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import socket
 import threading
@@ -24,6 +25,7 @@ from localrt.common.errors import (
     OfflineError,
     StorageError,
 )
+from localrt.common.files import write_text
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve
@@ -328,6 +330,35 @@ def test_a_snapshot_without_refs(hub: FakeHub, settings: Settings) -> None:
     found = resolve("org/quants:Q8_0", settings=settings)
     shutil.rmtree(found.path.parents[2] / "refs")
     assert resolve("org/quants:Q8_0", settings=settings, download=False).path == found.path
+
+
+@pytest.mark.parametrize(
+    ("asked", "refs"), [("org/tiny", {}), ("org/tiny", {"v1": 0}), ("org/tiny@v2", {"main": 1})]
+)
+def test_revisions_that_are_here_are_named(
+    asked: str, refs: dict[str, int], hub: FakeHub, settings: Settings
+) -> None:
+    """Several snapshots, of which none is known to be the one that was asked for."""
+    found = resolve("org/tiny", settings=settings)
+    commits = [str(found.revision), "d" * 40]
+    shutil.copytree(found.path, found.path.with_name(commits[1]))
+    shutil.rmtree(found.path.parents[1] / "refs")
+    for name, number in refs.items():
+        write_text(found.path.parents[1] / "refs" / name, commits[number], folder=True)
+    known = {number: "" if name == "main" else f"@{name}" for name, number in refs.items()}
+    shown = {f"org/tiny{known.get(n, '@' + commit[:12])}" for n, commit in enumerate(commits)}
+    refused: list[tuple[Any, dict[str, bool]]] = [
+        (ModelNotFoundError, {"download": False}),
+        (OfflineError, {"offline": True}),
+    ]
+    for kind, options in refused:
+        with pytest.raises(kind, match="not on this machine") as caught:
+            resolve(asked, settings=settings, **options)
+        one_line_error(caught.value)
+        (named,) = re.findall(r"give one of them: ([^)]*)", str(caught.value))
+        assert set(named.split(", ")) == shown
+    for name in shown:
+        assert resolve(name, settings=settings, download=False).path.is_dir()
 
 
 def test_pickles_only(settings: Settings) -> None:
