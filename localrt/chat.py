@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +52,9 @@ class ChatCache(Protocol):
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
         """Generate the next turn of ``messages``; ``options`` are those explicitly set."""
+
+    def save_while(self, exists: Callable[[], bool]) -> None:
+        """Save the KV cache on the disk only while ``exists()``."""
 
     def park(self, to: Tier) -> int:
         """Save the KV cache and free it; return the bytes saved, 0 if it stays."""
@@ -328,6 +331,13 @@ class ChatSession:
     def kv_nbytes(self) -> int:
         """The bytes that the KV cache takes in memory."""
         return self._cache.kv_nbytes
+
+    def save_while(self, exists: Callable[[], bool]) -> None:
+        """Save the KV cache on the disk only while ``exists()`` is true, in whatever thread.
+
+        It is asked before and after saving: another process may delete the conversation.
+        """
+        self._cache.save_while(exists)
 
     def park(self, to: Tier = "disk") -> int:
         """Save the KV cache and free it; the next turn restores it.

@@ -313,6 +313,9 @@ class _Conversation:
         info = {"finish_reason": reader.told_reason}
         yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
 
+    def save_while(self, exists: Callable[[], bool]) -> None:
+        """Nothing is saved."""
+
     def park(self, to: str) -> int:
         """There is no KV cache to save."""
         return 0

@@ -211,6 +211,18 @@ class KvKeeper:
             del due  # the thread keeps no conversation alive
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose cache it is: the ``marks`` of its messages (``marks_of``), and whether the conversation
+    ``exists``, which another process may have deleted.
+    """
+
+    marks: frozenset[str] = frozenset()
+    exists: Callable[[], bool] = lambda: True
+
+
+NOBODY = Owner()
+
 _LEAST_TOKENS = 32
 """Fewer are computed again nearly as quickly."""
 
@@ -230,10 +242,8 @@ class PromptCache:
         self._in_ram: list[_RamCopy] = []
         _OPEN.add(self)
 
-    def save(self, session: EngineSession, marks: frozenset[str] = frozenset()) -> int:
+    def save(self, session: EngineSession, owner: Owner = NOBODY) -> int:
         """Save what ``session`` holds; return the bytes on the disk, 0 if nothing was saved.
-
-        ``marks`` are those of its messages (``marks_of``), for ``forget``.
 
         Raises:
             StorageError: the disk is full or fails; the session has not changed.
@@ -248,10 +258,10 @@ class PromptCache:
                 blocks.block_bytes,
                 blocks.take_blocks,
                 blocks.saved_states(),
-                marks,
+                owner,
             )
 
-    def hold(self, session: EngineSession, marks: frozenset[str] = frozenset()) -> int:
+    def hold(self, session: EngineSession, owner: Owner = NOBODY) -> int:
         """Copy the session's cache to RAM; return the copy's bytes, 0 if it cannot be copied.
 
         It stays until it is restored, or until ``settle``.
@@ -261,7 +271,7 @@ class PromptCache:
             return 0
         blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
         with self._lock:
-            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states(), marks)
+            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states(), owner)
             self._in_ram.append(kept)
         return kept.nbytes
 
@@ -276,7 +286,7 @@ class PromptCache:
             while self._in_ram:
                 copy = self._in_ram[-1]
                 width = copy.blocks.shape[1]
-                self._write(copy.tokens, copy.layout, width, copy.take, copy.saved, copy.marks)
+                self._write(copy.tokens, copy.layout, width, copy.take, copy.saved, copy.owner)
                 freed += self._in_ram.pop().nbytes
         return freed
 
@@ -326,7 +336,7 @@ class PromptCache:
     def drop(self, marks: frozenset[str]) -> None:
         """Drop the copies in RAM of messages with one of ``marks``."""
         with self._lock:
-            self._in_ram = [c for c in self._in_ram if c.marks and not c.marks & marks]
+            self._in_ram = [c for c in self._in_ram if c.owner.marks and not c.owner.marks & marks]
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -337,11 +347,11 @@ class PromptCache:
         block_bytes: int,
         take: Callable[[int, int], Bytes],
         states: Sequence[SavedState],
-        marks: frozenset[str],
+        owner: Owner,
     ) -> int:
         nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
         nbytes += sum(state.data.nbytes for state in states)
-        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
+        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit or not owner.exists():
             return 0
         tokens = np.asarray(tokens, np.int64)
         self._look()
@@ -352,13 +362,16 @@ class PromptCache:
             default=None,
         )
         if file is not None and len(file.tokens) > len(tokens):
-            file.touch(marks)  # it contains these tokens already
+            file.touch(owner.marks)  # it contains these tokens already
             return file.nbytes
         if file is None:
             file = BlockFile(self.folder / uuid.uuid4().hex)
         self._make_room(max(0, nbytes - file.nbytes), spare=file)
-        file.marks = marks
+        file.marks = owner.marks
         file.write(tokens, layout, block_bytes, take, states)
+        if not owner.exists():  # deleted meanwhile
+            file.delete()
+            return 0
         self._files[file.folder] = file
         return file.nbytes
 
@@ -397,7 +410,7 @@ class _RamCopy:
     layout: str
     blocks: Bytes
     saved: Sequence[SavedState]
-    marks: frozenset[str]
+    owner: Owner
 
     @property
     def nbytes(self) -> int:

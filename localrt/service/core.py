@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,7 +28,16 @@ from localrt.engine.options import read_options
 from localrt.engine.pool import SessionPool
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
-from localrt.engine.saved_caches import PERSON, KvKeeper, PromptCache, Tier, marks_of, model_key
+from localrt.engine.saved_caches import (
+    NOBODY,
+    PERSON,
+    KvKeeper,
+    Owner,
+    PromptCache,
+    Tier,
+    marks_of,
+    model_key,
+)
 from localrt.engine.types import Chunk, Message
 from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import note_use
@@ -305,11 +314,9 @@ class CacheSaver:
             tiers=("ram", "disk") if on_gpu else ("disk",),
         )
 
-    def save(
-        self, session: EngineSession | None, to: Tier, marks: frozenset[str] = frozenset()
-    ) -> int:
-        """Save the session's KV cache with the ``marks`` of its messages, or those kept in RAM if
-        it is None; return the bytes, 0 if nothing could be saved.
+    def save(self, session: EngineSession | None, to: Tier, owner: Owner = NOBODY) -> int:
+        """Save the session's KV cache, or those kept in RAM if it is None; return the bytes, 0 if
+        nothing could be saved.
 
         Raises:
             StorageError: the disk is full or fails.
@@ -319,7 +326,7 @@ class CacheSaver:
         if session is None:
             return self._prompts.settle() if to == "disk" else 0
         save = self._prompts.save if to == "disk" else self._prompts.hold
-        return save(session, marks)
+        return save(session, owner)
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
         """Restore the saved cache of ``prompt``, if it is longer than the session's own."""
@@ -350,7 +357,7 @@ class KvChatCache:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._session: EngineSession | None = None
-        self._marks: frozenset[str] = frozenset()
+        self._owner = NOBODY
         self._lock = threading.Lock()  # held during an answer and while the cache is moved
         self._cancel = threading.Event()
 
@@ -387,7 +394,7 @@ class KvChatCache:
                 messages, tools=tools, cancel=cancel, on_progress=on_progress, **options
             )
             request = replace(request, restore=saver.restore)
-            self._marks = marks_of(messages)
+            self._owner = replace(self._owner, marks=marks_of(messages))
             for chunk in core.stream_on(self._session, request):
                 if chunk.tool_calls:
                     tool = chunk.tool_calls[0].name
@@ -395,6 +402,10 @@ class KvChatCache:
         finally:
             self._lock.release()
             saver.keeper.waits(self, tool)
+
+    def save_while(self, exists: Callable[[], bool]) -> None:
+        """Save nothing on the disk unless ``exists()``."""
+        self._owner = replace(self._owner, exists=exists)
 
     def park(self, to: Tier) -> int:
         with self._lock:
@@ -425,7 +436,7 @@ class KvChatCache:
         self._cancel.set()
 
     def _park(self, to: Tier) -> int:
-        saved = self._core.saver.save(self._session, to, self._marks)
+        saved = self._core.saver.save(self._session, to, self._owner)
         if saved:
             self._free()
         return saved

@@ -117,7 +117,7 @@ def test_cache_without_room(
     assert (tmp_path / "cache" / "kv").exists() is (disk != "off")
 
 
-@pytest.mark.parametrize("how", ["library", "other-window", "open", "listed"])
+@pytest.mark.parametrize("how", ["library", "other-window", "waiting", "open", "listed"])
 def test_deleted_conversation_leaves_no_word(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -158,10 +158,18 @@ def test_deleted_conversation_leaves_no_word(
     if how == "library":
         with History() as history:
             history.delete(number)
-    elif how == "other-window":
+    elif how in ("other-window", "waiting"):
         state.open(number)
+        if how == "waiting":
+            assert state.session is not None
+            state.session.chat.messages = state.conversation.messages()[:-1]
+            state.session.chat.send(max_tokens=2)
         with History() as history:
             history.delete(number)
+        if how == "waiting":  # and memory gets short
+            monkeypatch.setattr(core_of(model).saver.keeper, "_room", lambda: 0)
+            core_of(model).saver.keeper.make_room()
+            assert found(gone) == []
         state.new()
     else:
         state.delete(number)

@@ -14,7 +14,7 @@ from localrt.common.errors import StorageError
 from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
-from localrt.engine.saved_caches import PromptCache, model_key
+from localrt.engine.saved_caches import Owner, PromptCache, model_key
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
@@ -266,3 +266,21 @@ def test_copy_in_ram(tmp_path: Path) -> None:
     assert cache.settle() == size
     assert cache.restore(engine.session(2048), ids) == 700
     assert cache.settle() == 0
+
+
+@pytest.mark.parametrize("way", ["save", "settle"])
+@pytest.mark.parametrize("exists", [[False], [True, False], [True, True]])
+def test_a_deleted_conversation_is_not_saved(tmp_path: Path, way: str, exists: list[bool]) -> None:
+    """Whether another process deleted it before or while it was saved."""
+    engine = engine_of(tmp_path / "model", "gemma3", format="f32")
+    ids = [int(t) for t in tokens(700)]
+    cache, owner = cache_in(tmp_path), Owner(frozenset("m"), iter(exists).__next__)
+    if way == "save":
+        saved = cache.save(filled(engine, ids), owner) > 0
+    else:
+        cache.hold(filled(engine, ids), owner)
+        cache.settle()
+        saved = any(path.is_file() for path in cache.folder.rglob("*"))
+    assert saved == all(exists)
+    assert any(path.is_file() for path in cache.folder.rglob("*")) == saved
+    assert (cache_in(tmp_path).restore(engine.session(2048), ids) == 700) == saved

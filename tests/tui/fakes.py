@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +75,9 @@ class FakeChat:
         self._cancel.set()
 
     def park(self) -> None:
+        pass
+
+    def save_while(self, exists: Callable[[], bool]) -> None:
         pass
 
     def close(self) -> None:

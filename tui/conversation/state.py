@@ -49,6 +49,7 @@ class Session:
         except OptionError as error:  # kept by another version
             self.notes = (f"Options of this conversation are ignored: {error}",)
         self.chat: ChatSession = chat
+        chat.save_while(lambda: conversation.saved)
         conversation.sees = self.sees
         if not self.sees and any(turn.pictures for turn in conversation.turns):
             self.notes += ("This model cannot see: of earlier pictures it gets the names",)
@@ -107,8 +108,7 @@ class Session:
     def leave(self) -> None:
         """Put the KV cache on disk for the next time, and free it; takes a while."""
         try:
-            if self.conversation.saved:
-                self.chat.park()
+            self.chat.park()
         except LocalrtError:
             pass  # it is computed again then
         finally:
