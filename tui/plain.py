@@ -299,7 +299,7 @@ class PlainChat:
         self._to_delete = ""
         self.state.delete(info.id)
         self._found = ()
-        self.say("Deleted.")
+        self.say(f"Deleted.{self.state.kept_copies}")
 
     def _read_others(self) -> None:
         """Print what other windows have written since; wait for a running answer."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 from textual.strip import Strip
-from textual.widgets import Input, OptionList
+from textual.widgets import Input, OptionList, Static
 
 from localrt import History
 from localrt.common.errors import StorageError
@@ -316,7 +316,10 @@ async def test_damaged_history(model: FakeModel, tmp_path: Path) -> None:
     async with running(model, history=lambda: History(tmp_path / "history.db")) as (app, pilot):
         await asked(pilot, "Hi")
         assert "is damaged" in screen.notices(app, "error")[0]
-    assert list(tmp_path.glob("history.db.damaged*"))
+        (aside,) = tmp_path.glob("history.db.damaged*")
+        await screen.say(pilot, "/delete")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
+        assert aside.name in str(pilot.app.screen.query_one(Static).content)
 
 
 async def test_leaving_saves_kv_cache(

@@ -525,6 +525,7 @@ class ChatScreen(Screen[None]):
     def action_delete(self) -> None:
         state, conversation = self.state, self.state.conversation
         question = f"Delete “{conversation.title or 'this conversation'}”? This cannot be undone."
+        question += state.kept_copies
 
         def delete(yes: bool) -> None:
             done = "Deleted. This is a new conversation"

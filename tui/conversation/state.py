@@ -330,6 +330,12 @@ class ChatState:
         if id == self.conversation.id:
             self.new()
 
+    @property
+    def kept_copies(self) -> str:
+        """A sentence about files that may hold a deleted conversation still; empty without any."""
+        names = ", ".join(path.name for path in self.history.damaged_copies)
+        return f" Damaged copies of the history may still hold it: {names}" if names else ""
+
     def rename(self, id: str, title: str) -> None:
         if id == self.conversation.id:
             self.conversation.set(title=title)

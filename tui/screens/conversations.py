@@ -89,6 +89,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             return
         name = clean(info.title) or "Untitled"
         question = f"Delete “{name}” with its {info.turns} turns? This cannot be undone."
+        question += self._state.kept_copies
 
         def delete(yes: bool) -> None:
             self._change(lambda: self._state.delete(info.id))
