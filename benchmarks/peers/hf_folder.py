@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import StorageError, UnsupportedModelError
+from localrt.common.errors import StorageError, UnsupportedModelError, reason_of
 from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, StoreCheckpoint, open_checkpoint
 from localrt.quant.formats import PackedTensor, unpack
@@ -111,7 +111,7 @@ def write_hf_folder(checkpoint: Checkpoint, out: Path) -> None:
         _write_json(aside / "config.json", config)
         aside.rename(out)
     except OSError as error:
-        raise StorageError(f"cannot write {aside}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {aside}: {reason_of(error)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

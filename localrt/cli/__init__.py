@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from localrt.cli.help import Examples, HelpfulParser
-from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.formatting import printable
 from localrt.common.option_names import on_command_line
 from localrt.common.version import __version__
@@ -140,7 +140,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _BROKEN_PIPE
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(printable(f"localrt: {place}{error.strerror or error}"), file=sys.stderr)
+        print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)
         return 1
     return status
 

@@ -28,7 +28,7 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.cli.run_batch import read_stdin, run_batch
-from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
 from localrt.common.files import keep_private, private_folder, read_stream, write_text
 from localrt.common.formatting import (
     format_bytes,
@@ -289,5 +289,5 @@ def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
             record["run"] = str(file.absolute()) if file.exists() else model
             write_text(path, json.dumps(record, ensure_ascii=False), private=True)
     except OSError as error:  # StorageError is one
-        reason = error.strerror or error
-        print(f"localrt: this answer cannot be continued later (-c): {reason}", file=sys.stderr)
+        why = reason_of(error)
+        print(f"localrt: this answer cannot be continued later (-c): {why}", file=sys.stderr)

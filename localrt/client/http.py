@@ -19,9 +19,9 @@ import httpx2
 
 from localrt.client.servers import Address
 from localrt.common.closing import Closing
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, reason_of
 from localrt.common.formatting import one_line
-from localrt.common.settings import network_problem
+from localrt.common.network import network_problem
 
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
@@ -218,5 +218,5 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
     if isinstance(error, httpx2.ProtocolError):
         return f"{origin} does not speak HTTP: is the address right?"
     if isinstance(cause, OSError):
-        return f"{origin} cannot be reached: {one_line(cause.strerror or cause, 80)}"
+        return f"{origin} cannot be reached: {one_line(reason_of(cause), 80)}"
     return f"{origin} cannot be asked: {type(error).__name__}: {one_line(error, 80)}"

@@ -139,6 +139,11 @@ class CancelledError(LocalrtError):
     """The caller cancelled the work."""
 
 
+def reason_of(error: BaseException) -> str:
+    """What the system says of an error, without its number and its file."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import OptionError, StorageError, reason_of
 
 MOST_BYTES = 256 << 20
 """The most that is read whole of a file that a user names, or of stdin."""
@@ -76,7 +76,7 @@ def write_bytes(
         with atomic_write(path, private=private, sync=sync) as stream:
             stream.write(data)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {path}: {reason_of(error)}") from error
 
 
 def write_text(
@@ -105,7 +105,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
         with path.open("rb") as file:
             return read_stream(file, str(path), most)
     except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise OptionError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def read_stream(stream: BinaryIO, name: str, most: int = MOST_BYTES) -> bytes:

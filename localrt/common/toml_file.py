@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import StorageError
+from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import keep_private, write_text
 
 
@@ -57,9 +57,7 @@ class TomlFile:
                 del document[table]
             self._write(tomlkit.dumps(document))
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written: {error.strerror or error}"
-            ) from error
+            raise StorageError(f"{self.path} cannot be written: {reason_of(error)}") from error
         except (TypeError, ValueError) as error:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
 
@@ -80,7 +78,7 @@ class TomlFile:
         except FileNotFoundError:
             return "", {}
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror or error}") from error
+            raise StorageError(f"{self.path} cannot be read: {reason_of(error)}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
             raise StorageError(f"{self.path} is not TOML: {reason}") from error

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from localrt.common.errors import CancelledError, OptionError, StorageError
+from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
 from localrt.common.files import keep_private, private_file, private_folder
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
@@ -120,8 +120,9 @@ class Database:
         try:
             private_folder(path.parent)
         except OSError as error:
-            reason = error.strerror or error
-            raise StorageError(f"cannot keep conversations in {path.parent}: {reason}") from error
+            raise StorageError(
+                f"cannot keep conversations in {path.parent}: {reason_of(error)}"
+            ) from error
         try:
             self._connection = _opened(path)
         except _NewerError as newer:

@@ -44,10 +44,12 @@ from localrt.common.errors import (
     ModelNotFoundError,
     OfflineError,
     StorageError,
+    reason_of,
 )
 from localrt.common.formatting import format_bytes, one_line
+from localrt.common.network import network_problem
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.common.settings import Settings, network_problem
+from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo
 
 # The HTTP client's root exception; the client depends on huggingface_hub's version.
@@ -152,7 +154,7 @@ def storage_error(error: OSError, folder: Path | None) -> StorageError:
     where = folder or error.filename or "the cache"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"the disk of {where} is full: free some space and try again")
-    reason = error.strerror or one_line(error)
+    reason = one_line(reason_of(error))
     return StorageError(f"cannot write to {where}: {reason} (HF_HOME sets another folder)")
 
 

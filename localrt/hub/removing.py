@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.errors import ModelNotFoundError, OptionError, StorageError, reason_of
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo, forget_use
@@ -101,8 +101,7 @@ def remove_model(name: str, settings: Settings, *, packed_only: bool = False) ->
         freed = 0 if packed_only else _remove(name, removal, settings)
         freed += sum(_remove_folder(path) for path in removal.packed if path.is_dir())
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"cannot delete {error.filename or name}: {reason}") from error
+        raise StorageError(f"cannot delete {error.filename or name}: {reason_of(error)}") from error
     if not packed_only:
         for each in {name, *removal.models}:
             forget_use(each, settings)

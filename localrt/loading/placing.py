@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import StorageError
+from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import private_folder
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
@@ -301,7 +301,7 @@ def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | 
     try:
         private_folder(folder)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be made: {error.strerror or error}") from error
+        raise StorageError(f"{folder} cannot be made: {reason_of(error)}") from error
     cached = [
         (spec, place)
         for memory, place in zip(config.memories, plan.placement.kv, strict=True)

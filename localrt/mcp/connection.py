@@ -23,8 +23,9 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from localrt.common.errors import reason_of
 from localrt.common.formatting import one_line
-from localrt.common.settings import network_problem
+from localrt.common.network import network_problem
 from localrt.common.version import __version__
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
@@ -167,7 +168,7 @@ class Connection:
                 return self._ended()
             return f"cannot be used: {one_line(error.message)}"
         if isinstance(error, OSError) and self._config.command:
-            return f"cannot be started: {self._config.command}: {error.strerror or error}"
+            return f"cannot be started: {self._config.command}: {reason_of(error)}"
         url = self._config.url
         place = urlsplit(url)
         shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localrt.api import Model
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, reason_of
 from localrt.server.app import create_app
 from localrt.server.guard import LogLine
 from localrt.server.models import Models
@@ -84,7 +84,7 @@ def open_socket(options: ServeOptions) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except socket.gaierror as error:
-        raise LocalrtError(f"cannot listen on {host}: {error.strerror or error}") from error
+        raise LocalrtError(f"cannot listen on {host}: {reason_of(error)}") from error
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, reason_of
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
@@ -50,7 +50,7 @@ class RangedFile:
             self._file = path.open("rb", buffering=0)
             self.size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
 
     def read(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
         """``count`` bytes from ``offset``, as a new array.
@@ -70,9 +70,7 @@ class RangedFile:
             try:
                 got = self._read_into(view[done : done + _MOST_PER_CALL], offset + done)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.path} cannot be read: {error.strerror or error}"
-                ) from error
+                raise CheckpointError(f"{self.path} cannot be read: {reason_of(error)}") from error
             if got == 0:
                 raise CheckpointError(f"{self.path} was cut short while it was being read")
             done += got

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError, reason_of
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
@@ -47,7 +47,7 @@ def _open_folder(path: Path) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     if not names:
         raise CheckpointError(f"{path} is an empty folder")
     has_config = "config.json" in names

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from localrt.common.errors import StorageError
+from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.formats.packed import Bytes
@@ -134,8 +134,9 @@ class BlockFile:
             self._replace_about(tokens, layout, block_bytes, sums, written)
         except OSError as error:
             self.delete()
-            reason = error.strerror or error
-            raise StorageError(f"cannot keep the KV cache in {self.folder}: {reason}") from error
+            raise StorageError(
+                f"cannot keep the KV cache in {self.folder}: {reason_of(error)}"
+            ) from error
 
     def read(self, length: int, fill: FillBlocks) -> int:
         """Have ``fill`` read the blocks of the first ``length`` tokens, checked.

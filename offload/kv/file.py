@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-from localrt.common.errors import StorageError
+from localrt.common.errors import StorageError, reason_of
 from localrt.quant.formats.packed import Bytes
 
 IoTask: TypeAlias = "Future[None]"
@@ -119,7 +119,7 @@ class KvFile:
         except OSError as error:
             self.close()
             raise StorageError(
-                f"keys and values cannot be kept in {folder}: {error.strerror or error}"
+                f"keys and values cannot be kept in {folder}: {reason_of(error)}"
             ) from error
 
     def reserve(self, offset: int, nbytes: int) -> None:
@@ -199,10 +199,9 @@ class KvFile:
         return len(got)
 
     def _failure(self, what: str, error: OSError) -> StorageError:
-        reason = error.strerror or str(error)
         return StorageError(
-            f"keys and values in {self._folder} cannot be {what}: {reason}; free some room there, "
-            "or keep them in RAM"
+            f"keys and values in {self._folder} cannot be {what}: {reason_of(error)}; free some "
+            "room there, or keep them in RAM"
         )
 
 

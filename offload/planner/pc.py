@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from localrt.common.cores import default_threads
-from localrt.common.errors import OptionError
+from localrt.common.errors import OptionError, reason_of
 from localrt.common.files import private_folder
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
@@ -391,7 +391,7 @@ def machine_here(
             folder, settings, formats=formats, remeasure=remeasure, sample=not own
         )
     except OSError as error:  # the folder cannot be written, or the disk is full
-        problem = error.strerror or error
+        problem = reason_of(error)
         return typical, f"this machine cannot be measured ({problem}): typical rates are used"
     return machine, ""
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, reason_of
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer
@@ -98,8 +98,7 @@ def _ranges(paths: Sequence[Path]) -> list[_Job]:
     try:
         return [(path.name, 0, path.stat().st_size // PAGE * PAGE) for path in paths]
     except OSError as error:
-        why = error.strerror or error
-        raise CheckpointError(f"{error.filename} cannot be read: {why}") from error
+        raise CheckpointError(f"{error.filename} cannot be read: {reason_of(error)}") from error
 
 
 def _jobs(ranges: Sequence[_Job], nbytes: int, block: int) -> list[_Job]:

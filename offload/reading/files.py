@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, reason_of
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Event
 from localrt.quant.formats.packed import Bytes
@@ -46,7 +46,7 @@ class StoreFiles:
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"{error.filename or folder} cannot be read: {error.strerror or error}"
+                f"{error.filename or folder} cannot be read: {reason_of(error)}"
             ) from error
 
     def read_into(self, name: str, offset: int, out: Bytes) -> None:
@@ -69,7 +69,7 @@ class StoreFiles:
                     self._use_cache(name)
                     continue
             except OSError as error:
-                path, why = self._folder / name, error.strerror or error
+                path, why = self._folder / name, reason_of(error)
                 raise CheckpointError(f"{path} cannot be read: {why}") from error
             if got == 0:
                 raise CheckpointError(

@@ -28,6 +28,7 @@ from localrt.common.errors import (
     LocalrtError,
     StorageError,
     UnsupportedModelError,
+    reason_of,
 )
 from localrt.common.files import private_folder, write_text
 from localrt.common.free_memory import return_free_memory
@@ -79,7 +80,7 @@ def cached_store(
         private_folder(stores.parent)  # conversations lie beside the stores
         stores.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{stores} cannot be made: {error.strerror or error}") from error
+        raise StorageError(f"{stores} cannot be made: {reason_of(error)}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):
         store = _opened(folder)
         if store is not None and store.manifest.source.stamp != source.stamp:
@@ -157,7 +158,7 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
     try:
         file = path.open("w")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
     with file:
         while True:
             try:

@@ -23,12 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from localrt.common.closing import Closing
-from localrt.common.errors import (
-    CancelledError,
-    LocalrtError,
-    OptionError,
-    StorageError,
-)
+from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.files import atomic_write
 from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
@@ -471,7 +466,7 @@ def _storage_errors(folder: Path) -> Iterator[None]:
                 f"the disk of {folder} is full: make room and run again, which goes on from here"
             ) from error
         raise StorageError(
-            f"{error.filename or folder} cannot be written: {error.strerror or error}"
+            f"{error.filename or folder} cannot be written: {reason_of(error)}"
         ) from error
 
 

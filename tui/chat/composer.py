@@ -23,7 +23,7 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.text_area import Selection
 
-from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.files import write_text
 from localrt.tui.commands import (
     Suggestion,
@@ -312,7 +312,7 @@ def edited(text: str) -> str:
         try:
             status = subprocess.run([*command, str(path)], check=False).returncode
         except OSError as error:
-            raise LocalrtError(f"cannot run {command[0]}: {error.strerror or error}") from error
+            raise LocalrtError(f"cannot run {command[0]}: {reason_of(error)}") from error
         if status != 0:
             raise LocalrtError(f"{command[0]} ended with status {status}: the text is unchanged")
         return path.read_text(encoding="utf-8", errors="replace").rstrip("\n")

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.formatting import format_bytes
 from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
 from localrt.tui.commands import PICTURES, Mention, mentions
@@ -259,7 +259,7 @@ def read_attachment(argument: str) -> AttachedFile:
             )
         data = path.read_bytes()
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
     text, encoding = _decoded(data, path)
     text = text.replace("\r\n", "\n")
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)

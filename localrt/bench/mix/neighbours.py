@@ -23,6 +23,7 @@ import numpy as np
 from localrt.bench.mix.mix import Neighbour, percentiles
 from localrt.bench.process import ChildError, ChildProcess, child_command, serve
 from localrt.common.closing import Closing
+from localrt.common.errors import reason_of
 
 _BLOCK = 1 << 20
 _TOUCH_S = 1.0
@@ -91,7 +92,7 @@ class Requests:
         try:
             result = _WORK[kind](self._over, **work)
         except (OSError, MemoryError) as error:  # a full disk, no memory
-            result = {"error": getattr(error, "strerror", None) or str(error)}
+            result = {"error": reason_of(error)}
         self._result.update(result)
 
 
