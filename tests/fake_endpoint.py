@@ -10,7 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "saying", "whole"]
+__all__ = [
+    *("DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "nobody", "saying"),
+    "whole",
+]
+
+
+@contextmanager
+def nobody() -> Iterator[int]:
+    """A port at which nothing listens: no other program gets it while the block runs, but a server
+    that is started for it.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class Asked:

@@ -15,7 +15,7 @@ from localrt.client.model import connect
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from tests.client.conftest import KEY, answer
-from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
+from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, nobody, saying, whole
 from tests.server.conftest import Running
 
 # -- failures --------------------------------------------------------------------------------------
@@ -142,9 +142,8 @@ def test_redirects() -> None:
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(LocalrtError, match=r"nothing listens at .*: start the server"):
+    refused = pytest.raises(LocalrtError, match=r"nothing listens at .*: start the server")
+    with nobody() as port, refused:
         connect(f"http://127.0.0.1:{port}")
 
     def unknown(*arguments: Any, **more: Any) -> Any:

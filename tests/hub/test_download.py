@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-import socket
 import threading
 from collections import namedtuple
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.download import download, list_repo
 from localrt.hub.searching import search_models
+from tests.fake_endpoint import nobody
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
 
@@ -367,12 +367,8 @@ def test_pickles_only(settings: Settings) -> None:
 
 
 def test_no_network(tmp_path: Path, settings: Settings) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    settings = replace(settings, hub_endpoint=f"http://127.0.0.1:{port}")
-    with pytest.raises(OfflineError, match="cannot reach") as caught:
-        resolve("org/tiny", settings=settings)
+    with nobody() as port, pytest.raises(OfflineError, match="cannot reach") as caught:
+        resolve("org/tiny", settings=replace(settings, hub_endpoint=f"http://127.0.0.1:{port}"))
     one_line_error(caught.value)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
+from tests.fake_endpoint import nobody
 from tests.waits import wait_for
 
 SERVER = str(Path(__file__).with_name("server.py"))
@@ -28,9 +29,6 @@ def stdio(name: str = "local", **settings: Any) -> ServerConfig:
 @pytest.fixture(scope="module")
 def http() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts the HTTP server, on the same port each time."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
@@ -39,8 +37,9 @@ def http() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         wait_for(lambda: _listens(port))
         return started[-1]
 
-    start.url = f"http://127.0.0.1:{port}/mcp"  # type: ignore[attr-defined]
-    yield start
+    with nobody() as port:
+        start.url = f"http://127.0.0.1:{port}/mcp"  # type: ignore[attr-defined]
+        yield start
     for process in started:
         process.kill()
         process.wait()
