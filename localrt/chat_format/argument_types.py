@@ -9,15 +9,14 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 ABSENT = object()
 """The value of an argument that was named, but not given."""
 
-_T = TypeVar("_T")
 _DEEPEST = 32  # references, and schemas within schemas
 
 
@@ -74,16 +73,20 @@ class Accepted:
 
 _Kinds: TypeAlias = frozenset[str] | None
 _Words: TypeAlias = list[str] | None
-_UNKNOWN: tuple[_Kinds, _Words] = (None, None)
-_Parameters: TypeAlias = tuple[Mapping[str, Any], frozenset[str]]
-_NO_PARAMETERS: _Parameters = ({}, frozenset())
 Types: TypeAlias = Mapping[str, Accepted]
 """What each parameter of a function accepts."""
 
 
-def parameters_of(schema: Any, root: Any = None) -> _Parameters:
+def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozenset[str]]:
     """The properties of an object, and the required ones; ``schema`` is part of ``root``."""
-    return _parameters(schema, schema if root is None else root, {})
+    properties: dict[str, Any] = {}
+    required: tuple[str, ...] = ()
+    for part, binding in _parts(schema, schema if root is None else root):
+        own = part.get("properties")
+        own = own if isinstance(own, Mapping) else {}
+        properties |= {name: value for name, value in own.items() if name not in properties}
+        required += _strings(part.get("required")) if binding else ()
+    return properties, frozenset(required) & properties.keys()
 
 
 def accepted(schema: Any, root: Any) -> Accepted:
@@ -110,19 +113,29 @@ BOUNDS = {
 
 def bounds(schema: Any, root: Any, groups: Iterable[str]) -> set[str]:
     """The keywords of ``groups`` that ``schema``, a part of ``root``, or its alternatives have."""
-    found: set[str] = set()
-    left, seen = [schema], set[int]()
-    while left:
-        each = left.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        each = resolved(each, root)
-        if isinstance(each, Mapping):
-            open_ended = each.get("additionalProperties") is True  # it binds nothing
-            found |= each.keys() - ({"additionalProperties"} if open_ended else set())
-            left += [part for key in _LISTS for part in _list(each.get(key))]
+    found = {
+        key
+        for part, _ in _parts(schema, root)
+        for key, value in part.items()
+        if key != "additionalProperties" or value is not True
+    }
     return found & {"if", "not"}.union(*(BOUNDS[group] for group in groups))
+
+
+def _parts(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yield ``schema`` and those that it consists of, each once, and whether a value must fit it:
+    it need not fit an alternative.
+    """
+    left, seen = [(schema, True)], set[int]()
+    while left:
+        part, binding = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part := resolved(part, root), Mapping):
+            yield part, binding
+            inner = [(each, key) for key in _LISTS for each in _list(part.get(key))]
+            left += [(each, binding and key == "allOf") for each, key in reversed(inner)]
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -142,48 +155,24 @@ def resolved(schema: Any, root: Any) -> Any:
     return {}
 
 
-def _once(nothing: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Read each part of a schema once, however many references lead to it; what is being read
-    holds ``nothing`` of itself.
-    """
-
-    def decorated(read: Callable[..., _T]) -> Callable[..., _T]:
-        def known(schema: Any, root: Any, seen: dict[int, _T], depth: int = 0) -> _T:
-            if depth > _DEEPEST:
-                return nothing
-            if id(schema) not in seen:
-                seen[id(schema)] = nothing
-                seen[id(schema)] = read(resolved(schema, root), root, seen, depth + 1)
-            return seen[id(schema)]
-
-        return known
-
-    return decorated
-
-
-@_once(_NO_PARAMETERS)
-def _parameters(schema: Any, root: Any, seen: dict[int, Any], depth: int) -> _Parameters:
-    if not isinstance(schema, Mapping):
-        return _NO_PARAMETERS
-    properties: dict[str, Any] = {}
-    required = _strings(schema.get("required"))
-    own = schema.get("properties")
-    for key, names in (("allOf", True), ("anyOf", False), ("oneOf", False)):
-        for each in _list(schema.get(key)):
-            found, needed = _parameters(each, root, seen, depth)
-            properties |= {name: value for name, value in found.items() if name not in properties}
-            required += tuple(needed) if names else ()
-    properties |= dict(own) if isinstance(own, Mapping) else {}
-    return properties, frozenset(required) & properties.keys()
-
-
-@_once(_UNKNOWN)
-def _accepted(schema: Any, root: Any, seen: dict[int, Any], depth: int) -> tuple[_Kinds, _Words]:
+def _accepted(
+    schema: Any, root: Any, seen: dict[int, tuple[_Kinds, _Words]], depth: int = 0
+) -> tuple[_Kinds, _Words]:
     """The types that a schema allows, and the strings that it lists; None if it does not say."""
-    if not isinstance(schema, Mapping):
-        return _UNKNOWN
+    if id(schema) not in seen:  # many references may lead to it
+        seen[id(schema)] = None, None  # what it says of itself while it is read
+        seen[id(schema)] = _read(resolved(schema, root), root, seen, depth)
+    return seen[id(schema)]
+
+
+def _read(
+    schema: Any, root: Any, seen: dict[int, tuple[_Kinds, _Words]], depth: int
+) -> tuple[_Kinds, _Words]:
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return None, None
     every, *choices = (
-        [_accepted(each, root, seen, depth) for each in _list(schema.get(key))] for key in _LISTS
+        [_accepted(each, root, seen, depth + 1) for each in _list(schema.get(key))]
+        for key in _LISTS
     )
     const = [schema["const"]] if "const" in schema else None
     listed = schema.get("enum", const)
