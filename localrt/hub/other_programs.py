@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,63 +84,92 @@ _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _LARGEST_TEXT = 4 << 20  # a template, a licence, parameters
 
 
+Program = Literal["ollama", "lmstudio", "llamacpp"]
+
+_TITLES: dict[Program, str] = {"ollama": "Ollama", "lmstudio": "LM Studio", "llamacpp": "llama.cpp"}
+
+
 @dataclass(frozen=True, slots=True)
-class OllamaModel:
-    """``name`` is as Ollama prints it; ``bytes`` is the size of all layers. ``blobs`` maps a kind
-    (``"model"``, ``"template"``, ``"system"``, ``"params"``, ``"adapter"``, ...) to its files.
+class OtherModel:
+    """A model of another program. ``name`` has the program's prefix; ``files`` are all of it, and
+    ``path`` is its first GGUF file or a folder of safetensors. ``layers`` maps Ollama's kinds
+    (``"model"``, ``"template"``, ``"params"``, ``"adapter"``, ...) to their files.
     """
 
     name: str
-    manifest: Path
+    program: Program
+    path: Path
+    files: tuple[Path, ...]
     bytes: int
-    blobs: Mapping[str, Sequence[Path]] = field(repr=False)
+    kind: str
+    quantization: str | None
+    layers: Mapping[str, Sequence[Path]] = field(default_factory=dict, repr=False)
 
     @property
-    def path(self) -> Path:
-        """The GGUF file."""
-        return self.blobs["model"][0]
+    def title(self) -> str:
+        """The program's name as its makers write it."""
+        return _TITLES[self.program]
 
-    @property
-    def quantization(self) -> str | None:
-        """The quantization that the config names, such as ``"Q4_K_M"``."""
-        return self._config().get("file_type") or None
-
-    def extras(self) -> Extras:
-        """Read the template, parameters and other settings stored with the weights.
+    def extras(self) -> Extras | None:
+        """Read the template, parameters and other settings that Ollama stores with the weights;
+        None for the other programs, which store none.
 
         Raises:
             CheckpointError: a layer cannot be read.
         """
-        params = self._texts("params")
+        if not self.layers:
+            return None
         try:
-            values = json.loads(params[0]) if params else {}
+            values = json.loads("".join(self._texts("params")[:1]) or "{}")
         except ValueError:
             values = None
         if not isinstance(values, dict):
-            raise CheckpointError(f"the parameters of {self.name} in Ollama's store are not JSON")
+            name = self.name.removeprefix("ollama:")
+            raise CheckpointError(f"the parameters of {name} in Ollama's store are not JSON")
         return Extras(
             go_template="".join(self._texts("template") or self._texts("prompt")) or None,
             system="\n".join(self._texts("system")) or None,
             params=values,
-            adapters=tuple(self.blobs.get("adapter", ())),
-            projectors=tuple(self.blobs.get("projector", ())),
+            adapters=tuple(self.layers.get("adapter", ())),
+            projectors=tuple(self.layers.get("projector", ())),
             license="\n".join(self._texts("license")) or None,
         )
 
     def _texts(self, kind: str) -> list[str]:
-        return [_read(path, self.name) for path in self.blobs.get(kind, ())]
-
-    def _config(self) -> dict[str, Any]:
-        try:
-            values = json.loads(_read(self.blobs["config"][0], self.name))
-        except (CheckpointError, LookupError, ValueError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        name = self.name.removeprefix("ollama:")
+        return [_read(path, name) for path in self.layers.get(kind, ())]
 
 
-def ollama_models(folders: Sequence[Path]) -> list[OllamaModel]:
+def other_models(settings: Settings) -> Iterator[OtherModel]:
+    """Yield the models of all other programs."""
+    yield from _ollama_models(settings.ollama_dirs)
+    yield from _lm_studio_models(settings.lm_studio_dirs)
+    yield from _llama_cpp_models(settings.llama_cpp_dirs)
+
+
+def find_other_model(name: str, settings: Settings) -> OtherModel | None:
+    """Find a model by name, ignoring case. A name without a prefix is Ollama's name, or the name
+    that a server's clients use if only one model has it.
+    """
+    name = name.lower()
+    program, _, inside = name.partition(":")
+    prefixed = program in ("lmstudio", "llamacpp")
+    short = inside if program == "ollama" else name
+    tag = "" if ":" in short.rpartition("/")[2] else f":{_TAG}"
+    wanted = name if prefixed else f"ollama:{short}{tag}"
+    found = next((each for each in other_models(settings) if each.name.lower() == wanted), None)
+    if found is not None or prefixed:
+        return found
+    named = [each for each in other_models(settings) if client_name(each.name).lower() == name]
+    return named[0] if len(named) == 1 else None
+
+
+# -- Ollama's store --------------------------------------------------------------------------------
+
+
+def _ollama_models(folders: Sequence[Path]) -> list[OtherModel]:
     """Return the complete GGUF models, sorted by name; for equal names the first folder wins."""
-    found: dict[str, OllamaModel] = {}
+    found: dict[str, OtherModel] = {}
     for folder in folders:
         for manifest in _manifests(folder / "manifests"):
             name = _shown(manifest.relative_to(folder / "manifests"))
@@ -147,12 +177,6 @@ def ollama_models(folders: Sequence[Path]) -> list[OllamaModel]:
             if model is not None:
                 found.setdefault(name, model)
     return [found[name] for name in sorted(found)]
-
-
-def find_ollama_model(name: str, folders: Sequence[Path]) -> OllamaModel | None:
-    """Find a model by Ollama's name for it: ``llama3.2``, ``llama3.2:3b``, ``user/name``."""
-    wanted = name.lower() if ":" in name.rpartition("/")[2] else f"{name.lower()}:{_TAG}"
-    return next((each for each in ollama_models(folders) if each.name.lower() == wanted), None)
 
 
 def _manifests(root: Path) -> Iterator[Path]:
@@ -169,7 +193,7 @@ def _shown(parts: Path) -> str:
     return f"{inside if host == _HOST else f'{host}/{inside}'}:{tag}"
 
 
-def _read_model(name: str, manifest: Path, blobs: Path) -> OllamaModel | None:
+def _read_model(name: str, manifest: Path, blobs: Path) -> OtherModel | None:
     """Read a manifest. None if it is damaged or has no GGUF file, as for a cloud model."""
     try:
         values = json.loads(_read(manifest, name))
@@ -185,7 +209,14 @@ def _read_model(name: str, manifest: Path, blobs: Path) -> OllamaModel | None:
     except (CheckpointError, LookupError, TypeError, ValueError):
         return None
     weights = by_kind.get("model", [])
-    return OllamaModel(name, manifest, size, by_kind) if weights and _is_gguf(weights[0]) else None
+    if not weights or not _is_gguf(weights[0]):
+        return None
+    quantization = None
+    with suppress(CheckpointError, LookupError, ValueError, AttributeError):
+        quantization = json.loads(_read(by_kind["config"][0], name)).get("file_type") or None
+    files = tuple(path for paths in by_kind.values() for path in paths)
+    shown = f"ollama:{name}"
+    return OtherModel(shown, "ollama", weights[0], files, size, "gguf", quantization, by_kind)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -207,47 +238,49 @@ def _read(path: Path, name: str) -> str:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class FolderModel:
-    """A model in a plain folder. ``path`` is its first GGUF file, or a folder of safetensors."""
-
-    name: str
-    path: Path
-    files: tuple[Path, ...]
-    kind: str
-    quantization: str | None
+# -- plain folders ---------------------------------------------------------------------------------
 
 
-def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
+def _lm_studio_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
     """Yield LM Studio's models: ``publisher/model:Q4_K_M``, or without the tag for safetensors."""
     for folder in folders:
         for home in _folders(folder, 2):
-            name = home.relative_to(folder).as_posix()
+            name = f"lmstudio:{home.relative_to(folder).as_posix()}"
             names = [path.name for path in _files(home)]
             if has_safetensors(names, index_shards(home)):
-                own = tuple(home / each for each in names if not each.lower().endswith(".gguf"))
-                yield FolderModel(name, home, own, "safetensors", None)
+                own = [each for each in names if not each.lower().endswith(".gguf")]
+                yield _in_folder("lmstudio", name, home, own)
             variants = [each for each in gguf_variants(names) if each.complete]
             for variant in variants:
-                found = _of(variant, f"{name}:{variant_name(variant, variants)}", home)
-                tower = next(iter(variant_projectors(variant, names)), "")
-                yield replace(found, files=(*found.files, home / tower)) if tower else found
+                own = [*variant.files, *variant_projectors(variant, names)[:1]]
+                full = f"{name}:{variant_name(variant, variants)}"
+                yield _in_folder("lmstudio", full, home, own, variant)
 
 
-def llama_cpp_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
+def _llama_cpp_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
     """Yield llama.cpp's models: ``org/model:Q4_K_M`` if a manifest names it, else the file stem."""
     for folder in folders:
         names = [path.name for path in _files(folder)]
         known = _noted(folder, names)
         for variant in gguf_variants(names):
             if variant.complete:
-                yield _of(variant, known.get(variant.files[0], variant.stem), folder)
+                name = f"llamacpp:{known.get(variant.files[0], variant.stem)}"
+                yield _in_folder("llamacpp", name, folder, variant.files, variant)
 
 
-def _of(variant: GgufVariant, name: str, folder: Path) -> FolderModel:
-    files = tuple(folder / each for each in variant.files)
+def _in_folder(
+    program: Program,
+    name: str,
+    folder: Path,
+    names: Sequence[str],
+    variant: GgufVariant | None = None,
+) -> OtherModel:
+    files = tuple(folder / each for each in names)
+    size = sum(path.stat().st_size for path in files)
+    if variant is None:
+        return OtherModel(name, program, folder, files, size, "safetensors", None)
     label = variant.label if variant.is_labelled else None
-    return FolderModel(name, files[0], files, "gguf", label)
+    return OtherModel(name, program, files[0], files, size, "gguf", label)
 
 
 def _noted(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -281,73 +314,3 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:  # missing, or no permission
         return []
-
-
-Program = Literal["ollama", "lmstudio", "llamacpp"]
-
-_TITLES: dict[Program, str] = {
-    "ollama": "Ollama",
-    "lmstudio": "LM Studio",
-    "llamacpp": "llama.cpp",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class OtherModel:
-    """A model of another program. ``name`` has the program's prefix; ``files`` are all of it."""
-
-    name: str
-    program: Program
-    path: Path
-    files: tuple[Path, ...]
-    bytes: int
-    kind: str
-    quantization: str | None
-    ollama: OllamaModel | None = None
-
-    @property
-    def title(self) -> str:
-        """The program's name as its makers write it."""
-        return _TITLES[self.program]
-
-    def extras(self) -> Extras | None:
-        """Read the settings stored with the weights; None if the program stores only weights."""
-        return None if self.ollama is None else self.ollama.extras()
-
-
-def other_models(settings: Settings) -> Iterator[OtherModel]:
-    """Yield the models of all other programs."""
-    for model in ollama_models(settings.ollama_dirs):
-        yield _of_ollama(model)
-    for found in lm_studio_models(settings.lm_studio_dirs):
-        yield _of_folder("lmstudio", found)
-    for found in llama_cpp_models(settings.llama_cpp_dirs):
-        yield _of_folder("llamacpp", found)
-
-
-def find_other_model(name: str, settings: Settings) -> OtherModel | None:
-    """Find a model by name, ignoring case. A name without a prefix is Ollama's name, or the name
-    that a server's clients use if only one model has it.
-    """
-    program, _, inside = name.partition(":")
-    if program.lower() in ("lmstudio", "llamacpp"):
-        wanted = f"{program.lower()}:{inside}".lower()
-        return next((m for m in other_models(settings) if m.name.lower() == wanted), None)
-    model = find_ollama_model(inside if program.lower() == "ollama" else name, settings.ollama_dirs)
-    if model is not None:
-        return _of_ollama(model)
-    named = [m for m in other_models(settings) if client_name(m.name).lower() == name.lower()]
-    return named[0] if len(named) == 1 else None
-
-
-def _of_ollama(model: OllamaModel) -> OtherModel:
-    files = tuple(path for paths in model.blobs.values() for path in paths)
-    name = f"ollama:{model.name}"
-    quantization = model.quantization
-    return OtherModel(name, "ollama", model.path, files, model.bytes, "gguf", quantization, model)
-
-
-def _of_folder(program: Program, found: FolderModel) -> OtherModel:
-    size = sum(path.stat().st_size for path in found.files)
-    name = f"{program}:{found.name}"
-    return OtherModel(name, program, found.path, found.files, size, found.kind, found.quantization)
