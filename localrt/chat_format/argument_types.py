@@ -97,29 +97,23 @@ def accepted(schema: Any, root: Any) -> Accepted:
 
 _LISTS = ("allOf", "anyOf", "oneOf")
 BOUNDS = {
-    "string": ("format", "maxLength", "minLength", "pattern"),
-    "number": ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
-    "array": ("contains", "maxItems", "minItems", "prefixItems", "uniqueItems"),
-    "object": (
-        *("dependentRequired", "dependentSchemas", "maxProperties", "minProperties"),
-        *("patternProperties", "propertyNames"),
-    ),
-    "inside": ("additionalProperties", "items", "properties", "required"),
-    "choice": ("anyOf", "oneOf"),
-    "words": ("const", "enum"),
+    "string": "format maxLength minLength pattern",
+    "number": "exclusiveMaximum exclusiveMinimum maximum minimum multipleOf",
+    "array": "contains maxItems minItems prefixItems uniqueItems",
+    "object": "dependentRequired dependentSchemas maxProperties minProperties patternProperties "
+    "propertyNames",
+    "inside": "additionalProperties items properties required",
+    "choice": "anyOf oneOf",
+    "words": "const enum",
 }
 """Keywords that bind values further than their types do, in groups."""
 
 
 def bounds(schema: Any, root: Any, groups: Iterable[str]) -> set[str]:
     """The keywords of ``groups`` that ``schema``, a part of ``root``, or its alternatives have."""
-    found = {
-        key
-        for part, _ in _parts(schema, root)
-        for key, value in part.items()
-        if key != "additionalProperties" or value is not True
-    }
-    return found & {"if", "not"}.union(*(BOUNDS[group] for group in groups))
+    wanted = {"if", "not"}.union(*(BOUNDS[group].split() for group in groups))
+    found = ((key, part[key]) for part, _ in _parts(schema, root) for key in wanted & part.keys())
+    return {key for key, value in found if (key, value) != ("additionalProperties", True)}
 
 
 def _parts(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], bool]]:

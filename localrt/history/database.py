@@ -257,11 +257,6 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def damaged_copies(path: Path) -> tuple[Path, ...]:
-    """The files that were put aside as damaged, oldest first."""
-    return tuple(sorted(path.parent.glob(f"{glob.escape(path.name)}.damaged-*")))
-
-
 def _reason(error: sqlite3.Error) -> str:
     text = str(error)
     if "locked" in text:

@@ -21,7 +21,7 @@ from localrt.common.files import keep_private
 from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import MEMORY_FIRST, Database, damaged_copies, insert, settle
+from localrt.history.database import MEMORY_FIRST, Database, insert, settle
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
 _FILE = "history.db"
@@ -96,11 +96,6 @@ class History(Closing):
     def notes(self) -> tuple[str, ...]:
         """Lines for the user about opening the file."""
         return self._database.notes
-
-    @property
-    def damaged_copies(self) -> tuple[Path, ...]:
-        """Earlier files that were set aside: what is deleted here may be in them still."""
-        return () if self.path is None else damaged_copies(self.path)
 
     def list(
         self, search: str = "", *, limit: int = 100, offset: int = 0

@@ -169,17 +169,10 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
 
 
 def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
-    for model in other_models(settings):
+    for m in other_models(settings):
         with suppress(OSError):  # deleted in the meantime
-            modified = model.path.stat().st_mtime
             yield LocalModel(
-                model.name,
-                model.path,
-                model.bytes,
-                model.kind,
-                model.quantization,
-                modified,
-                model.title,
+                m.name, m.path, m.bytes, m.kind, m.quantization, m.path.stat().st_mtime, m.title
             )
 
 

@@ -247,7 +247,7 @@ class _Fetch:
             ref = replace(ref, variant=found.file)  # files that are not here may share its label
         self._check_allowed(str(ref))
         # This imports huggingface_hub, so do it only if the model is not on this machine.
-        from localrt.hub.download import download, list_repo
+        from localrt.hub.download import list_repo
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
         name, exact, label = ref, ref, ""
@@ -265,14 +265,7 @@ class _Fetch:
                 names += variant_projectors(variant, remote.files)
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
-        download(
-            remote,
-            names,
-            revision=ref.revision,
-            settings=self.settings,
-            progress=self.progress,
-            cancel=self.cancel,
-        )
+        self._download(remote, names, ref)
         found = find_cached(self.settings.hub_cache, replace(exact, revision=remote.commit))
         if found is None:
             raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
@@ -342,25 +335,24 @@ class _Fetch:
     def files(self, ref: HubRef, *choices: Sequence[str]) -> str:
         """Download the first of ``choices`` that the repository has in full; return its commit."""
         self._check_allowed(str(ref))
-        from localrt.hub.download import (
-            download,
-            list_repo,  # as above
-        )
+        from localrt.hub.download import list_repo  # as above
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
         names = next((names for names in choices if set(names) <= remote.files.keys()), None)
         if names is None:
             missing = next(name for name in choices[0] if name not in remote.files)
             raise ModelNotFoundError(f"{ref.repo} is no adapter: it has no {missing}")
-        download(
-            remote,
-            list(names),
-            revision=ref.revision,
-            settings=self.settings,
-            progress=self.progress,
-            cancel=self.cancel,
-        )
+        self._download(remote, names, ref)
         return remote.commit
+
+    def _download(self, remote: RemoteRepo, names: Sequence[str], ref: HubRef) -> None:
+        from localrt.hub.download import download  # as above
+
+        settings, progress, cancel = self.settings, self.progress, self.cancel
+        revision = ref.revision
+        download(
+            remote, names, revision=revision, settings=settings, progress=progress, cancel=cancel
+        )
 
     def demo(self) -> ResolvedModel:
         found = demo_in_package() or demo_cache_file(self.settings)

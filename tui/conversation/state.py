@@ -333,7 +333,9 @@ class ChatState:
     @property
     def kept_copies(self) -> str:
         """A sentence about files that may hold a deleted conversation still; empty without any."""
-        names = ", ".join(path.name for path in self.history.damaged_copies)
+        path = self.history.path
+        found = path.parent.glob(f"{path.name}.damaged-*") if path is not None else ()
+        names = ", ".join(sorted(each.name for each in found))
         return f" Damaged copies of the history may still hold it: {names}" if names else ""
 
     def rename(self, id: str, title: str) -> None:
