@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.chat import ChatSession
+from localrt.chat_format.histories import text_of
 from localrt.chat_format.messages import check_text_only
 from localrt.chat_format.thinking import split_thinking
 from localrt.client.answer import ListedModel, Reader, events, listed_models, refusal
@@ -329,14 +330,8 @@ def _text_tokens(text: str) -> int:
 
 
 def _estimated_tokens(messages: Sequence[Message]) -> int:
-    return sum(_text_tokens(_text(message.get("content"))) + 4 for message in messages)
-
-
-def _text(content: Any) -> str:
-    """Return a message's text; what pictures take differs between models."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content)
-    return str(content or "")
+    """What pictures take differs between models."""
+    return sum(_text_tokens(text_of(message)) + 4 for message in messages)
 
 
 class _StoppedError(Exception):
