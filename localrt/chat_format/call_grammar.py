@@ -17,13 +17,7 @@ from localrt.chat_format.argument_notations import (
     QuotedArguments,
     TaggedArguments,
 )
-from localrt.chat_format.argument_types import (
-    BOUNDS,
-    accepted,
-    bounds,
-    parameters_of,
-    resolved,
-)
+from localrt.chat_format.argument_types import BOUNDS, accepted, bounds, parameters_of, resolved
 from localrt.chat_format.notations import ID, NUMBERED, Spelling
 
 Terminal = Callable[[str], str]
@@ -150,10 +144,7 @@ class _Rules:
         return f"%json {json.dumps(given)}"
 
     def _sequence(
-        self,
-        schema: Mapping[str, Any],
-        item: Callable[[str, Any], str],
-        separator: str = "",
+        self, schema: Mapping[str, Any], item: Callable[[str, Any], str], separator: str = ""
     ) -> str:
         """The rule for all properties of ``schema`` in order; optional ones may be left out."""
         self._leave_out(schema, "object", "choice")

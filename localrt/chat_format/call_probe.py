@@ -34,15 +34,7 @@ from localrt.chat_format.parser import (
     marks_in,
     snapped,
 )
-from localrt.chat_format.probing import (
-    FIRST,
-    IDS,
-    SECOND,
-    TEXT,
-    Asked,
-    UnreadableError,
-    Written,
-)
+from localrt.chat_format.probing import FIRST, IDS, SECOND, TEXT, Asked, UnreadableError, Written
 from localrt.common.errors import TemplateError
 
 _KEY, _NEXT_KEY = "zqa", "zqb"

@@ -53,11 +53,7 @@ class Situation(Enum):
     USER_BEHIND_RESULT = auto()
 
 
-_ROWS = {
-    "system": Situation.SYSTEMS,
-    "user": Situation.USERS,
-    "assistant": Situation.ASSISTANTS,
-}
+_ROWS = {"system": Situation.SYSTEMS, "user": Situation.USERS, "assistant": Situation.ASSISTANTS}
 Can: TypeAlias = Callable[[Situation], bool]
 
 

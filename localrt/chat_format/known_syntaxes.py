@@ -35,12 +35,7 @@ from localrt.chat_format.notations import (
     call_of,
 )
 from localrt.chat_format.parser import CallSyntax, make_call
-from localrt.chat_format.thinking import (
-    CLOSE,
-    OPEN,
-    THOUGHT_FIELDS,
-    overlap,
-)
+from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS, overlap
 from localrt.engine.types import ToolCall
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")

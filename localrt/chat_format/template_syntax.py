@@ -321,9 +321,7 @@ class TemplateSyntax:
             return known
 
         def render(
-            messages: Sequence[Mapping[str, Any]],
-            tools: Sequence[Mapping[str, Any]],
-            prompt: bool,
+            messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], prompt: bool
         ) -> str:
             return template.render(messages, tools=tools, add_generation_prompt=prompt)
 

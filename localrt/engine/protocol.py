@@ -283,12 +283,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(
-        self,
-        tokens: Sequence[int],
-        *,
-        first: int = 0,
-        mix: Mix = (),
-        check: Check | None = None,
+        self, tokens: Sequence[int], *, first: int = 0, mix: Mix = (), check: Check | None = None
     ) -> Iterator[Logits]:
         """Yield logits after each of ``tokens`` from index ``first`` on, without a cache, with the
         adapter set ``mix``.

@@ -17,12 +17,7 @@ from typing import Any
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
-from localrt.history.database import (
-    AnswerWriter,
-    Database,
-    insert,
-    settle,
-)
+from localrt.history.database import AnswerWriter, Database, insert, settle
 from localrt.history.pictures import (
     KeptPicture,
     joined_content,

@@ -24,12 +24,7 @@ from localrt.common.formatting import format_bytes
 LARGEST_PICTURE = 32_000_000
 """Bytes: the largest file of a picture that a conversation keeps."""
 
-MEDIA_TYPES = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-}
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 _PICTURES = "pictures"  # in a turn's stored ``info``
 _TURNED = (5, 6, 7, 8)  # EXIF orientations on the side
 _ORIENTATION = 0x0112

@@ -15,12 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from localrt.common.errors import (
-    HubError,
-    ModelNotFoundError,
-    OfflineError,
-    OptionError,
-)
+from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback

@@ -81,10 +81,7 @@ def generate_batch(
         if cancel.is_set():
             raise CancelledError("the generation was cancelled")
 
-    terms = Terms(
-        most=size or MOST_SEQUENCES,
-        capacity=None if engine.shares_passes else ctx,
-    )
+    terms = Terms(most=size or MOST_SEQUENCES, capacity=None if engine.shares_passes else ctx)
     schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: room, check=check)
     if size is not None and engine.shares_passes:
         _check_room(size, map(schedule.cost, waiting.items()), room)

@@ -440,9 +440,7 @@ class Schedule(Generic[Owner]):
         began = time.monotonic()
         try:
             logits = self._engine.extend_batch(
-                [(session, tokens) for _, session, tokens in parts],
-                wanted=whole,
-                check=self._check,
+                [(session, tokens) for _, session, tokens in parts], wanted=whole, check=self._check
             )
         except MemoryBudgetError:
             if len(self._live) == 1 and not self._idle:

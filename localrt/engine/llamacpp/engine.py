@@ -303,12 +303,7 @@ class LlamaCppEngine(Engine):
         return LlamaCppSession(self._model, capacity)
 
     def logits(
-        self,
-        tokens: Sequence[int],
-        *,
-        first: int = 0,
-        mix: Mix = (),
-        check: Check | None = None,
+        self, tokens: Sequence[int], *, first: int = 0, mix: Mix = (), check: Check | None = None
     ) -> Iterator[Logits]:
         """See ``Engine``; adapters are not supported."""
         assert not mix, "none can be added"

@@ -475,12 +475,7 @@ class NativeEngine(Engine):
         return Features(layers, np.empty((rows, len(layers) * self.hidden_size), np.float32))
 
     def logits(
-        self,
-        tokens: Sequence[int],
-        *,
-        first: int = 0,
-        mix: Mix = (),
-        check: Check | None = None,
+        self, tokens: Sequence[int], *, first: int = 0, mix: Mix = (), check: Check | None = None
     ) -> Iterator[Logits]:
         """See ``Engine``. Computed in pieces, since all rows at once would be large."""
         cache = self.cache(len(tokens))
