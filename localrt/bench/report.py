@@ -17,12 +17,7 @@ from localrt.bench.gpu import use_line
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
 from localrt.common.files import write_text
-from localrt.common.formatting import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    table,
-)
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import Machine
 

@@ -33,9 +33,7 @@ from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
 # An engine's settings, by name: all are measured, and the best counts.
-_SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "llamacpp": LLAMACPP_SETTINGS,
-}
+_SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"llamacpp": LLAMACPP_SETTINGS}
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 

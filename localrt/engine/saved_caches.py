@@ -252,13 +252,9 @@ class PromptCache:
         if blocks is None:
             return 0
         with self._lock:
+            take, states = blocks.take_blocks, blocks.saved_states()
             return self._write(
-                session.tokens,
-                session.kv_layout,
-                blocks.block_bytes,
-                blocks.take_blocks,
-                blocks.saved_states(),
-                owner,
+                session.tokens, session.kv_layout, blocks.block_bytes, take, states, owner
             )
 
     def hold(self, session: EngineSession, owner: Owner = NOBODY) -> int:

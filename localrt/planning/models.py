@@ -37,11 +37,7 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 
 def find_model(
-    model: str,
-    settings: Settings,
-    *,
-    revision: str | None = None,
-    offline: bool | None = None,
+    model: str, settings: Settings, *, revision: str | None = None, offline: bool | None = None
 ) -> Path:
     """Return the path of the model on this machine, or else of its config.
 

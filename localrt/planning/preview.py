@@ -27,13 +27,7 @@ from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Plan, make_plan
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.measure import known_machine
-from localrt.offload.planner.pc import (
-    Hardware,
-    budgets_of,
-    gpu_here,
-    machine_on_device,
-    with_gpu,
-)
+from localrt.offload.planner.pc import Hardware, budgets_of, gpu_here, machine_on_device, with_gpu
 from localrt.offload.planner.plan import Change, PlanRequest, in_words
 from localrt.offload.planner.search import fits
 from localrt.planning.models import find_model, shape_of
