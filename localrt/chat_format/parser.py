@@ -165,7 +165,7 @@ class TextParser:
         forced: bool = False,
     ) -> None:
         self._syntax = syntax
-        self._least_mark = 1 if forced else 2  # characters that are taken for half a mark
+        self._forced = forced
         self._names = names
         self._given = tools
         self._tools = signatures(tools)
@@ -331,7 +331,8 @@ class TextParser:
         """Return ``held`` without the beginning of a call at its end."""
         if not self._bare:
             half = overlap(held, syntax.opening)
-            return held[: len(held) - half].rstrip() if half >= self._least_mark else held
+            least = 1 if self._forced and not self._closing else 2  # one character may be text
+            return held[: len(held) - half].rstrip() if half >= least else held
         before, middle = '{"name":"', '"'
         if syntax.spelling is not None:
             before = syntax.spelling.before.removeprefix(syntax.opening)

@@ -182,6 +182,16 @@ def test_no_split_of_a_stream_changes_an_answer(name: str, ending: str) -> None:
                 assert read([text[:at], text[at:]], cut=cut) == whole
 
 
+@pytest.mark.parametrize(
+    ("thinking", "forced", "shown"),
+    [("<think>", True, "<think>\na <"), ("", False, "a <"), ("", True, "a")],
+)
+def test_one_character_at_the_end_of_an_answer(thinking: str, forced: bool, shown: str) -> None:
+    """It may begin a call, and is sure to only where there is nothing else to write."""
+    parser = TextParser(known_syntax(""), [tool("f")], thinking=thinking, forced=forced)
+    assert parser.push("a <") + parser.flush(cut=True) == shown
+
+
 def test_a_closing_mark_within_a_string_does_not_end_a_call() -> None:
     for name in ("Hermes, Qwen", "GLM", "DeepSeek V3.2", "Gemma 4", "Apertus", "Kimi K2"):
         template, syntax = known(name)
