@@ -85,10 +85,7 @@ def _open_gpu(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
     if ops.name != "cuda" or not find_library():
         return None
     return open_gpu(
-        ops,
-        threads=options.threads,
-        gpu_memory=options.gpu_memory,
-        kv_format=options.kv_format,
+        ops, threads=options.threads, gpu_memory=options.gpu_memory, kv_format=options.kv_format
     )
 
 

@@ -78,11 +78,7 @@ class EngineDrafter(Drafter):
     name = "model"
 
     def __init__(
-        self,
-        engine: NativeEngine,
-        vocab_size: int,
-        *,
-        room: CacheRoom | None = None,
+        self, engine: NativeEngine, vocab_size: int, *, room: CacheRoom | None = None
     ) -> None:
         self._engine = engine
         self._vocab = vocab_size

@@ -167,8 +167,7 @@ class Drafts:
             makers[draft.kind] = lambda session: draft.source(session, options)
             levels[draft.kind] = draft.level_share
         tuner = self._tuners.setdefault(
-            drafter,
-            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture),
+            drafter, Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture)
         )
         if draft is not None:
             tuner.sources[draft.kind].cost.at_once = draft.at_once

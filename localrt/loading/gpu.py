@@ -12,11 +12,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.offload.account import (
-    CUDA_CONTEXT_NBYTES,
-    ROUNDED_VRAM_NBYTES,
-    SPARE_VRAM_NBYTES,
-)
+from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
 from localrt.offload.planner.gpus import measured_profile

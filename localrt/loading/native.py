@@ -25,11 +25,7 @@ from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.account import (
-    check_fits,
-    resident_account,
-    weight_nbytes,
-)
+from localrt.offload.account import check_fits, resident_account, weight_nbytes
 from localrt.offload.memory import current_rss, memory_state, ram_budget
 from localrt.quant.choose import make_ops, why_not_our_kernels
 from localrt.quant.cpu.abi import find_library
@@ -51,13 +47,7 @@ def load_native(
         MemoryBudgetError: the model does not fit even when streamed; the message has the numbers.
     """
     load = partial(
-        _load,
-        checkpoint,
-        options,
-        settings=settings,
-        notes=notes,
-        progress=progress,
-        cancel=cancel,
+        _load, checkpoint, options, settings=settings, notes=notes, progress=progress, cancel=cancel
     )
     if not options.gentle:
         return load()
@@ -153,11 +143,7 @@ def _must_stream(
 
 
 def _fit_context(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    ops: Ops,
-    options: LoadOptions,
-    notes: list[str],
+    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions, notes: list[str]
 ) -> int:
     """Return the context: the requested one, or the longest up to the model's own that fits.
 

@@ -214,11 +214,7 @@ def _load_llamacpp(
         notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
     check_build(cache)
     model = LlamaCppModel.load(
-        checkpoint.path,
-        ctx=ctx,
-        threads=options.threads,
-        device=options.device,
-        progress=progress,
+        checkpoint.path, ctx=ctx, threads=options.threads, device=options.device, progress=progress
     )
     return LlamaCppEngine(model), ctx
 

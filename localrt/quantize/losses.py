@@ -27,12 +27,7 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
 from localrt.quantize.calibration import Calibration, HiddenStates
 from localrt.quantize.layer import LayerQuantizer, common_names
-from localrt.quantize.mix import (
-    MIX_FORMATS,
-    GroupLoss,
-    LossTable,
-    known_losses,
-)
+from localrt.quantize.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2

@@ -39,12 +39,7 @@ from localrt.quant.methods import (
     quantized_format,
 )
 from localrt.quantize.calibration import Calibration, calibration_ops
-from localrt.quantize.layer import (
-    ROUTERS,
-    LayerQuantizer,
-    common_names,
-    folded_rotation,
-)
+from localrt.quantize.layer import ROUTERS, LayerQuantizer, common_names, folded_rotation
 from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
 from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
 from localrt.quantize.tower import KeptTower
@@ -211,13 +206,7 @@ def quantize_model(
             ),
         )
         weights = LayerQuantizer(
-            source,
-            config,
-            infos,
-            method=method,
-            folded=rotated,
-            tiler=fast_tiler(),
-            search=search,
+            source, config, infos, method=method, folded=rotated, tiler=fast_tiler(), search=search
         )
         own: dict[str, TensorInfo] = {}
         if (block := _prediction_block(source, config, search)) is not None:
