@@ -83,6 +83,7 @@ class HybridExperts:
         self._recorder = recorder
         self.scheduler: Scheduler = schedule
         self.fills = True
+        self._answered = 0  # misses for which a slot was filled, or need not be
         self._link_free = 0.0  # about when all requested copies end
         self._copying = deque[Arrival]()  # in order; in RAM, too, they stay meanwhile
         self._arriving: dict[Key, Arrival] = {}  # of these, those that kernels do not find yet
@@ -240,12 +241,16 @@ class HybridExperts:
         self.slots.enter(arrival)
 
     def fill(self, place: int) -> None:
-        """If the link is idle, copy the layer's expert that is most worth a slot, if it pays."""
-        if not self.fills or self._link_free > time.perf_counter():
+        """If the link is idle, copy the layer's expert that is most worth a slot, if it pays: at
+        most one for each miss of late, as copies cost the host time in each layer.
+        """
+        cache, misses = self.slots.cache, self.uses - self.hits
+        if not self.fills or self._answered >= misses or self._link_free > time.perf_counter():
             return
-        expert = self.slots.cache.candidate(place, self._gain)
+        expert = cache.candidate(place, self._gain)
         if expert is not None and self.memory.pool(place).holds(place, expert):
             self._bring(place, expert)
+            self._answered = max(self._answered + 1, misses - cache.layers * cache.used)
 
     def _ahead(self, place: int) -> None:
         """Begin to copy the next layer's experts from RAM, as far as there is room."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,3 +117,27 @@ def test_idle_links_fill_slots(model: Model) -> None:
 
     assert hits(False) == 0  # a static placement whose slots nobody has filled
     assert hits(True) > 0
+
+
+@one_mixture
+def test_no_more_fills_than_misses(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often an absent expert seems worth a slot."""
+    with on_gpu(model, places(model, 0.2), expert_costs=replace(COSTS, fetch=1e-9)) as placed:
+        mixture, brought = stages(placed), list[object]()
+        slots = mixture.slots
+        cache, bring = placed.cache(64), slots.bring
+        for token in tokens(5):
+            extend(placed, cache, [token])
+        mixture.settle()
+
+        def candidate(place: int, gain: float = 0.0) -> int | None:
+            absent = (~slots.cache.resident(place)).nonzero()[0].tolist()
+            held = mixture.memory.pool(place).holds
+            return next((expert for expert in absent if held(place, expert)), None)
+
+        monkeypatch.setattr(slots.cache, "candidate", candidate)
+        monkeypatch.setattr(slots, "bring", lambda *args: (brought.append(args), bring(*args))[1])
+        for number in range(500):
+            mixture.fill(number % slots.cache.layers)
+            mixture.settle()
+        assert 0 < len(brought) <= mixture.uses - mixture.hits
