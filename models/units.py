@@ -44,17 +44,20 @@ class Unit:
     rows: tuple[int, int] | None = None
 
 
-def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tuple[Unit, ...]:
+def list_units(
+    tensors: Mapping[str, TensorInfo], config: DecoderConfig, experts: int | None = None
+) -> tuple[Unit, ...]:
     """Return all units of a model; ``tensors`` have their stored formats.
 
-    The order is that of a pass: embedding, layers, final norm, head.
+    The order is that of a pass: embedding, layers, final norm, head. Of each layer's experts only
+    the first ``experts`` are listed, if given.
 
     Raises:
         CheckpointError: a required tensor is missing.
         UnsupportedModelError: a tensor belongs to no unit, or is neither matrix nor vector.
     """
     places = enumerate(config.cache_places)
-    layers = [unit for n, at in places for unit in _layer_units(tensors, n, at, config)]
+    layers = [unit for n, at in places for unit in _layer_units(tensors, n, at, config, experts)]
     mlp = max(
         (
             sum(packed_nbytes(tensors[name]) for name in unit.tensors)
@@ -118,7 +121,11 @@ class _TensorNames(AskedTensors):
 
 
 def _layer_units(
-    tensors: Mapping[str, TensorInfo], layer: int, at: tuple[int, ...], config: DecoderConfig
+    tensors: Mapping[str, TensorInfo],
+    layer: int,
+    at: tuple[int, ...],
+    config: DecoderConfig,
+    experts: int | None,
 ) -> Iterator[Unit]:
     """A layer's units: attention, MLP, experts."""
     names, spec = _TensorNames(tensors), config.mixture(layer)
@@ -128,7 +135,7 @@ def _layer_units(
     if config.has_mlp(layer):
         load_mlp(config, layer, names, None if spec is None else ResidentExperts())
         yield Unit(f"layers.{layer}.mlp", names.take(), layer)
-    for number in range(spec.router.count if spec is not None else 0):
+    for number in range(spec.router.count if spec is not None else 0)[:experts]:
         load_expert(config, layer, number, names)
         yield Unit(f"layers.{layer}.expert.{number}", names.take(), layer)
 

@@ -258,29 +258,29 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
 
 
-def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
-    """The exact shape of an opened model.
+def shape_from_checkpoint(checkpoint: Checkpoint, experts: int | None = None) -> ModelShape:
+    """The exact shape of an opened model, with only the first ``experts`` of each layer if given.
 
     Raises:
         UnsupportedModelError: the architecture is not known.
         CheckpointError: a tensor is missing.
     """
     config = read_config(checkpoint)
-    units = list_units(checkpoint.tensors, config)
+    units = list_units(checkpoint.tensors, config, experts)
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
     kv = tuple(map(_kv_shape, config.memories))
     ignored = HEAD if config.tied_head else ""
-    sizes, experts = PassSizes.of_config(config), None
-    routers = [mixture.router for mixture in config.mixtures if mixture is not None]
+    sizes, mixture = PassSizes.of_config(config), None
+    routers = [spec.router for spec in config.mixtures if spec is not None]
     if routers:
         first = routers[0]
-        experts = Experts(count=first.count, used=first.used, inner=sizes.expert_inner)
+        mixture = Experts(count=first.count, used=first.used, inner=sizes.expert_inner)
     return ModelShape(
         name=checkpoint.path.name,
         architecture=config.architecture,
-        units=tuple(_placed(unit, checkpoint.tensors, stored, experts) for unit in units),
+        units=tuple(_placed(unit, checkpoint.tensors, stored, mixture) for unit in units),
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         inner=config.intermediate_size,
@@ -289,7 +289,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         parameters=sum(
             math.prod(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
         ),
-        experts=experts,
+        experts=mixture,
         beside=config.block.numbers_beside(config),
         off_gpu=missing_on_gpu(config.memory),
     )

@@ -23,11 +23,17 @@ from localrt.hub.names import HubRef
 from localrt.hub.resolving import Offer
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import Budgets, MachineProfile, ModelShape, PlanRequest
+from localrt.offload.planner import (
+    Budgets,
+    MachineProfile,
+    ModelShape,
+    PlanRequest,
+    shape_from_config,
+)
 from localrt.offload.planner.advice import LEAST_GAIN
 from localrt.offload.planner.pc import budgets_of, machine_on_device
 from localrt.offload.planner.plan import Change
-from localrt.offload.planner.predict import estimate, outline, whole_nbytes
+from localrt.offload.planner.predict import estimate, whole_nbytes
 from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
 from localrt.offload.shapes import aligned
 
@@ -120,7 +126,7 @@ def recommend_on(
     if not rates.get(name):
         return Recommendation(name, None, "none of its files fits the memory here")
     slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
-    why = f"{slow}; this one does about {speed(rates[name])}{where}"
+    why = f"{slow}; this one does {_rate(rates[name], expected.get(name), where)}"
     return Recommendation(name, rates[name], why, expected.get(name))
 
 
@@ -153,11 +159,13 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
 
 
 def _outline_of(offer: Offer) -> ModelShape | None:
-    """Return the model's shape in one format; None if its config is unknown or unsupported."""
+    """Return the model's shape in one format, with one expert of each layer; None if its config is
+    unknown or unsupported.
+    """
     if offer.config is not None:
         format = None if _as_published(offer) else _PLANNED
         with suppress(UnsupportedModelError, CheckpointError):
-            return outline(offer.config, name="model", format=format)
+            return shape_from_config(offer.config, name="model", format=format, experts=1)
     return None
 
 
@@ -178,7 +186,8 @@ def usual_offer(model: KnownModel) -> Offer:
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         name = str(quantized.get("quant_method", "")).upper()
-        return Offer(model.repo, {name: whole_nbytes(outline(config, name=name))}, config)
+        nbytes = whole_nbytes(shape_from_config(config, name=name, experts=1))
+        return Offer(model.repo, {name: nbytes}, config)
     sizes = {name: round(weights * bits / 8) for name, bits in _USUAL_BITS.items()}
     return Offer(model.repo, sizes, config)
 
@@ -221,9 +230,15 @@ def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
     return replace(shape, units=tuple(units))
 
 
+def _rate(tok_s: float, expected: Expected | None, where: str) -> str:
+    reads = expected is not None and expected.read
+    waits = ", reading the SSD for every token" if reads else ""
+    return f"about {speed(tok_s)}{where}{waits}"
+
+
 def _why(name: str, names: list[str], expected: Mapping[str, Expected], where: str) -> str:
     found = expected[name]
-    what = f"about {speed(found.tok_s)}{where}"
+    what = _rate(found.tok_s, found, where)
     larger = names[names.index(name) - 1] if names.index(name) else None
     if found.whole_on_gpu and found.is_quick:
         why = "the largest that is whole in GPU memory" if larger else "whole in GPU memory"

@@ -47,10 +47,11 @@ def make_plan(request: PlanRequest) -> Plan:
             f"({request.shape.architecture}), whose "
             "cache is small as it is: use bf16 or int8"
         )
-    if request.uses_gpu and (missing := request.shape.off_gpu):
+    request = request.with_usable_gpu()
+    if request.gpu_unused:
+        missing = request.shape.off_gpu
         note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
-        shape = replace(request.shape, notes=(*request.shape.notes, note))
-        request = replace(request.without_gpu(), shape=shape)
+        request = replace(request, shape=replace(request.shape, notes=(*request.shape.notes, note)))
     plan = find_plan(request)
     if plan is None:
         raise _refusal(request)

@@ -120,7 +120,7 @@ class PlanRequest:
     The rest is for the report: ``called`` is the user's name for the model; a model that ``thinks``
     before it answers must be faster to be good for chat; ``quantization`` is the planned file of a
     repository with several; ``hypothetical`` lists options that describe another PC; ``note`` is a
-    line for the user.
+    line for the user. ``gpu_unused``: there is a GPU, which cannot compute this model.
 
     Raises:
         OptionError: a number below one.
@@ -141,6 +141,7 @@ class PlanRequest:
     quantization: str = ""
     hypothetical: tuple[str, ...] = ()
     note: str = ""
+    gpu_unused: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ctx", "rows", "sequences", "prefill_rows"):
@@ -169,6 +170,12 @@ class PlanRequest:
         """Return the same request without a GPU."""
         budgets = replace(self.budgets, vram=0)
         return replace(self, machine=self.machine.without_gpu(), budgets=budgets)
+
+    def with_usable_gpu(self) -> PlanRequest:
+        """Return the request without a GPU that cannot compute this model."""
+        if not (self.uses_gpu and self.shape.off_gpu):
+            return self
+        return replace(self.without_gpu(), gpu_unused=True)
 
     def costs(
         self,
@@ -212,7 +219,8 @@ class Plan:
     are the present weights, then smaller ones; ``contexts`` are the largest that fits and, if that
     is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
     it is empty if there is nothing to run. ``draft`` is what drafts for it by default,
-    ``picture`` what one costs a model that sees.
+    ``picture`` what one costs a model that sees. ``estimated`` is the forecast of a model that is
+    not on this machine, as in tables of many models.
     """
 
     request: PlanRequest
@@ -226,6 +234,7 @@ class Plan:
     command: str = ""
     draft: str = ""
     picture: PlannedPicture | None = None
+    estimated: Expected | None = None
 
     def __str__(self) -> str:
         """Return one line such as ``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -319,6 +328,8 @@ class Plan:
     @property
     def expected(self) -> Expected:
         """The few numbers from which the verdict follows."""
+        if self.estimated is not None:
+            return self.estimated
         shape, where = self.request.shape, self.placement.where
         in_ram = [unit for unit in shape.units if where[unit.name] is Where.RAM]
         return Expected(
@@ -331,6 +342,7 @@ class Plan:
             on_gpu=sum(unit.nbytes for unit in shape.units if where[unit.name] is Where.VRAM),
             by_cpu=round(sum(unit.nbytes * unit.use for unit in in_ram)),
             thinks=self.thinks,
+            gpu_unused=self.request.gpu_unused,
         )
 
     def busy_share(self, resource: Resource) -> float:

@@ -3,84 +3,91 @@
 An estimate solves by rules for usual rings, and assumes that a pass lasts as long as its busiest
 resource works. Its rates are within a quarter of a replay's, mostly within a tenth. It serves for
 tables of many models, for choosing among files, and for the gain of a change relative to the plan.
-The plan of a model that is not on this machine shows the estimate, as tables do.
+The plan of a model that is not on this machine has the estimate's placement and rate, as tables do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from localrt.common.formatting import format_bytes
 from localrt.offload.account import PREFILL_ROWS, placed_account
-from localrt.offload.placement import Where
+from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.search import (
-    Candidate,
+    Rooms,
+    Solution,
+    Times,
     best_placement,
+    best_rows,
     costs_of_rows,
     prepare,
     quick_solutions,
+    rows_choices,
 )
-from localrt.offload.planner.shapes import shape_from_config
 from localrt.offload.planner.simulate import RESOURCES, simulate
 from localrt.offload.planner.solve import Counts, Problem, bound
 from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected
-from localrt.offload.shapes import Experts, ModelShape
+from localrt.offload.shapes import ModelShape
 
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
 """The note on the plan of every mixture."""
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_USED = ("num_experts_per_tok", "top_k_experts")
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimate(Times):
+    """What an estimate found: ``costs`` of a token's pass, and the rows of a prompt's."""
 
-def outline(config: Mapping[str, Any], *, name: str, format: str | None = None) -> ModelShape:
-    """Return a model's shape quickly: a mixture's lists only as many experts as a token uses.
-
-    Only ``estimate`` and ``whole_nbytes`` count such a shape as the whole model.
-
-    Raises:
-        UnsupportedModelError, CheckpointError: as ``shape_from_config``.
-    """
-    key = next((key for key in _COUNTS if key in config), None)
-    used = next((int(config[each]) for each in _USED if each in config), 0)
-    if key is None or not used:
-        return shape_from_config(config, name=name, format=format)
-    count = int(config[key])
-    few = shape_from_config({**config, key: used}, name=name, format=format)
-    units = tuple(
-        replace(unit, use=used / count) if unit.kind == "expert" else unit for unit in few.units
-    )
-    assert few.experts is not None, "it is a mixture"
-    experts = Experts(count=count, used=used, inner=few.experts.inner)
-    return replace(few, units=units, experts=experts)
+    request: PlanRequest
+    costs: Costs
+    rooms: Rooms
+    rows: int
+    solution: Solution
 
 
 def estimate(request: PlanRequest) -> Expected | None:
     """Estimate the best plan for ``request``; None if nothing fits."""
-    if request.uses_gpu and request.shape.off_gpu:
-        found = estimate(request.without_gpu())
-        return found and replace(found, gpu_unused=True)
-    request, rooms, _ = prepare(request)
-    costs = request.costs()
-    solved = [
-        (_seconds(problem, counts), problem, counts)
-        for problem, counts in quick_solutions(costs, rooms, _expert_times(request.shape))
-    ]
-    if not solved:
-        return estimate(request.without_gpu()) if request.uses_gpu else None
-    seconds, problem, counts = min(solved, key=lambda each: each[0])
+    request = request.with_usable_gpu()
+    found = _estimated(request)
+    if found is None and request.uses_gpu:
+        found = _estimated(request.without_gpu())
+    return None if found is None else _expected(found)
+
+
+def _estimated(request: PlanRequest) -> _Estimate | None:
+    """Find the best of a few solutions, without a replay; None if nothing fits."""
+    found: dict[int, _Estimate] = {}
+    for most in rows_choices(request):
+        placed, rooms, rows = prepare(request, most)
+        costs = placed.costs()
+        tried = (
+            _Estimate(
+                request=placed,
+                costs=costs,
+                rooms=rooms,
+                rows=rows,
+                solution=each,
+                pass_s=_seconds(each.problem, each.counts),
+                prompt_s=_prompt_seconds(costs, each, rows) / rows if placed.uses_gpu else 0.0,
+            )
+            for each in quick_solutions(costs, rooms, _expert_times(placed.shape))
+        )
+        if (best := min(tried, key=lambda each: each.seconds, default=None)) is not None:
+            found[most] = best
+    return found.get(best_rows(found))
+
+
+def _expected(found: _Estimate) -> Expected:
+    request, solution = found.request, found.solution
     placed = [
         (where, count * group.nbytes, group.use)
-        for group, places in zip(problem.classes, counts, strict=True)
+        for group, places in zip(solution.problem.classes, solution.counts, strict=True)
         for where, count in places.items()
     ]
     return Expected(
-        tok_s=request.sequences / seconds,
-        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(costs, problem, counts),
+        tok_s=request.sequences / found.pass_s,
+        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(found.costs, solution, PREFILL_ROWS),
         nbytes=sum(nbytes for _, nbytes, _ in placed),
         needed=round(sum(nbytes * use for _, nbytes, use in placed)),
         read=round(sum(nbytes * use for where, nbytes, use in placed if where.read)),
@@ -88,11 +95,12 @@ def estimate(request: PlanRequest) -> Expected | None:
         on_gpu=sum(nbytes for where, nbytes, _ in placed if where is Where.VRAM),
         by_cpu=round(sum(nbytes * use for where, nbytes, use in placed if where is Where.RAM)),
         thinks=request.thinks,
+        gpu_unused=request.gpu_unused,
     )
 
 
 def whole_nbytes(shape: ModelShape) -> int:
-    """Return the packed bytes of a whole model, from its outline or its full shape."""
+    """Return the packed bytes of a whole model, of which not all experts may be listed."""
     times = _expert_times(shape)
     return sum(unit.nbytes * (times if unit.kind == "expert" else 1) for unit in shape.units)
 
@@ -119,34 +127,36 @@ def _seconds(problem: Problem, counts: Counts) -> float:
 
 
 def _expert_times(shape: ModelShape) -> int:
-    """Return how many experts each listed one stands for; 1 unless it is an outline."""
+    """Return how many experts each listed one stands for; 1 if all are listed."""
     if shape.experts is None:
         return 1
     listed = len(shape.routed) / len({unit.layer for unit in shape.routed})
     return round(shape.experts.count / listed)
 
 
-def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
+def _prompt_seconds(costs: Costs, solution: Solution, rows: int) -> float:
     """Return the seconds of a prompt's pass: the CPU computes its units, or the GPU if faster."""
-    many = costs_of_rows(costs, PREFILL_ROWS)
+    many, problem = costs_of_rows(costs, rows), solution.problem
     units = {unit.name: unit for unit in costs.shape.units}
     read = copied = by_cpu = crossing = by_gpu = stays = 0.0
-    for group, places in zip(problem.classes, counts, strict=True):
-        unit, share, rows = units[group.names[0]], group.use, PREFILL_ROWS
+    for group, places in zip(problem.classes, solution.counts, strict=True):
+        unit, share, each = units[group.names[0]], group.use, rows
+        movable = group.kind == "mlp" and group.nbytes <= solution.vram.nbytes
         if group.kind == "expert":
-            share, rows = many.touched(unit.use)
+            share, each = many.touched(unit.use)
+            movable = bool(problem.link_bytes_s)
         for where, count in places.items():
             used = count * share
             read += used * group.nbytes * where.read
             copied += used * group.nbytes * where.copied
             if where.on_gpu:
-                stays += used * many.gpu(unit, rows)
-            elif problem.link_bytes_s and group.kind in ("mlp", "expert"):
-                by_cpu += used * many.cpu(unit, rows)
-                by_gpu += used * many.gpu(unit, rows)
+                stays += used * many.gpu(unit, each)
+            elif movable:
+                by_cpu += used * many.cpu(unit, each)
+                by_gpu += used * many.gpu(unit, each)
                 crossing += used * group.nbytes
             else:
-                stays += used * many.cpu(unit, rows)
+                stays += used * many.cpu(unit, each)
     disk, link = read / problem.ssd_bytes_s, problem.link_bytes_s
     ways = [max(disk, copied / link if link else 0.0, stays + by_cpu)]
     if crossing:
@@ -160,9 +170,12 @@ def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
 def find_plan(request: PlanRequest) -> Plan | None:
     """Return the best plan, or None if nothing fits."""
     notes = tuple(filter(None, (request.note, *request.shape.notes)))
+    if request.quantization and (found := _estimated(request)) is not None:
+        placement = found.solution.placement(found.costs, found.rooms, found.rows)
+        return _planned(found.request, placement, notes, _expected(found))
     placed, best, more = best_placement(request)
     if best is not None:
-        return _planned(placed, best, (*notes, *more))
+        return _planned(placed, best.placement, (*notes, *more))
     if not request.uses_gpu:
         return None
     plan = find_plan(request.without_gpu())
@@ -172,8 +185,13 @@ def find_plan(request: PlanRequest) -> Plan | None:
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _planned(request: PlanRequest, best: Candidate, notes: tuple[str, ...]) -> Plan:
-    shape, placement = request.shape, best.placement
+def _planned(
+    request: PlanRequest,
+    placement: Placement,
+    notes: tuple[str, ...],
+    estimated: Expected | None = None,
+) -> Plan:
+    shape = request.shape
     if shape.experts is not None:
         notes = (*notes, EVEN_EXPERTS)
     if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
@@ -182,7 +200,7 @@ def _planned(request: PlanRequest, best: Candidate, notes: tuple[str, ...]) -> P
     return Plan(
         request=request,
         placement=placement,
-        prediction=_predicted(request, best),
+        prediction=_predicted(request, placement, estimated),
         memory=placed_account(
             shape,
             request.budgets,
@@ -193,12 +211,16 @@ def _planned(request: PlanRequest, best: Candidate, notes: tuple[str, ...]) -> P
             rows=max(placement.prefill_rows, request.rows, request.sequences),
         ),
         notes=notes,
+        estimated=estimated,
     )
 
 
-def _predicted(request: PlanRequest, best: Candidate) -> Prediction:
-    """Predict from replays of a token, of prompts, and of a token at the full context."""
-    placement = best.placement
+def _predicted(
+    request: PlanRequest, placement: Placement, estimated: Expected | None
+) -> Prediction:
+    """Predict from replays of a token, of prompts, and of a token at the full context. What was
+    ``estimated`` is taken from there; a replay then has only the shares of its pass.
+    """
     steady = simulate(request.costs(), placement)
     full = simulate(request.costs(held=request.ctx), placement)
 
@@ -211,23 +233,22 @@ def _predicted(request: PlanRequest, best: Candidate) -> Prediction:
     prompt = prompt_seconds(placement.prefill_rows)
     page_rows = min(PROMPT_TOKENS, placement.prefill_rows)
     page = prompt if page_rows == placement.prefill_rows else prompt_seconds(page_rows)
-    tokens, busy = request.sequences, steady.busy
-    tok_s, page_s = tokens / steady.seconds, page * PROMPT_TOKENS / page_rows
-    full_tok_s, ceiling = tokens / full.seconds, tokens / steady.bound
-    if request.quantization and (expected := estimate(request)) is not None:
-        full_tok_s *= expected.tok_s / tok_s
-        tok_s, page_s, ceiling = expected.tok_s, expected.wait_s, max(ceiling, expected.tok_s)
+    tokens, busy, nbytes, times = request.sequences, steady.busy, dict(steady.nbytes), 1.0
+    page_s = page * PROMPT_TOKENS / page_rows
+    if estimated is not None:
+        times, page_s = tokens / estimated.tok_s / steady.seconds, estimated.wait_s
+        nbytes |= {"ssd": estimated.read, "link": estimated.copied}
     return Prediction(
-        tok_s=tok_s,
-        ceiling_tok_s=ceiling,
+        tok_s=tokens / (times * steady.seconds),
+        ceiling_tok_s=tokens / min(steady.bound, times * steady.seconds),
         bottleneck=max(RESOURCES, key=lambda name: busy[name]),
         efficiency=steady.efficiency,
         prefill_tok_s=placement.prefill_rows / prompt,
         page_s=page_s,
         held=request.held_tokens,
-        full_context_tok_s=full_tok_s,
-        nbytes=dict(steady.nbytes),
-        busy=dict(busy),
-        waits=dict(steady.waits),
-        pass_s=steady.seconds,
+        full_context_tok_s=tokens / (times * full.seconds),
+        nbytes=nbytes,
+        busy={name: times * seconds for name, seconds in busy.items()},
+        waits={name: times * seconds for name, seconds in steady.waits.items()},
+        pass_s=times * steady.seconds,
     )

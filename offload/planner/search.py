@@ -133,10 +133,9 @@ class Rooms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A placement, with seconds per pass and per prompt token (0 without a GPU)."""
+class Times:
+    """Seconds per pass and per prompt token (0 without a GPU)."""
 
-    placement: Placement
     pass_s: float
     prompt_s: float = 0.0
 
@@ -146,17 +145,51 @@ class Candidate:
         return self.pass_s + _PROMPT_TOKENS * self.prompt_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Times):
+    """A placement and its times."""
+
+    placement: Placement
+
+
 @dataclass(frozen=True, slots=True)
-class _Ring:
+class Ring:
     """Bytes of a ring, and of the largest unit that may pass through it."""
 
     nbytes: int
     slot: int
 
 
-def quick_solutions(
-    costs: Costs, rooms: Rooms, expert_times: int = 1
-) -> Iterator[tuple[Problem, Counts]]:
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Counts that fit beside these rings."""
+
+    problem: Problem
+    counts: Counts
+    ram: Ring
+    vram: Ring
+
+    def placement(self, costs: Costs, rooms: Rooms, prefill_rows: int) -> Placement:
+        """Arrange the counts in the order of a pass."""
+        where = arrange(costs.shape.units, self.problem.classes, self.counts)
+        moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
+        copied = any(place.copied for place in where.values())
+        placement = with_long_passes(
+            costs,
+            Placement(
+                where=_with_small_units(costs, where),
+                kv=_kv_places(costs, where, rooms),
+                ram_ring=self.ram.nbytes if moved else 0,
+                vram_ring=self.vram.nbytes,
+                prefill_rows=prefill_rows,
+            ),
+        )
+        if not (copied or placement.crossing):  # leave out an unused ring
+            placement = replace(placement, vram_ring=0)
+        return placement
+
+
+def quick_solutions(costs: Costs, rooms: Rooms, expert_times: int = 1) -> Iterator[Solution]:
     """Yield rule-based counts for usual rings. Each listed expert stands for ``expert_times``."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return
@@ -188,8 +221,8 @@ class _Search:
                 for group in self._classes
             )
         self.ram_rings = list(_ram_rings(slots, rooms, few=few))
-        self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [_Ring(0, 0)]
-        self.tried: dict[tuple[_Ring, _Ring], Candidate] = {}
+        self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [Ring(0, 0)]
+        self.tried: dict[tuple[Ring, Ring], Candidate] = {}
 
     def best(self) -> Candidate | None:
         """Return the fastest placement found, or None if nothing fits."""
@@ -206,7 +239,7 @@ class _Search:
                 self._try(ram, vram)
         return min(self.tried.values(), key=lambda found: found.seconds, default=None)
 
-    def solutions(self, ram: _Ring, vram: _Ring) -> Iterator[tuple[Problem, Counts]]:
+    def solutions(self, ram: Ring, vram: Ring) -> Iterator[Solution]:
         """Yield the placement problems for these rings, with counts that fit.
 
         Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
@@ -223,11 +256,11 @@ class _Search:
         for way in ways:
             counts = solve_greedily(tried := replace(problem, attention=way))
             if counts is not None:
-                yield tried, counts
+                yield Solution(tried, counts, ram, vram)
                 if way == "gpu":
                     return
 
-    def _problem(self, ram: _Ring, vram: _Ring) -> Problem:
+    def _problem(self, ram: Ring, vram: Ring) -> Problem:
         machine, gpu = self._costs.machine, self._gpu
         return Problem(
             classes=self._classes,
@@ -241,37 +274,22 @@ class _Search:
             fixed_s=self._costs.per_pass(),
         )
 
-    def _try(self, ram: _Ring, vram: _Ring) -> Candidate | None:
+    def _try(self, ram: Ring, vram: Ring) -> Candidate | None:
         if (ram, vram) in self.tried:
             return self.tried[ram, vram]
-        for problem, counts in self.solutions(ram, vram):
-            fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
-            shared = any(group.shared for group in problem.classes)
-            if not shared and bound(problem, counts) >= fastest:
+        for each in self.solutions(ram, vram):
+            fastest = min((other.seconds for other in self.tried.values()), default=float("inf"))
+            shared = any(group.shared for group in each.problem.classes)
+            if not shared and bound(each.problem, each.counts) >= fastest:
                 continue  # a replay is never faster than the bound
-            found = self._replay(problem, counts, ram, vram)
+            found = self._replay(each)
             if (ram, vram) not in self.tried or found.seconds < fastest:
                 self.tried[ram, vram] = found
         return self.tried.get((ram, vram))
 
-    def _replay(self, problem: Problem, counts: Counts, ram: _Ring, vram: _Ring) -> Candidate:
-        """Arrange ``counts`` in the order of a pass, and replay it with these rings."""
-        costs, rooms = self._costs, self._rooms
-        where = arrange(costs.shape.units, problem.classes, counts)
-        moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
-        copied = any(place.copied for place in where.values())
-        placement = with_long_passes(
-            costs,
-            Placement(
-                where=_with_small_units(costs, where),
-                kv=_kv_places(costs, where, rooms),
-                ram_ring=ram.nbytes if moved else 0,
-                vram_ring=vram.nbytes,
-                prefill_rows=self._prefill_rows,
-            ),
-        )
-        if not (copied or placement.crossing):  # leave out an unused ring
-            placement = replace(placement, vram_ring=0)
+    def _replay(self, solution: Solution) -> Candidate:
+        costs = self._costs
+        placement = solution.placement(costs, self._rooms, self._prefill_rows)
         passes = 2 if costs.shape.experts else 3
         return Candidate(
             placement=placement,
@@ -290,9 +308,9 @@ class _Search:
         )
 
 
-def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ring]:
     """Yield no ring first, then rings in ascending size."""
-    yield _Ring(0, 0)
+    yield Ring(0, 0)
     if not slots:
         return
     sizes = {(2 * slots[0], slots[0])} if slots[0] < slots[-1] / 4 and not few else set()
@@ -301,7 +319,7 @@ def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_R
     for size, slot in sorted(sizes):
         ring = -(-size // _PAGE) * _PAGE
         if ring <= rooms.vram / 2:
-            yield _Ring(ring, slot)
+            yield Ring(ring, slot)
 
 
 def _slots(classes: Sequence[UnitClass]) -> list[int]:
@@ -314,9 +332,9 @@ def _slots(classes: Sequence[UnitClass]) -> list[int]:
     return sizes
 
 
-def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ring]:
     """Yield no ring first, for models that fit; then rings for each slot size."""
-    yield _Ring(0, 0)
+    yield Ring(0, 0)
     for slot in slots[-2:] if few else slots:
         # The reader fills free space chunk by chunk, so a ring may be little more than a unit.
         extra = () if few else (2 << 20, 4 << 20, 6 << 20, 10 << 20)
@@ -325,7 +343,7 @@ def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ri
         for size in sorted(sizes):
             ring = -(-size // _PAGE) * _PAGE
             if ring == slot or ring <= rooms.ram / 2:
-                yield _Ring(ring, slot)
+                yield Ring(ring, slot)
 
 
 def _with_small_units(costs: Costs, where: Mapping[str, Where]) -> dict[str, Where]:
@@ -366,24 +384,31 @@ def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
 
 def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None, tuple[str, ...]]:
     """Return the request (without an unused GPU), the fastest placement found, and notes."""
-    request, rooms, prefill_rows = prepare(request, _best_rows(request))
-    notes = list[str]()
-    best = _search(request, rooms, prefill_rows, notes)
-    return request, best, tuple(notes)
+    tried: dict[int, tuple[PlanRequest, Candidate, tuple[str, ...]]] = {}
+    for rows in rows_choices(request):
+        placed, rooms, prefill_rows = prepare(request, rows)
+        notes = list[str]()
+        if (best := _search(placed, rooms, prefill_rows, notes)) is not None:
+            tried[rows] = placed, best, tuple(notes)
+    if not tried:
+        return request, None, ()
+    return tried[best_rows({rows: found for rows, (_, found, _) in tried.items()})]
 
 
-def _best_rows(request: PlanRequest) -> int:
-    """Choose the most rows of a prompt's pass with a GPU.
+def rows_choices(request: PlanRequest) -> tuple[int, ...]:
+    """Return the most rows that a prompt's pass may have with a GPU."""
+    if not request.uses_gpu:
+        return (PREFILL_ROWS,)
+    sizes, most = request.shape.pass_sizes, request.most_prefill_rows
+    return (*gpu_rows_choices(sizes, request.budgets, most), PREFILL_ROWS)
+
+
+def best_rows(found: Mapping[int, Times]) -> int:
+    """Choose the most rows of a prompt's pass from the times with each.
 
     More rows make prompts faster, but take memory from weights. The result is the fewest rows with
     nearly the fastest prompts, among those that keep the total time nearly the least.
     """
-    if not request.uses_gpu:
-        return PREFILL_ROWS
-    most = request.most_prefill_rows
-    longer = gpu_rows_choices(request.shape.pass_sizes, request.budgets, most)
-    tried = ((rows, _search(*prepare(request, rows), [])) for rows in (*longer, PREFILL_ROWS))
-    found = {rows: each for rows, each in tried if each is not None}
     least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
     able = {rows: each.prompt_s for rows, each in found.items() if each.seconds <= least}
     quickest = _NEARLY * min(able.values(), default=0.0)

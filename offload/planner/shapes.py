@@ -50,12 +50,17 @@ _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
 
 def shape_from_config(
-    config: Mapping[str, Any], *, name: str, format: str | None = None, folder: Path | None = None
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    format: str | None = None,
+    folder: Path | None = None,
+    experts: int | None = None,
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face ``config`` (of ``folder``) describes.
 
     ``format`` packs every matrix. None takes the config's quantization, which may be of experts
-    only, else ``int4-g32``.
+    only, else ``int4-g32``. ``experts`` is the most to list of each layer: thousands take time.
 
     Raises:
         UnsupportedModelError: an unknown ``model_type`` or format, or an unsupported quantization.
@@ -83,8 +88,9 @@ def shape_from_config(
     model = _Described(architecture, with_default_values(config, architecture), Path(name))
     model.add(*_told_by_weights(kind, model.config))
     checkpoint = cast(Checkpoint, model)  # no tensor of it is read
-    model.tensors = _Asked(FORMATS[expert_format], FORMATS[rest]).tensors_of(checkpoint)
-    shape = shape_from_checkpoint(checkpoint)
+    asked = _Asked(FORMATS[expert_format], FORMATS[rest])
+    model.tensors = asked.tensors_of(checkpoint, experts)
+    shape = shape_from_checkpoint(checkpoint, experts)
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
 
 
@@ -144,12 +150,14 @@ class _Asked(AskedTensors):
         self._formats = expert_format, format
         self._found: dict[str, TensorInfo] = {}
 
-    def tensors_of(self, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-        """Return all tensors that the model would load."""
+    def tensors_of(
+        self, checkpoint: Checkpoint, experts: int | None = None
+    ) -> dict[str, TensorInfo]:
+        """Return all tensors that the model would load, of at most ``experts`` of each layer."""
         config = read_config(checkpoint)
-        experts = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
-        if experts > _MOST_EXPERTS:
-            raise CheckpointError(f"{checkpoint.path}: {experts} experts are more than can be")
+        count = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
+        if count > _MOST_EXPERTS:
+            raise CheckpointError(f"{checkpoint.path}: {count} experts are more than can be")
         table = (config.vocab_size, config.hidden_size)
         self.matrix(table, EMBEDDING)
         for beside in config.block.tables(config):
@@ -160,7 +168,7 @@ class _Asked(AskedTensors):
             spec = config.mixture(layer)
             if config.has_mlp(layer):
                 load_mlp(config, layer, self, None if spec is None else ResidentExperts())
-            for number in range(0 if spec is None else spec.router.count):
+            for number in range(0 if spec is None else spec.router.count)[:experts]:
                 load_expert(config, layer, number, self)
         load_norm(config, self)
         if not config.tied_head:

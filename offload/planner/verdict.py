@@ -141,7 +141,7 @@ def _where(expected: Expected) -> str:
         return "all of it in GPU memory"
     if expected.on_gpu:
         return f"{part_of(expected.on_gpu, expected.nbytes)} in GPU memory, the rest in RAM"
-    return "all of it in memory"
+    return f"all of it in {expected.place if expected.gpu_unused else 'memory'}"
 
 
 def _burden(expected: Expected) -> str:

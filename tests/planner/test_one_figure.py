@@ -23,32 +23,54 @@ from localrt.planning import preview as preview_module
 from localrt.planning.what_runs import what_runs
 from tests.planner.models import machine, planned, shape
 
-PCS = ("RTX 4060, 32GB", "16GB DDR4", "GTX 1650, 16GB")
+# PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.
+PAIRS = [
+    ("RTX 4060, 32GB", "qwen2.5:14b"),
+    ("RTX 4060, 32GB", "llama3.1:8b"),
+    ("RTX 4060, 32GB", "gemma4:e4b"),
+    ("RTX 4060, 32GB", "qwen3:30b"),
+    ("RTX 4060 Laptop, 16GB DDR5, NVMe", "qwen3-coder:30b"),
+    ("RTX 4060 Laptop, 16GB DDR5, NVMe", "qwen3-coder-next:80b"),
+    ("RTX 2080, 16GB", "gpt-oss:20b"),
+    ("GTX 1650, 16GB", "llama3.1:8b"),
+    ("GTX 1650, 16GB", "mistral-small3.2:24b"),
+    ("16GB DDR4", "llama3.1:8b"),
+    ("16GB DDR4", "qwen3.6:35b"),
+    ("8GB, SATA SSD", "qwen2.5:14b"),
+]
 MB = 1_000_000
 
 
 @pytest.mark.usefixtures("quiet_machine")
-@pytest.mark.parametrize("pc", PCS)
-@pytest.mark.parametrize("name", ["qwen2.5:14b", "llama3.1:8b", "gemma4:e4b"])
-def test_table_page_note_and_details(name: str, pc: str) -> None:
+@pytest.mark.parametrize(("pc", "name"), PAIRS)
+def test_table_page_note_and_details(pc: str, name: str) -> None:
     found = what_runs(Hardware(pc=pc), Settings.from_environment())
     row = next(each for each in found.models if each.model.name == name)
     plan = localrt.plan(name, pc=pc)
     assert row.expected is not None
+    assert plan.expected == row.expected
     assert plan.tok_s == pytest.approx(row.expected.tok_s)
-    assert plan.expected.wait_s == pytest.approx(row.expected.wait_s)
+    assert (plan.read_bytes, plan.copied_bytes) == (row.expected.read, row.expected.copied)
     assert plan.quantization == row.quantization
     assert plan.verdict.level == row.level
-    figure = speed(plan.tok_s)
-    assert figure in plan.report.splitlines()[0]
+    figure, first = speed(plan.tok_s), plan.report.splitlines()[0]
+    assert figure in first
     assert f"{figure} predicted" in plan.details
-    (planned,) = (note for note in plan.notes if "of its files" in note)
-    assert figure in planned
+    reads = "partly on the SSD" in row.expected.place
+    assert reads == ("read from the SSD for every token" in first)
+    assert reads == ("on the SSD, read for each token" in plan.details)
+    placed = ((unit, plan.placement.where[unit.name]) for unit in plan.request.shape.units)
+    assert reads == any(where.read for unit, where in placed if unit.macs)
+    for chosen in (note for note in plan.notes if "of its files" in note):
+        assert figure in chosen
+        assert reads == ("the SSD for every token" in chosen)
     (page,) = set(re.findall(r"A?a? ?page of text \(500 tokens\) is read in ([^.,]*)", plan.report))
     assert f"a page of text (500 tokens) is read in {page}" in plan.details
+    assert (row.expected.place == "GPU memory") == ("all of it in GPU memory" in first)
     if row in found.best:
         cells = next(line for line in found.report().splitlines() if line.startswith(f"{name} "))
         assert figure.removesuffix(" tok/s") in cells.split()
+        assert row.expected.place in cells
 
 
 @st.composite
