@@ -22,6 +22,13 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 # To copy an expert and start its kernels takes the host as long as to share so many layers.
 _COPY_LAYERS = 2
+# What an H100 held to 8 GB took beyond its kernels (benchmarks/results/gpu_check.json): the host
+# between two tokens; a visit to the CPU between units of the GPU; and the time from a copy's end
+# until one of the threads that copy streamed weights has its next block.
+_GPU_PASS_S = 1e-3
+_VISIT_S = 6e-4
+_NEXT_BLOCK_S, _COPIERS = 4e-4, 2
+COPY_BLOCK = 8 << 20
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -54,12 +61,42 @@ class Costs:
             return 0.0
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
 
-    def sharing(self) -> float:
-        """Return the host's seconds for a layer whose experts CPU and GPU share, or for a dense
-        layer that is streamed; none on an ideal GPU.
-        """
+    def of_host(self, seconds: float) -> float:
+        """Return ``seconds`` of the host beside a GPU; none without one, or beside an ideal GPU."""
         gpu = self.machine.gpu
-        return self.machine.shared_s if gpu is not None and gpu.call_s else 0.0
+        return seconds if gpu is not None and gpu.call_s else 0.0
+
+    def sharing(self) -> float:
+        """Return the host's seconds for a layer whose experts CPU and GPU share."""
+        return self.of_host(self.machine.shared_s)
+
+    def streaming(self, unit: PlacedUnit) -> float:
+        """Return the host's seconds for a dense unit that is streamed to the GPU: a layer takes as
+        long as one that is shared, and has two.
+        """
+        return self.sharing() / 2 / self._calling(unit)
+
+    def streaming_bytes_s(self) -> float:
+        """Return the link's rate for units that are streamed to the GPU; 0 without a link."""
+        if not self.machine.link_bytes_s:
+            return 0.0
+        block = self.copy(COPY_BLOCK)
+        return COPY_BLOCK / max(block, (block + self.of_host(_NEXT_BLOCK_S)) / _COPIERS)
+
+    def visit(self) -> float:
+        """Return the host's seconds for units that the CPU computes between the GPU's."""
+        return self.of_host(_VISIT_S)
+
+    def beside(self) -> tuple[float, float]:
+        """Return the shares of their rates that copies and the CPU keep while both read RAM.
+
+        Without measurements the CPU loses the bandwidth that copies use, and copies lose nothing.
+        """
+        gpu, machine = self.machine.gpu, self.machine
+        if gpu is None or machine.link_bytes_s is None:
+            return 1.0, 1.0
+        keeps = 1 - machine.link_bytes_s / machine.ram_bytes_s
+        return gpu.busy_link or 1.0, max(0.5, keeps if gpu.busy_cpu is None else gpu.busy_cpu)
 
     def reading_load(self, nbytes: float) -> float:
         """Return the seconds that reading takes from the CPU's arithmetic: they share threads."""
@@ -79,7 +116,8 @@ class Costs:
 
     def per_pass(self) -> float:
         """Return the CPU's seconds besides units: the embedding's row, sampling, the loop."""
-        return 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
+        own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
+        return own + self.of_host(_GPU_PASS_S)
 
     def kv_held(self, layer: int) -> int:
         """Return the bytes that attention reads of its KV cache, or moves for a recurrent state."""
@@ -141,7 +179,11 @@ class Costs:
         return gpu.call_s / self._calling(unit) + seconds
 
     def _calling(self, unit: PlacedUnit) -> float:
-        """Count the units that share a call: the experts that a pass uses of a layer are one."""
+        """Count the units that share a call: the experts that a pass uses of a layer, and the
+        head's slices.
+        """
+        if unit.kind == "head":
+            return float(sum(each.kind == "head" for each in self.shape.units))
         if unit.kind != "expert" or self.shape.experts is None:
             return 1.0
         return max(1.0, self.shape.experts.count * self.touched(unit.use)[0])
@@ -153,22 +195,17 @@ class Costs:
 
 
 def expert_costs(costs: Costs) -> ExpertCosts | None:
-    """Return the costs of the largest expert; None without experts, or without a GPU.
-
-    How much copies and CPU kernels slow each other down is taken from measurements. Without them,
-    the CPU loses the memory bandwidth that copies use, and copies lose nothing.
-    """
+    """Return the costs of the largest expert; None without experts, or without a GPU."""
     experts, machine = costs.shape.routed, costs.machine
     if not experts or machine.gpu is None or machine.link_bytes_s is None:
         return None
     largest = max(experts, key=lambda unit: unit.nbytes)
-    gpu = machine.gpu
-    load = machine.link_bytes_s / machine.ram_bytes_s if gpu.busy_cpu is None else 1 - gpu.busy_cpu
+    link, cpu = costs.beside()
     return ExpertCosts(
         cpu=partial(costs.cpu, largest),
         gpu=partial(costs.gpu, largest),
-        fetch=costs.copy(largest.nbytes) / (gpu.busy_link or 1.0),
-        link_load=min(0.5, load),
+        fetch=costs.copy(largest.nbytes) / link,
+        link_load=1 - cpu,
         start=_COPY_LAYERS * costs.sharing(),
     )
 

@@ -114,7 +114,7 @@ class MachineProfile:
     ssd_cpu_s: float = 0.0
     ssd_latency_s: float = 1.5e-4
     call_s: float = 1.5e-5
-    shared_s: float = 6e-5
+    shared_s: float = 1.2e-4
     token_s: float = 2e-9
     link_bytes_s: float | None = None
     link_latency_s: float = 1e-5

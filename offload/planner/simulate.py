@@ -18,7 +18,7 @@ from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
-from localrt.offload.planner.costs import Costs, expert_costs
+from localrt.offload.planner.costs import COPY_BLOCK, Costs, expert_costs
 from localrt.offload.ring import Chunk, chunks, fixed_places, place
 
 
@@ -114,7 +114,6 @@ class RingModel:
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 READ_CHUNK = 2 << 20
-COPY_CHUNK = 8 << 20
 _WAKE_S = 1.5e-4  # to wake a waiting pass
 
 
@@ -213,7 +212,7 @@ class _Replay:
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
-        self.link_bytes_s = costs.machine.link_bytes_s or 1.0
+        self.link_bytes_s = costs.streaming_bytes_s() or 1.0
         self.expert_costs = expert_costs(costs)
         self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
         self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
@@ -222,11 +221,16 @@ class _Replay:
         self.in_vram = kept / len(places) if places else 0.0
         self.on_ssd = off / (len(places) - kept) if len(places) > kept else 0.0
         self.ram = RingModel(placement.ram_ring, READ_CHUNK)
-        self.vram = RingModel(placement.vram_ring, COPY_CHUNK)
+        self.vram = RingModel(placement.vram_ring, COPY_BLOCK)
         copied = [u for step in costs.shape.steps for u in step if self.where[u.name].copied]
         dense = {unit.name: unit.nbytes for unit in copied if unit.kind != "expert"}
         at = fixed_places(list(dense.values()), placement.vram_ring)
         self.places = dict(zip(dense, at, strict=True))  # in the GPU's ring
+        # Copies and the CPU slow each other down, as far as each worked in the pass before.
+        link, cpu = costs.beside()
+        self.losses = {"link": 1 / link - 1, "cpu": 1 / cpu - 1}
+        self.times = {"link": 1.0, "cpu": 1.0}
+        self.worked = {"link": 0.0, "cpu": 0.0}
         self.disk_free = self.link_free = 0.0
         self.clock = 0.0  # the end of the latest computing
         self.on_gpu = False
@@ -236,8 +240,9 @@ class _Replay:
 
     def one_pass(self) -> None:
         """Replay one pass through all units."""
+        begin, self.worked = self.clock, {"link": 0.0, "cpu": 0.0}
         if self.on_gpu:
-            self._cross(to_gpu=False)
+            self._cross(self.costs.crossing())
         extra = self.costs.per_pass()
         self.clock += extra
         self.sums.busy["cpu"] += extra
@@ -251,6 +256,9 @@ class _Replay:
             else:
                 self._unit(step[0], self.where[step[0].name])
                 self.router = self.clock
+        took, worked = self.clock - begin, self.worked
+        for name, other in (("link", "cpu"), ("cpu", "link")):
+            self.times[name] = 1 + self.losses[name] * min(1.0, worked[other] / took)
 
     def _chosen(self, experts: Sequence[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
         """Choose the experts that a pass uses; return each with its rows and place.
@@ -371,17 +379,20 @@ class _Replay:
         if where.copied:
             slot, ready = self._copy(unit, max(ready, asked), slot)
         if unit.macs and where.on_gpu != self.on_gpu:
-            self._cross(to_gpu=where.on_gpu)
+            self._cross(self.costs.crossing() + (0.0 if where.on_gpu else self.costs.visit()))
         if slot is not None:
             ready += _WAKE_S
         start = max(self.clock, ready)
         if start > self.clock:
             sums.waits["link" if where.copied else "ssd"] += start - self.clock
         compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows) if unit.macs else 0.0
-        if where.read and not where.on_gpu:
-            compute += self.costs.reading_load(unit.nbytes)
-        if where.copied and where.on_gpu and unit.kind != "expert":  # a layer has two units
-            compute += self.costs.sharing() / 2
+        if not where.on_gpu:
+            self.worked["cpu"] += compute
+            compute *= self.times["cpu"]
+            if where.read:
+                compute += self.costs.reading_load(unit.nbytes)
+        if where.copied and where.on_gpu and unit.kind != "expert":
+            compute += self.costs.streaming(unit)
         self.clock = start + compute
         resource: Resource = "gpu" if where.on_gpu else "cpu"
         sums.busy[resource] += compute
@@ -422,19 +433,19 @@ class _Replay:
         self, unit: PlacedUnit, ready: float, read: tuple[RingModel, Slot] | None
     ) -> tuple[tuple[RingModel, Slot], float]:
         """Copy a unit to the GPU, and free its slot in RAM; returns as ``_read``."""
-        free = max(self.link_free, ready)
-        slot, end = self.vram.load(unit.nbytes, free, self.link_bytes_s, self.places.get(unit.name))
+        free, bytes_s = max(self.link_free, ready), self.link_bytes_s / self.times["link"]
+        slot, end = self.vram.load(unit.nbytes, free, bytes_s, self.places.get(unit.name))
         self.link_free = end
         if read is not None:
             read[0].release(read[1], end)
-        self.sums.busy["link"] += unit.nbytes / self.link_bytes_s
+        self.worked["link"] += unit.nbytes / self.link_bytes_s
+        self.sums.busy["link"] += unit.nbytes / bytes_s
         self.sums.nbytes["link"] += unit.nbytes
         return (self.vram, slot), end
 
-    def _cross(self, *, to_gpu: bool) -> None:
+    def _cross(self, seconds: float) -> None:
         """Move the activations to the other device."""
-        seconds = self.costs.crossing()
         self.clock += seconds
-        self.on_gpu = to_gpu
+        self.on_gpu = not self.on_gpu
         self.sums.waits["crossing"] += seconds
         self.sums.chain += seconds

@@ -40,6 +40,7 @@ class UnitClass:
     cpu_s: float
     gpu_s: float = 0.0
     reading_s: float = 0.0  # CPU time that reading the unit takes
+    copying_s: float = 0.0  # the host's, that copying it for the GPU takes
     kv: int = 0
     unpacked: int = 0
     shared: bool = False
@@ -60,7 +61,9 @@ class Problem:
     """The placement problem: room for weights and KV caches in bytes, rates in bytes per second.
 
     ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
-    hold them. Without a GPU ``link_bytes_s`` is 0. ``attention`` may force attention (and a
+    hold them. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
+    between units of the GPU; ``link_loss`` and ``cpu_loss``: the part of its time by which each is
+    longer beside the other. ``attention`` may force attention (and a
     mixture's routers) onto the GPU, or place it there first: prompts need it there, and KV caches
     cannot move. It may force all attention onto the CPU if layers share KV caches.
     """
@@ -72,7 +75,9 @@ class Problem:
     vram_slot: int
     ssd_bytes_s: float
     link_bytes_s: float = 0.0
-    crossing_s: float = 0.0
+    visit_s: float = 0.0
+    link_loss: float = 0.0
+    cpu_loss: float = 0.0
     fixed_s: float = 0.0
     attention: AttentionPlace = "anywhere"
 
@@ -138,6 +143,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
         cpu_s=cpu_s,
         gpu_s=gpu_s,
         reading_s=costs.reading_load(first.nbytes),
+        copying_s=costs.streaming(first),
         kv=kv[first.layer or 0] if attends else 0,
         unpacked=first.unpacked,
         shared=hybrid is not None,
@@ -146,7 +152,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
 
 def bound(problem: Problem, counts: Counts) -> float:
     """Return a lower bound of a pass's seconds: the longest of its reads, copies and computing."""
-    read = copied = 0.0
+    read = copied = by_cpu = 0.0
     chain = problem.fixed_s
     for group, places in zip(problem.classes, counts, strict=True):
         for where, count in places.items():
@@ -155,17 +161,34 @@ def bound(problem: Problem, counts: Counts) -> float:
                 read += used * group.nbytes
             if where.copied:
                 copied += used * group.nbytes
+            elif not (where.on_gpu or group.shared):
+                by_cpu += used * group.cpu_s
             chain += used * compute_seconds(problem, group, where)
-    link = copied / problem.link_bytes_s if copied else 0.0
-    return max(read / problem.ssd_bytes_s, link, chain)
+    reading = read / problem.ssd_bytes_s
+    if not copied:
+        return max(reading, chain)
+    link = copied / problem.link_bytes_s
+    pass_s = max(reading, link, chain)
+    # Copies and the CPU slow each other down while both work.
+    link, by_cpu = (
+        link * (1 + problem.link_loss * by_cpu / pass_s),
+        by_cpu * problem.cpu_loss * link / pass_s,
+    )
+    return max(reading, link, chain + by_cpu)
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
-    """Return the seconds of computing a unit at a place; on the CPU with the crossings it costs."""
+    """Return the seconds of computing a unit at a place; on the CPU with its part of a visit."""
     if where.on_gpu:
-        return group.gpu_s
-    crossing = problem.crossing_s if problem.link_bytes_s and not group.shared else 0.0
-    return group.cpu_s + crossing + (group.reading_s if where is Where.SSD else 0.0)
+        return group.gpu_s + (group.copying_s if where.copied else 0.0)
+    seconds = group.cpu_s + (group.reading_s if where is Where.SSD else 0.0)
+    if not problem.link_bytes_s or group.shared:
+        return seconds
+    if group.kind == "head":  # its slices are one product
+        return seconds + problem.visit_s / group.count
+    # If all attention is on the GPU, each MLP is a visit; else mostly a layer's units are one.
+    alone = problem.attention == "gpu" and group.kind == "mlp"
+    return seconds + problem.visit_s * (1.0 if alone else 0.5)
 
 
 def held_bytes(group: UnitClass, where: Where) -> tuple[int, int]:

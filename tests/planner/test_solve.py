@@ -52,7 +52,7 @@ def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
         vram_slot=3000 * PAGE,
         ssd_bytes_s=draw(st.sampled_from((5e8, 5e9))),
         link_bytes_s=12e9 if gpu else 0.0,
-        crossing_s=1e-5 if gpu else 0.0,
+        visit_s=1e-5 if gpu else 0.0,
         fixed_s=1e-4,
     )
 
