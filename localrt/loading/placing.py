@@ -128,8 +128,6 @@ def _can_grow(plan: Plan, ctx: int) -> bool:
     return in_ram and on_gpu
 
 
-# Reading fewer bytes than this does not measure a disk's speed.
-_LOAD_SAMPLE = 64 << 20
 _UNPINNED_SHARE = 0.5  # of the link's rate, when copying from unpinned RAM
 _MENDED = "parts of the packed copy were damaged and have been made again from the model"
 
@@ -233,13 +231,12 @@ def load_placed(
             f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
             f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
-    rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     engine = NativeEngine(
         Decoder(streamed),
         describe(config, True),
         pass_rows=plan.placement.prefill_rows,
         forecaster=_forecaster(plan, streamed),
-        ssd_bytes_s=rate,
+        ssd_bytes_s=machine.ssd_bytes_s,
         plan=plan,
         ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
     )

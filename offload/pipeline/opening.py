@@ -7,7 +7,6 @@ the GPU's memory. It does not choose the placement.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -111,7 +110,7 @@ class _Opening:
         self._make_layers(cpu, gpu, segments, runners)
         head = self._make_head(cpu, gpu, joined_head)
         stages = list(self.stages.values())
-        load_s = self._load(gpu)
+        self._load(gpu)
         # Streaming begins last: it would slow the resident units' reads.
         cpu.stream([stage.unit for stage in stages if stage.where.read])
         if gpu is not None:
@@ -153,7 +152,6 @@ class _Opening:
             ],
             memory=balance,
             clock=setup.clock,
-            load_s=load_s,
             before_pass=self.files.check_unchanged,
             kv_tier=setup.kv_tier,
             expert_memory=experts,
@@ -354,8 +352,8 @@ class _Opening:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _load(self, gpu: Lane | None) -> float:
-        """Read every resident unit to its place; return the seconds of reading."""
+    def _load(self, gpu: Lane | None) -> None:
+        """Read every resident unit to its place."""
         setup, stages = self.setup, list(self.stages.values())
         slabs = {} if setup.gpu is None else self._slabs(setup.gpu)
 
@@ -370,7 +368,7 @@ class _Opening:
             with setup.gpu.ops.scope():
                 stage.put(memory, slab)
 
-        seconds, late = 0.0, deque[tuple[Future[None], Stage, Bytes]]()
+        late = deque[tuple[Future[None], Stage, Bytes]]()
 
         def put_next() -> None:
             verified, stage, data = late.popleft()
@@ -385,7 +383,7 @@ class _Opening:
                 if not stage.where.read:
                     staged = stage.where is Where.VRAM
                     data = aligned_buffer(stage.unit.nbytes) if staged else stage.host_buffer()
-                    seconds += self._fill(stage.unit, data, pool)
+                    self._fill(stage.unit, data, pool)
                     late.append((beside.submit(self.verify, stage.unit, data), stage, data))
                     if len(late) > _VERIFIED:
                         put_next()
@@ -395,14 +393,13 @@ class _Opening:
                 if setup.placement.where.get(name) is Where.RAM and name in setup.units:
                     unit = setup.units[name]
                     self.tables[name] = aligned_buffer(unit.nbytes)
-                    seconds += self._fill(unit, self.tables[name], pool)
+                    self._fill(unit, self.tables[name], pool)
                     self.verify(unit, self.tables[name])
             while late:
                 put_next()
-        return seconds
 
-    def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> float:
-        """Read a unit; return the seconds."""
+    def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> None:
+        """Read a unit."""
         files, block = self.files, self.setup.mode.block
 
         def read(start: int) -> int:
@@ -410,11 +407,9 @@ class _Opening:
             files.read_into(unit.file, unit.offset + start, part)
             return part.nbytes
 
-        began = time.perf_counter()
         for count in pool.map(read, range(0, unit.nbytes, block)):
             if self.setup.on_bytes is not None:
                 self.setup.on_bytes(count)
-        return time.perf_counter() - began
 
     def _slabs(self, gpu: Gpu) -> dict[str, Slab]:
         """Allocate GPU memory for its resident units; returns the slabs by unit."""

@@ -40,8 +40,8 @@ class StreamedWeights(WeightStore):
     the budget leaves.
 
     ``placement`` is what it was opened with. ``gpu`` is None without one. ``sparse`` holds the
-    runners of sparse layers, by lane. ``load_s`` is how long reading the resident units took.
-    ``before_pass`` raises where files have changed, ``close`` frees everything.
+    runners of sparse layers, by lane. ``before_pass`` raises where files have changed, ``close``
+    frees everything.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class StreamedWeights(WeightStore):
         tables: Sequence[tuple[Table, RowTable]],
         memory: Balance,
         clock: Clock,
-        load_s: float,
         before_pass: Callable[[], None],
         kv_tier: KvTier | None,
         expert_memory: ExpertMemory | None,
@@ -71,7 +70,7 @@ class StreamedWeights(WeightStore):
         self.ops, self.norm = cpu.ops, cpu.norm
         self.cpu, self.gpu, self.embedding = cpu, gpu, embedding
         self.memory: Balance = memory
-        self.stages, self.load_s = [*layers, *head], load_s
+        self.stages = [*layers, *head]
         self.sparse, self.experts = sparse, list(sparse.values())
         self._placement, self._caches, self._clock = placement, caches, clock
         self._layers, self._head = layers, head
