@@ -20,6 +20,8 @@ from localrt.offload.device.gpu import Event
 from localrt.quant.ops.arrays import aligned_buffer
 
 PAGE = 4096
+COPY_BLOCK = 16 << 20
+"""Bytes of a copy over the link, if there is room for so many at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,12 +48,11 @@ from localrt.offload.placement import Where
 from localrt.offload.reading.files import DiskSource, StoreFiles
 from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
-from localrt.offload.ring import Ring
+from localrt.offload.ring import COPY_BLOCK, Ring
 from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
-_COPY_BLOCK = 16 << 20  # what a unit's copy begins with, when so much of its place is free
 _VERIFIED = 2  # units at once while others are read: a core hashes a gigabyte in a second
 _PINNED_AT_ONCE = 256 << 20  # of experts in RAM: each call of the driver takes time
 
@@ -193,7 +192,7 @@ class _Opening:
                 return stage.memory if stage is not None and stage.ram_nbytes else None
 
             assert cpu.reader is None or isinstance(cpu.reader, UnitReader), "it reads from the SSD"
-            copier = QueuedCopies(gpu, Ring(nbytes, _COPY_BLOCK, memory), in_ram, cpu.reader)
+            copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), in_ram, cpu.reader)
         attends = bool(self.on_gpu)
         lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
         return self._with_norm(lane)

@@ -23,12 +23,9 @@ from localrt.quant.ops.kv_formats import KvFormat
 # To copy an expert and start its kernels takes the host as long as to share so many layers.
 _COPY_LAYERS = 2
 # What an H100 held to 8 GB took beyond its kernels (benchmarks/results/gpu_check.json): the host
-# between two tokens; a visit to the CPU between units of the GPU; and the time from a copy's end
-# until one of the threads that copy streamed weights has its next block.
+# between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4
-_NEXT_BLOCK_S, _COPIERS = 4e-4, 2
-COPY_BLOCK = 8 << 20
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -75,13 +72,6 @@ class Costs:
         long as one that is shared, and has two.
         """
         return self.sharing() / 2 / self._calling(unit)
-
-    def streaming_bytes_s(self) -> float:
-        """Return the link's rate for units that are streamed to the GPU; 0 without a link."""
-        if not self.machine.link_bytes_s:
-            return 0.0
-        block = self.copy(COPY_BLOCK)
-        return COPY_BLOCK / max(block, (block + self.of_host(_NEXT_BLOCK_S)) / _COPIERS)
 
     def visit(self) -> float:
         """Return the host's seconds for units that the CPU computes between the GPU's."""

@@ -107,7 +107,7 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
             else:
                 stays += used * seconds.compute(unit, on_gpu=place.on_gpu, rows=each)
             if crosses or place.copied:
-                copying += used * unit.nbytes / seconds.streaming_bytes_s()
+                copying += used * seconds.copy(unit.nbytes)
         if max(copying, stays + by_gpu) <= stays + by_cpu:
             return rows
     return 0
@@ -270,7 +270,7 @@ class _Search:
             ram_slot=ram.slot,
             vram_slot=vram.slot,
             ssd_bytes_s=machine.ssd_bytes_s,
-            link_bytes_s=costs.streaming_bytes_s() if gpu else 0.0,
+            link_bytes_s=(machine.link_bytes_s or 0.0) if gpu else 0.0,
             visit_s=costs.visit() + 2 * costs.crossing() if gpu else 0.0,
             link_loss=1 / link - 1,
             cpu_loss=1 / cpu - 1,

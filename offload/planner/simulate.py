@@ -18,8 +18,8 @@ from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
-from localrt.offload.planner.costs import COPY_BLOCK, Costs, expert_costs
-from localrt.offload.ring import Chunk, chunks, fixed_places, place
+from localrt.offload.planner.costs import Costs, expert_costs
+from localrt.offload.ring import COPY_BLOCK, Chunk, chunks, fixed_places, place
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class RingModel:
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 READ_CHUNK = 2 << 20
-_WAKE_S = 1.5e-4  # to wake a waiting pass
+_WAKE_S = 1.5e-4  # to wake a pass that waits for a disk: the GPU itself waits for copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class _Replay:
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
-        self.link_bytes_s = costs.streaming_bytes_s() or 1.0
+        self.link_bytes_s = costs.machine.link_bytes_s or 1.0
         self.expert_costs = expert_costs(costs)
         self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
         self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
@@ -380,7 +380,7 @@ class _Replay:
             slot, ready = self._copy(unit, max(ready, asked), slot)
         if unit.macs and where.on_gpu != self.on_gpu:
             self._cross(self.costs.crossing() + (0.0 if where.on_gpu else self.costs.visit()))
-        if slot is not None:
+        if slot is not None and not where.copied:
             ready += _WAKE_S
         start = max(self.clock, ready)
         if start > self.clock:

@@ -69,7 +69,8 @@ CHILD = """
                     "ceiling": m.ceiling_tok_s,
                 })
             plan = model._core.engine.plan
-            result = {"planned": plan and plan.tok_s, "answers": answers, "ctx": model.info.ctx, "notes": model.info.notes}
+            result = {"planned": plan and plan.tok_s, "answers": answers}
+            result |= {"ctx": model.info.ctx, "notes": model.info.notes}
     except localrt.LocalrtError as error:
         result = {"error": type(error).__name__, "text": str(error)}
     result["peak"], result["held"] = peak_rss(), held

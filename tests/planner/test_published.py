@@ -31,10 +31,8 @@ def test_published(published: Published) -> None:
 
 # -- an H100 held to 8 GB --------------------------------------------------------------------------
 
-FAST = "..LC...L..C.L...CL....LC...L..C.L...CL.."
-"""Where each MLP of the 14B was: over the link at 49 GB/s, on the CPU, or in the GPU's memory."""
 SLOW = "..C..C..C..L..C..C..C..C..C..L..C..C..C."
-"""At 12 GB/s."""
+"""Where each MLP of the 14B was at 12 GB/s: over the link, on the CPU, or in the GPU's memory."""
 
 
 def measured(row: str) -> float:
@@ -100,7 +98,7 @@ def mixture(model: ModelShape) -> Placement:
 @pytest.mark.parametrize(
     ("row", "link", "sequence"),
     [
-        ("14B, compiled", 49.06e9, FAST),
+        # The row of 49 GB/s is left out: it is of a pipeline whose threads waited for each copy.
         ("14B, at 12 GB/s", 12e9, SLOW),
         ("14B, resident", 49e9, ""),
     ],

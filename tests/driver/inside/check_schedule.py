@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from localrt.offload.placement import Where
+from localrt.offload.placement import Placement, Where
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.offload.planner.simulate import simulate
 from localrt.offload.ring import PAGE
+from localrt.offload.shapes import shape_from_checkpoint
 from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
@@ -172,3 +176,50 @@ def test_fourteen_billion(model: Model, driver: Driver, gpu: Kernels) -> None:
     assert token.at_work("link") > 0.95 * token.seconds
     assert token.told["link"] == pytest.approx(token.at_work("link"), rel=0.05)
     assert token.told["gpu"] == pytest.approx(token.at_work("gpu"), rel=0.25)  # with its launches
+
+
+# -- what is planned -------------------------------------------------------------------------------
+
+LITTLE = "LLCLLCLLCLLLCLLCLLCL...................."
+"""With less of the GPU's memory, and the copies together."""
+
+
+def planned(model: Model, machine: Machine, sequence: str, ring: float) -> float:
+    """The seconds of a token by the planner's replay, of the same machine and model."""
+    shape = shape_from_checkpoint(model.store)
+    largest = max((unit for unit in shape.units if unit.kind == "mlp"), key=lambda u: u.nbytes)
+    small = 1 / machine.scale
+    gpu = GpuProfile(
+        name="GPU", vram_bytes=1 << 40, bytes_s=machine.gpu * small, flops=1e15, call_s=7.5e-6
+    )
+    profile = MachineProfile(
+        name="PC",
+        ssd_bytes_s=machine.disk * small,
+        ram_bytes_s=1e12 * small,
+        kernels={
+            unit.format: KernelRate((1,), (largest.nbytes / largest.macs / machine.cpu / small,))
+            for unit in shape.units
+        },
+        attention=KernelRate((1,), (1e-15,)),
+        gpu=replace(gpu, busy_link=1.0, busy_cpu=1.0),
+        link_bytes_s=machine.link * small,
+    )
+    where = dict.fromkeys((unit.name for unit in shape.units), Where.VRAM) | place(sequence)
+    vram_ring = round(ring * largest.nbytes / PAGE) * PAGE
+    placement = Placement(
+        where=where, kv=("vram",) * shape.layers, ram_ring=2 * vram_ring, vram_ring=vram_ring
+    )
+    return simulate(Costs(shape=shape, machine=profile, held=40), placement).seconds
+
+
+@once
+@pytest.mark.parametrize("scale", [1020, 2400], ids=["14B", "32B"])
+@pytest.mark.parametrize("sequence", [FAST, SLOW, LITTLE], ids=["fast", "slow", "little"])
+@pytest.mark.parametrize("link", [49e9, 12e9], ids=["49 GB/s", "12 GB/s"])
+def test_forecasts(
+    model: Model, driver: Driver, gpu: Kernels, scale: float, sequence: str, link: float
+) -> None:
+    machine = replace(card(link), scale=scale)
+    token = decode(model, driver, machine, sequence, ring=1.5)
+    found = planned(model, machine, sequence, 1.5)
+    assert found == pytest.approx(token.seconds, rel=0.1)
