@@ -36,7 +36,7 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
-from localrt.tui.clipboard import copied_by_tool, doubtful
+from localrt.tui.clipboard import copied_by_tool
 from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
+_COPIED, _SENT = "Copied", "Perhaps copied (if not: /export):"
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
 _SIGNALS = () if os.name == "nt" else (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -164,6 +165,7 @@ class ChatApp(App[None]):
         self._wanted: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None
         self._asked_to_leave = False
+        self._copying = asyncio.Lock()
         self.state = ChatState(
             history,
             model=short_name(model_name),
@@ -180,6 +182,7 @@ class ChatApp(App[None]):
             self.state,
             self.presets,
             self.stop_loading,
+            self.copy_to_clipboard,
             toolbox or Toolbox(ToolServers(())),
             model=short_name(model_name),
             type_ahead=type_ahead,
@@ -220,15 +223,15 @@ class ChatApp(App[None]):
             event.text = clean(pasted(event.text))
         await super().on_event(event)
 
-    def copy_to_clipboard(self, text: str) -> None:
-        """By a tool, else by the terminal, which may not do it."""
+    def copy_to_clipboard(self, text: str, what: str = "what was selected") -> None:
+        """By a tool, else by the terminal, which does not tell whether it did it."""
 
         async def copy() -> None:
-            if not await asyncio.to_thread(copied_by_tool, text):
-                super(ChatApp, self).copy_to_clipboard(text)
-                if doubtful():
-                    line = "This terminal may have copied nothing: /export writes a file"
-                    self.chat.hint.flash(line)
+            async with self._copying:  # so that the last copy is the one that stays
+                copied = await asyncio.to_thread(copied_by_tool, text)
+                if not copied:
+                    super(ChatApp, self).copy_to_clipboard(text)
+                self.chat.hint.flash(f"{_COPIED if copied else _SENT} {what}")
 
         self._clipboard = text  # for Ctrl+V
         _: Worker[None] = self.run_worker(copy, group="copy")

@@ -61,7 +61,7 @@ async def test_copying(model: FakeModel) -> None:
         assert app.clipboard == CODE
         await pilot.press("alt+y")
         assert app.clipboard == "ls\n"
-        assert "code block 2 of 2: sh" in screen.hint(app)
+        await until(pilot, lambda: "code block 2 of 2: sh" in screen.hint(app))
         await pilot.press("alt+y")
         assert app.clipboard == "a = 1\n"
         await pilot.press("alt+up", "alt+up", "alt+c")

@@ -61,7 +61,8 @@ _WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
 class ChatScreen(Screen[None]):
     """Shows the open conversation of ``state``.
 
-    ``stop_loading`` stops loading another model; it returns whether one was loading.
+    ``stop_loading`` stops loading another model; it returns whether one was loading. ``copy`` takes
+    a text, and what it is for the hint.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
@@ -71,6 +72,7 @@ class ChatScreen(Screen[None]):
         state: ChatState,
         presets: PresetsFile,
         stop_loading: Callable[[], bool],
+        copy: Callable[[str, str], None],
         toolbox: Toolbox,
         *,
         model: str,
@@ -92,6 +94,7 @@ class ChatScreen(Screen[None]):
         self.footer.status = Status(model=model)
         self._presets = presets
         self._stop_loading = stop_loading
+        self._copy_text = copy
         self._toolbox = toolbox
         self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
@@ -489,9 +492,10 @@ class ChatScreen(Screen[None]):
         self._copy_found(self.view.code_to_copy(), "There is no code block to copy")
 
     def _copy_found(self, found: tuple[str, str] | None, none: str) -> None:
-        if found is not None:
-            self.app.copy_to_clipboard(found[1])
-        self.hint.flash(none if found is None else found[0])
+        if found is None:
+            self.hint.flash(none)
+        else:
+            self._copy_text(*found)
 
     async def on_composer_enter_on_empty(self) -> None:
         """On a marked turn, show its menu. After a failure Enter leaves."""

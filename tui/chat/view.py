@@ -128,7 +128,7 @@ class ConversationView(ScrollView, can_focus=False):
         return block is not None
 
     def text_to_copy(self) -> tuple[str, str] | None:
-        """A message, and the marked turn or last answer as text, without its thinking."""
+        """The marked turn or last answer as text, without its thinking, and what it is."""
         block = self.marked or self._last_answer()
         if block is None:
             return None
@@ -136,10 +136,11 @@ class ConversationView(ScrollView, can_focus=False):
         if not text:
             return None
         what = "answer" if isinstance(block, Answer) else "message"
-        return f"Copied the {what}: {len(text):,} characters", text
+        return text, f"the {what}: {len(text):,} characters"
 
     def code_to_copy(self) -> tuple[str, str] | None:
-        """The last code block of the marked or last answer, at the next call the one before it."""
+        """The last code block of the marked or last answer, at the next call the one before it, and
+        what it is."""
         marked = self.marked if isinstance(self.marked, Answer) else None
         block = marked or self._last_answer(with_code=True)
         code = block.code if block is not None else []
@@ -152,7 +153,7 @@ class ConversationView(ScrollView, can_focus=False):
         of = f" {place + 1} of {len(code)}" if len(code) > 1 else ""
         lines = text.count("\n")
         size = f"{lines} line" if lines == 1 else f"{lines} lines"
-        return f"Copied code block{of}: {language or 'text'}, {size}", text
+        return text, f"code block{of}: {language or 'text'}, {size}"
 
     def _last_answer(self, *, with_code: bool = False) -> Answer | None:
         answers = (block for block in reversed(self.blocks) if isinstance(block, Answer))
