@@ -43,7 +43,7 @@ from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
-from localrt.tui.text import clean, explained, one_line, pasted, short_name
+from localrt.tui.text import WithoutControls, clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, offered, register
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _COPIED, _SENT = "Copied", "Perhaps copied (if not: /export):"
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
+_WITHOUT_CONTROLS = WithoutControls()
 _SIGNALS = () if os.name == "nt" else (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -238,7 +239,8 @@ class ChatApp(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What a line goes through on its way to the terminal."""
-        return (WithoutColor(),) if self.no_color else super().get_line_filters()
+        filters = (WithoutColor(),) if self.no_color else super().get_line_filters()
+        return (*filters, _WITHOUT_CONTROLS)
 
     # -- preferences -----------------------------------------------------------------------------
 

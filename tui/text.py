@@ -10,6 +10,10 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
 from localrt.tui.commands import in_app
@@ -24,6 +28,7 @@ _CONTROL = {
     if chr(code) not in _KEPT
 }
 _CONTROL[ord("\r")] = ""
+_GONE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))
 
 
 # Control keys as tmux and other terminals write them when programs ask for extended keys; tmux does
@@ -42,6 +47,19 @@ def clean(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+class WithoutControls(LineFilter):
+    """Removes from what widgets draw the control characters that nobody has cleaned: a terminal
+    gets none."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            each
+            if each.control or each.text.isprintable()
+            else each._replace(text=each.text.translate(_GONE))
+            for each in segments
+        ]
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type when it has none."""
     text = error.told(in_app) if isinstance(error, LocalrtError) else str(error)
@@ -58,7 +76,7 @@ def explained(error: Exception) -> str:
 
 def short_name(model: str) -> str:
     """The last part of a path or hub id, at most 40 characters."""
-    last = model.replace("\\", "/").rstrip("/").rpartition("/")[2] or model
+    last = clean(model).replace("\\", "/").rstrip("/").rpartition("/")[2] or clean(model)
     return last if len(last) <= 40 else f"{last[:39]}…"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from textual.events import Paste
 from textual.message import Message
 from textual.pilot import Pilot
 
+from localrt import History
 from localrt.tui.app import ChatApp
 from localrt.tui.inputs import Input, letter_size
+from localrt.tui.screens.dialogs import Choose
 from tests.tui import screen
 from tests.tui.conftest import running
 from tests.tui.fakes import FakeModel
+from tests.tui.test_models_screen import PREVIEWS, FakeLibrary
 from tests.waits import wait_for
 
 if os.name != "nt":
@@ -128,12 +132,18 @@ PLACES = {
     "conversations": ("ctrl+o",),
     "name": ("f2",),
     "palette": ("ctrl+p",),
+    "models": ("f4",),
+    "option": ("f5", *["down"] * 9, "enter"),
+    "system prompt": ("f5", *["down"] * 3, "enter"),
 }
 
 
 @pytest.mark.parametrize("keys", PLACES.values(), ids=PLACES)
-async def test_pasted_controls_are_not_obeyed(model: FakeModel, keys: tuple[str, ...]) -> None:
-    async with running(model) as (app, pilot):
+async def test_pasted_controls_are_not_obeyed(
+    model: FakeModel, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeLibrary(monkeypatch)
+    async with running(model, load_by_name=lambda name, progress: model) as (app, pilot):
         await screen.say(pilot, "first")
         await pilot.press(*keys)
         await pilot.pause()
@@ -145,6 +155,57 @@ async def test_pasted_controls_are_not_obeyed(model: FakeModel, keys: tuple[str,
         written = getattr(field, "value", getattr(field, "text", ""))
         assert written.count("<") == len(CONTROLS)
         assert not any(unicodedata.category(c) == "Cc" or c == "\u202e" for c in written)
+
+
+HOSTILE = " ".join(CONTROLS)
+SHOWING = {
+    "conversation": (),
+    "earlier message": ("up",),
+    "message to edit": ("alt+e",),
+    "what an editor wrote": ("ctrl+g",),
+    "conversations": ("ctrl+o",),
+    "name": ("f2",),
+    "models": ("f4",),
+    "settings": ("f5",),
+    "system prompt": ("f5", *["down"] * 3, "enter"),
+    "question": (*"/delete", "enter"),
+}
+
+
+@pytest.mark.parametrize("keys", SHOWING.values(), ids=SHOWING)
+async def test_controls_of_other_texts_are_not_obeyed(
+    keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages, titles, names of models, what an editor wrote: of files that others made."""
+    library = FakeLibrary(monkeypatch)
+    library.here = [replace(library.here[0], name=HOSTILE)]
+    library.previews = {HOSTILE: PREVIEWS["smollm2"]}
+    with History(tmp_path / "h.db") as history:
+        conversation = history.new(model=HOSTILE, system=HOSTILE)
+        conversation.set(title=HOSTILE)
+        conversation.add("user", HOSTILE)
+        conversation.add("assistant", HOSTILE)
+    monkeypatch.setattr(ChatApp, "suspend", nullcontext)
+    monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: HOSTILE)
+    model = FakeModel(name=HOSTILE)
+    async with running(
+        model,
+        load_by_name=lambda name, progress: model,
+        history=lambda: History(tmp_path / "h.db"),
+        resume=True,
+    ) as (app, pilot):
+        await pilot.press(*keys)
+        await pilot.pause()
+        drawn = "".join(strip.text for strip in screen.lines(app))
+        assert drawn.count("]2;title") == drawn.count("\ufffd]2;title") > 1
+        assert not any(unicodedata.category(c) == "Cc" or c == "\u202e" for c in drawn)
+
+
+async def test_terminal_gets_no_control_that_nobody_cleaned(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        await app.push_screen(Choose("<\x1b]2;title\x07>", [("a", "a")]))
+        await pilot.pause()
+        assert any("<]2;title>" in strip.text for strip in screen.lines(app))
 
 
 @pytest.mark.parametrize("text", CONTROLS)

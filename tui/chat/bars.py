@@ -25,7 +25,7 @@ from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.generation import SERVERS, AnswerUpdate
 from localrt.tui.inputs import Input
-from localrt.tui.text import guess_texts, human_count
+from localrt.tui.text import clean, guess_texts, human_count
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class HintLine(Static):
     def show(self, hint: str) -> None:
         """Show a hint from now on; empty for none."""
         self._hint = hint
-        text = self._question or self._flash or hint
+        text = clean(self._question or self._flash or hint)
         if text != self._shown:  # an update lays the whole screen out again
             self._shown = text
             self.update(text)

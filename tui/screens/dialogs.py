@@ -98,7 +98,7 @@ class Confirm(Dialog[bool]):
     ]
 
     def __init__(self, question: str, yes: str) -> None:
-        super().__init__(Static(question, markup=False), keys=f"y {yes} · n cancel")
+        super().__init__(Static(clean(question), markup=False), keys=f"y {yes} · n cancel")
 
 
 class Ask(Dialog[str]):

@@ -199,8 +199,8 @@ class SettingsScreen(Dialog[None]):
         }
         dialog = [(each, each) for each in choices]
         return _Row(
-            clean(name),
-            clean(preset.summary),
+            name,
+            preset.summary,
             f"Enter uses, replaces or deletes it. It is stored in {file}.",
             lambda: ask(self, Choose(name, dialog), lambda chosen: choices[chosen]()),
         )
@@ -306,9 +306,10 @@ class PickTheme(Choose):
 
 
 def _drawn(row: _Row, width: int) -> Content:
-    value = row.value if len(row.value) <= _VALUE_WIDTH else f"{row.value[: _VALUE_WIDTH - 1]}…"
+    name, value = clean(row.name), clean(row.value)
+    value = value if len(value) <= _VALUE_WIDTH else f"{value[: _VALUE_WIDTH - 1]}…"
     drawn = Content.assemble(
-        ("  " + row.name + " " * max(_NAME_WIDTH - len(row.name), 2), ""),
+        ("  " + name + " " * max(_NAME_WIDTH - len(name), 2), ""),
         (value, "bold $text-accent" if row.chosen else FAINT),
     )
     return hanging(drawn, width, 4)
