@@ -25,6 +25,7 @@ from textual.events import Event, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.widget import AwaitMount
 from textual.worker import Worker
 
 from localrt import History, Settings
@@ -193,7 +194,9 @@ class ChatApp(App[None]):
     def get_default_screen(self) -> Screen[Any]:
         return self.chat
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
+        # Keys and pastes that came by now are read after this, and find the composer focused.
+        await AwaitMount(self.chat, [self.chat])
         # The terminal gives back an empty screen after Ctrl+Z.
         self.app_resume_signal.subscribe(self, lambda app: app.refresh(layout=True))
         if self.console.color_system == "standard":
@@ -222,6 +225,7 @@ class ChatApp(App[None]):
         """Every paste gets plain line ends and no control characters, wherever it goes."""
         if isinstance(event, Paste) and not event.is_forwarded:
             event.text = clean(pasted(event.text))
+            self.app_focus = True  # as for a key: it may come though the terminal lost the focus
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str, what: str = "what was selected") -> None:

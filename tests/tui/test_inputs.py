@@ -107,6 +107,32 @@ def test_paste_in_a_terminal(pieces: int, tmp_path: Path) -> None:
     assert draft == "> \ufffd[31mred\ufffd[0m line\nsecond\nthird."
 
 
+EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O{START}.{END}"
+SLOW = """
+import time
+from localrt.tui.chat.screen import ChatScreen
+mount = ChatScreen.on_mount
+ChatScreen.on_mount = lambda self: (time.sleep(1), mount(self))[1]
+"""
+
+
+@pytest.mark.parametrize("broken", ["", SLOW], ids=["", "slow"])
+@pytest.mark.parametrize("mode", ["", "1049", "2004"])
+def test_what_comes_before_the_first_screen(mode: str, broken: str, tmp_path: Path) -> None:
+    """Before the app reads, as it begins to, and in one go with the loss of the terminal's focus:
+    nothing is lost or out of order."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, broken)
+        wait_for(lambda: not mode or mode in shell.modes)
+        shell.type(EARLY)
+        wait_for(lambda: shell.shows("ready"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        os.kill(shell.app, 15)
+        assert shell.status == 143
+    assert (tmp_path / "data" / "localrt" / "draft.txt").read_text() == "acone\ntwx.!o"
+
+
 async def test_undo_of_a_long_paste(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         composer = screen.composer(app)

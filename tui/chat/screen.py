@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import BindingType
-from textual.events import Key
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.worker import Worker
@@ -41,7 +40,7 @@ from localrt.tui.conversation.attachments import draft_of, read_attachment, read
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
-from localrt.tui.inputs import TextArea, is_text
+from localrt.tui.inputs import TextArea
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile
@@ -52,7 +51,6 @@ from localrt.tui.text import one_line
 if TYPE_CHECKING:
     from localrt import KeptPicture, Turn
 
-_STARTING_SECONDS = 0.3  # seconds in which keys meant for the composer may still arrive
 _TOOLS_SECONDS = 1.0  # seconds between checks of MCP servers
 _OTHERS_SECONDS = 0.5  # seconds between checks for what other windows write
 _WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
@@ -99,7 +97,6 @@ class ChatScreen(Screen[None]):
         self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
-        self._starting = True
         self._next: Callable[[], None] | None = None  # action for when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
         self._for_later: list[Command] = []  # commands that wait for the model
@@ -126,8 +123,7 @@ class ChatScreen(Screen[None]):
         yield from (self.find, self.hint, self.composer, self.footer)
 
     def on_mount(self) -> None:
-        self.composer.focus()
-        self.set_timer(_STARTING_SECONDS, lambda: setattr(self, "_starting", False))
+        self.set_focus(self.composer)
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_answer, pause=True)
         self.set_interval(_OTHERS_SECONDS, self._watch_others)
         self._show_conversation()
@@ -609,13 +605,6 @@ class ChatScreen(Screen[None]):
         if not self.get_selected_text():
             self.view.mark(None if event.block is self.view.marked else event.block)
             self._show_hint()
-
-    def on_key(self, event: Key) -> None:
-        """Text typed before the composer has the focus goes to the composer."""
-        writes = is_text(event) or event.key in ("enter", "ctrl+j")
-        if self._starting and writes and self.focused in (None, self.composer):
-            event.stop()
-            self.composer.post_message(Key(event.key, event.character))
 
     # -- small lines -----------------------------------------------------------------------------
 
