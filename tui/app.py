@@ -69,7 +69,7 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
     folder, data = config_folder(), Settings.from_environment().data_dir
     toolbox = Toolbox.open(folder)
     arguments |= {"history": History, "config": folder, "toolbox": toolbox, "data": data}
-    type_ahead = _line_waiting()
+    type_ahead = _typed_ahead()
     graphics = "" if type_ahead else find_graphics()
     app = ChatApp(load, type_ahead=type_ahead, graphics=graphics, **arguments)
     spare_collector()
@@ -91,12 +91,18 @@ def spare_collector() -> None:
     gc.freeze()
 
 
-def _line_waiting() -> bool:
-    """Whether a line was typed before the app started: the terminal made its Enter a line feed."""
-    try:
-        return bool(select.select([sys.stdin], [], [], 0)[0])
-    except (OSError, ValueError):  # Windows selects on sockets only
+def _typed_ahead() -> bool:
+    """Whether something was typed before the app started: the terminal made Enter a line feed."""
+    if os.name == "nt" or not sys.stdin.isatty():
         return False
+    import termios
+    import tty
+
+    modes = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)  # the beginning of a line is told now, too
+    typed = bool(select.select([sys.stdin], [], [], 0)[0])
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+    return typed
 
 
 class ChatApp(App[None]):

@@ -47,7 +47,9 @@ DATA = Path("data") / "localrt"
 class Shell:
     """The app in a pseudo-terminal, under a process that stays when it ends."""
 
-    def __init__(self, folder: Path, stack: ExitStack, broken: str = "") -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, broken: str = "", term: str = "xterm"
+    ) -> None:
         self.master, self.slave = pty.openpty()
         stack.callback(os.close, self.slave)
         stack.callback(self._close)
@@ -55,7 +57,7 @@ class Shell:
         termios.tcsetwinsize(self.slave, (24, 80))
         self.before = termios.tcgetattr(self.slave)
         self.written = b""
-        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "TERM": "xterm"}
+        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "TERM": term}
         environment |= {"XDG_CONFIG_HOME": str(folder), "PYTHONPATH": str(ROOT)}
         self.leader = subprocess.Popen(
             [sys.executable, "-c", LEADER, APP.replace("{broken}", broken)],
