@@ -6,10 +6,12 @@ script undoes what the app had set.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 
+from textual._time import get_time
 from textual._xterm_parser import BRACKETED_PASTE_END as END
 from textual._xterm_parser import BRACKETED_PASTE_START as START
 from textual._xterm_parser import XTermParser
@@ -29,17 +31,28 @@ case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
 
+_PAUSE = 3.0  # seconds; a paste that stops so long is shown, and may have lost its end
+# A read that is one key, but Esc, with which a mark begins, or a new paste.
+_KEY = re.compile(
+    r"(?!\x1b\[201~)(\x1b?[^\x1b[]|\[|\x1bO.|\x1b\[[\d;:<]*[A-Za-z~]|\x1b\[200~.*)", re.DOTALL
+)
+
+
 class PasteParser(XTermParser):
     """Textual's parser, which reads what follows an escape character in a paste as keys: here all
-    between the marks is the paste.
+    between the marks is the paste. After a pause a key that comes alone ends it too.
     """
 
     _recent = ""  # the last characters outside a paste
     _paste: str | None = None
+    _fed = 0.0  # when something came last
 
     def feed(self, data: str) -> Iterable[Message]:
         if not data:
             yield from super().feed(data)
+        if self._paused and _KEY.fullmatch(data):
+            yield self._ended(self._paste or "")
+        self._fed = get_time()
         while data:
             if self._paste is not None:
                 searched = max(len(self._paste) - len(END), 0)
@@ -48,11 +61,7 @@ class PasteParser(XTermParser):
                 if end < 0:
                     return
                 text, data = self._paste[:end], self._paste[end + len(END) :]
-                self._paste = None
-                for event in super().feed(END):
-                    if isinstance(event, Paste):
-                        event.text = text
-                    yield event
+                yield self._ended(text)
                 continue
             seen = self._recent + data
             start = seen.find(START)
@@ -62,8 +71,25 @@ class PasteParser(XTermParser):
             self._recent = seen[1 - len(START) :] if start < 0 else ""
             self._paste = None if start < 0 else ""
 
+    @property
+    def _paused(self) -> bool:
+        return self._paste is not None and get_time() - self._fed >= _PAUSE
+
+    def _ended(self, text: str) -> Paste:
+        self._paste = None
+        list(super().feed(END))  # for Textual, which has seen the paste's start, but not its text
+        return Paste(text)
+
     def tick(self) -> Iterable[Message]:
-        """A slow line may pause within the mark of a paste, where no key begins as it does."""
+        """Show what has come of a paste. A slow line may pause within the mark of a paste, where no
+        key begins as it does.
+        """
+        if self._paused and self._paste:
+            mark = max(size for size in range(len(END)) if self._paste.endswith(END[:size]))
+            text = self._paste[: len(self._paste) - mark]
+            self._paste = END[:mark]
+            if text:
+                yield Paste(text)
         if not any(self._recent.endswith(START[:size]) for size in range(3, len(START))):
             yield from super().tick()
 

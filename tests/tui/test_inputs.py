@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,10 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 def messages(parser: PasteParser, *reads: str) -> list[tuple[str, str | None]]:
-    found: list[Message] = [event for read in reads if read for event in parser.feed(read)]
+    return described(event for read in reads if read for event in parser.feed(read))
+
+
+def described(found: Iterable[Message]) -> list[tuple[str, str | None]]:
     return [
         (type(event).__name__, getattr(event, "text", getattr(event, "key", None)))
         for event in found
@@ -83,6 +87,68 @@ def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages(parser, "\x1b") == []
     now += 1.0
     assert [getattr(event, "key", "") for event in parser.tick()] == ["escape"]
+
+
+UNTIL_KEY = [("Paste", "abc"), ("Paste", ""), ("Key", "x")]
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ([f"{START}abc", 9, "x"], UNTIL_KEY),
+        ([f"{START}abc", 9, "\x03"], [*UNTIL_KEY[:2], ("Key", "ctrl+c")]),
+        ([f"{START}abc", 9, "\x1b[99;5u"], [*UNTIL_KEY[:2], ("Key", "ctrl+c")]),
+        ([f"{START}abc", 9, LEFT, "x"], [*UNTIL_KEY[:2], ("Key", "left"), ("Key", "x")]),
+        (
+            [f"{START}abc", 9, "\x1b[<0;3;4M", "x"],
+            [*UNTIL_KEY[:2], ("MouseDown", None), UNTIL_KEY[2]],
+        ),
+        ([f"{START}abc", 9, f"{START}d{END}"], [*UNTIL_KEY[:2], ("Paste", "d")]),
+        ([f"{START}abc", 9, f"def{END}x"], [UNTIL_KEY[0], ("Paste", "def"), UNTIL_KEY[2]]),
+        ([f"{START}abc", 9, "def\r", f"g{END}"], [UNTIL_KEY[0], ("Paste", "def\rg")]),
+        ([f"{START}abc", 9, END, "x"], UNTIL_KEY),
+        ([f"{START}abc\x1b[2", 9, "01~", "x"], UNTIL_KEY),
+        (
+            [f"{START}abc\x1b[2", 9, f"0{END}", "x"],
+            [UNTIL_KEY[0], ("Paste", "\x1b[20"), UNTIL_KEY[2]],
+        ),
+        ([START, 9, "x"], UNTIL_KEY[1:]),
+        ([f"{START}abc", 9, "\x1b", 9, "[201~", "x"], UNTIL_KEY),
+        ([f"{START}abc", 9, "\x1b[", 9, "201~", "x"], UNTIL_KEY),
+        ([f"{START}abc", 9, "\x1bf"], [*UNTIL_KEY[:2], ("Key", "ctrl+right")]),
+        ([f"{START}abc", 9, "["], [*UNTIL_KEY[:2], ("Key", "left_square_bracket")]),
+        ([f"{START}abc", 9, "\x1bOR"], [*UNTIL_KEY[:2], ("Key", "f3")]),
+        ([f"{START}ab", 1, "c", 1, END, "x"], [UNTIL_KEY[0], UNTIL_KEY[2]]),
+        ([f"{START}a", 1, "\x03", 1, LEFT, 1, END], [("Paste", f"a\x03{LEFT}")]),
+    ],
+)
+def test_paste_without_its_end(
+    reads: list[str | int], expected: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paste that stops is shown, and a key alone ends it; what comes after a pause, as a slow
+    line sends it, is the paste's, and only what follows its mark is typed."""
+    now = 100.0
+    monkeypatch.setattr("localrt.tui.terminal.get_time", lambda: now)
+    parser, found = PasteParser(), []
+    for read in reads:
+        if isinstance(read, int):
+            now += read
+            found += described(parser.tick())
+        else:
+            found += messages(parser, read)
+    assert found == expected
+
+
+def test_paste_without_its_end_in_a_terminal(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, "import localrt.tui.terminal as t; t._PAUSE = 0.2")
+        wait_for(lambda: "2004" in shell.modes)
+        shell.type(f"{START}pasted")
+        wait_for(lambda: shell.shows("pasted"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        shell.type("\x11")
+        assert shell.status == 0
 
 
 LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b[106;5uthird"
