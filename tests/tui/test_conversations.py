@@ -91,9 +91,17 @@ async def test_context_of_a_branch(
         await until(pilot, lambda: idle(app) and "context 6 of" in screen.footer(app))
         await pilot.press("alt+left")
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
+    count = model.count
     monkeypatch.setattr(model, "count", lambda messages: 99)
     async with running(model, history=opening, resume=True) as (app, pilot):
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
+    with opening() as history:  # as versions did that kept the tokens of the answer alone
+        history._database.rows("UPDATE turn SET info = json_remove(info, '$.context')")
+    monkeypatch.setattr(model, "count", lambda messages: count(messages) + 50 * (len(messages) - 1))
+    async with running(model, history=opening, resume=True) as (app, pilot):
+        await until(pilot, lambda: "context 5 of" in screen.footer(app))
+        await pilot.press("alt+right")
+        await until(pilot, lambda: "context 6 of" in screen.footer(app))
 
 
 async def test_list_search_open_new(

@@ -102,6 +102,8 @@ class Session:
         match turns[-1].info if turns else {}:
             case {"context": [int(used), name]} if name == self.model.info.name:
                 return used
+            case {"tokens": int(answer)} as info if "context" not in info:  # of older versions
+                return self.model.count(self.conversation.messages(turns[-1].id)) + answer
         messages = self.conversation.messages()
         return self.model.count(messages) if messages else 0
 
