@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -69,9 +68,7 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
     folder, data = config_folder(), Settings.from_environment().data_dir
     toolbox = Toolbox.open(folder)
     arguments |= {"history": History, "config": folder, "toolbox": toolbox, "data": data}
-    type_ahead = _typed_ahead()
-    graphics = "" if type_ahead else find_graphics()
-    app = ChatApp(load, type_ahead=type_ahead, graphics=graphics, **arguments)
+    app = ChatApp(load, graphics=_graphics(), **arguments)
     spare_collector()
     try:
         app.run()
@@ -91,18 +88,14 @@ def spare_collector() -> None:
     gc.freeze()
 
 
-def _typed_ahead() -> bool:
-    """Whether something was typed before the app started: the terminal made Enter a line feed."""
-    if os.name == "nt" or not sys.stdin.isatty():
-        return False
-    import termios
-    import tty
+def _graphics() -> Graphics:
+    """How the terminal draws pictures. What is typed by now would be read as its answer."""
+    if os.name == "nt":
+        return find_graphics()
+    from localrt.tui.terminal import unread
 
-    modes = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin, termios.TCSANOW)  # the beginning of a line is told now, too
-    typed = bool(select.select([sys.stdin], [], [], 0)[0])
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
-    return typed
+    with unread(sys.stdin.fileno()) if sys.stdin.isatty() else nullcontext(True) as typed:
+        return "" if typed else find_graphics()
 
 
 class ChatApp(App[None]):
@@ -115,7 +108,6 @@ class ChatApp(App[None]):
         options: generation options by name, over the model's defaults.
         chat_path: a saved conversation to continue.
         resume: continue the last conversation of the history.
-        type_ahead: lines were typed before the start.
         history: opens the history; None keeps nothing.
         load_by_name: loads another model; its second argument is like that of ``load``.
         list_models: asks a server for its models, names and facts of each; None where models are
@@ -142,7 +134,6 @@ class ChatApp(App[None]):
         options: dict[str, Any],
         chat_path: Path | None = None,
         resume: bool = False,
-        type_ahead: bool = False,
         history: Callable[[], History] | None = None,
         load_by_name: LoadByName | None = None,
         list_models: Callable[[], Sequence[tuple[str, str]]] | None = None,
@@ -193,7 +184,6 @@ class ChatApp(App[None]):
             self.copy_to_clipboard,
             toolbox or Toolbox(ToolServers(())),
             model=short_name(model_name),
-            type_ahead=type_ahead,
             graphics=graphics,
         )
 

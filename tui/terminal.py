@@ -6,10 +6,14 @@ script undoes what the app had set.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Iterable
-from contextlib import suppress
+import termios
+import tty
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from select import select
 
 from textual._time import get_time
 from textual._xterm_parser import BRACKETED_PASTE_END as END
@@ -98,6 +102,17 @@ for module in (linux_driver, web_driver):
     setattr(module, "XTermParser", PasteParser)  # noqa: B010 - what both drivers make
 
 
+@contextmanager
+def unread(terminal: int) -> Iterator[bool]:
+    """Whether anything was typed that can be read now, be it only the beginning of a line."""
+    modes = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal, termios.TCSANOW)
+    try:
+        yield bool(select([terminal], [], [], 0)[0])
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, modes)
+
+
 class RestoringDriver(LinuxDriver):
     """Textual's driver, with that script beside it while the terminal is the app's."""
 
@@ -105,13 +120,20 @@ class RestoringDriver(LinuxDriver):
 
     def start_application_mode(self) -> None:
         """Without ``sh`` or ``stty`` there is no watcher."""
-        tty, pipe, none = self._file, subprocess.PIPE, subprocess.DEVNULL
+        file, pipe, none = self._file, subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError, subprocess.CalledProcessError):
-            modes = subprocess.check_output(["stty", "-g"], stdin=tty, stderr=none, text=True)
+            modes = subprocess.check_output(["stty", "-g"], stdin=file, stderr=none, text=True)
             command = ["sh", "-c", _WATCH, "sh", modes.strip()]
             self._watcher = self._watcher or subprocess.Popen(
-                command, stdin=pipe, stdout=tty, stderr=none, process_group=0
+                command, stdin=pipe, stdout=file, stderr=none, process_group=0
             )
+        if self._key_thread is None and os.isatty(self.fileno):
+            with unread(self.fileno) as typed:
+                early = os.read(self.fileno, 1 << 16) if typed else b""
+            # The terminal has made a line feed of Enter.
+            text = early.decode(errors="replace").replace("\n", "\r")
+            for event in PasteParser().feed(text) if text else ():
+                self.process_message(event)
         super().start_application_mode()  # type: ignore[no-untyped-call]
 
     @property

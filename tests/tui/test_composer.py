@@ -185,12 +185,3 @@ async def test_mouse_selection() -> None:
         await pilot.press("ctrl+c")
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
-
-
-async def test_type_ahead(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "localrt.tui.chat.composer._TYPE_AHEAD_SECONDS", 60
-    )  # keys come slowly here
-    async with running(model, type_ahead=True) as (app, pilot):
-        await pilot.press("h", "i", "ctrl+j")  # how the terminal hands over that Enter
-        await until(pilot, lambda: screen.users(app) == ["hi"])

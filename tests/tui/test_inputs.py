@@ -215,6 +215,19 @@ def test_what_comes_before_the_first_screen(
     )
 
 
+def test_lines_typed_before_the_start(tmp_path: Path) -> None:
+    """Their Enter, which the terminal makes a line feed by then, sends them."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        shell.type("Hi\rmore\rand")
+        wait_for(lambda: shell.shows("A whole sentence.") and shell.shows("1 message waits"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        os.kill(shell.app, 15)
+        assert shell.status == 143
+    assert (tmp_path / "data" / "localrt" / "draft.txt").read_text() == "more\n\nand!"
+
+
 async def test_undo_of_a_long_paste(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         composer = screen.composer(app)

@@ -78,7 +78,6 @@ class CommandMenu(OptionList, can_focus=False):
 
 
 _NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
-_TYPE_AHEAD_SECONDS = 0.3
 
 
 class Composer(TextArea):
@@ -101,22 +100,14 @@ class Composer(TextArea):
     class EnterOnEmpty(Message):
         """Enter was pressed in an empty composer."""
 
-    def __init__(self, menu: CommandMenu, *, type_ahead: bool = False) -> None:
+    def __init__(self, menu: CommandMenu) -> None:
         super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False)
         self.attachments = Attachments()
         self._menu = menu
         self._sent: list[str] = []
         self._place = 0  # index into the history; its length means "what is being written"
         self._draft = ""
-        self._type_ahead = type_ahead
         self._chord = False  # Ctrl+X was pressed
-
-    def on_mount(self) -> None:
-        """Lines typed before the app started arrive at once, with Enter as Ctrl+J."""
-        self.set_timer(_TYPE_AHEAD_SECONDS, self._end_type_ahead)
-
-    def _end_type_ahead(self) -> None:
-        self._type_ahead = False
 
     def put(self, text: str) -> None:
         self.text = text
@@ -151,7 +142,7 @@ class Composer(TextArea):
             await self.run_action("screen.editor")
         elif event.key == "ctrl+x" and self.selection.is_empty:
             self._chord = True  # Ctrl+E may follow, as in shells
-        elif event.key == "enter" or (event.key == "ctrl+j" and self._type_ahead):
+        elif event.key == "enter":
             self._enter()
         elif event.key in _NEWLINE_KEYS:
             self.insert("\n")

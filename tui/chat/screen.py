@@ -74,7 +74,6 @@ class ChatScreen(Screen[None]):
         toolbox: Toolbox,
         *,
         model: str,
-        type_ahead: bool = False,
         graphics: Graphics = "",
     ) -> None:
         super().__init__(id="chat")
@@ -83,7 +82,7 @@ class ChatScreen(Screen[None]):
         self.queue = MessageQueue(self.view, state.conversation, toolbox, self._ask_about_call)
         self.loading_line = LoadingLine()
         self.menu = CommandMenu()
-        self.composer = Composer(self.menu, type_ahead=type_ahead)
+        self.composer = Composer(self.menu)
         self.composer.placeholder = _WAITS_FOR_MODEL
         self.find = FindBar(self.view, self.composer)
         self.panel = LivePanel()
