@@ -156,14 +156,11 @@ class Composer(TextArea):
         event.prevent_default()
 
     async def _on_paste(self, event: Paste) -> None:
-        if paths := dropped(event.text):
+        paths = " ".join(map(written, dropped(event.text)))
+        if paths or Attachments.is_long(event.text):
             event.prevent_default()
             event.stop()
-            self.attach(" ".join(map(written, paths)))
-        elif Attachments.is_long(event.text):
-            event.prevent_default()
-            event.stop()
-            self.attach(self.attachments.add("pasted", event.text))
+            self.attach(paths or self.attachments.add("pasted", event.text))
 
     def update_suggestion(self) -> None:
         """Show the rest of a command in grey; Tab and Right take it."""

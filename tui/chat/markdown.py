@@ -155,7 +155,13 @@ def _parts(child: Token) -> list[Token]:
     return parts
 
 
-_SLICE = 20  # lines of an open code block, or items of an open list, that are closed at once
+_SLICE = 20  # parts of an open code block, list or table that are closed at once
+# What the parts of these begin with, and its level; of a table all but the header are closed.
+_PARTS = {
+    "bullet_list_open": ("list_item_open", 1),
+    "ordered_list_open": ("list_item_open", 1),
+    "table_open": ("tr_open", 2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,39 +262,25 @@ class MarkdownLines:
         return blocks
 
     def _slice(self, blocks: Sequence[Sequence[Token]]) -> bool:
-        """Close the first part of a long open code block or list, so that it is laid out once."""
+        """Close the first part of a long open code block, list or table: it is laid out once."""
         if len(blocks) != 1:
             return False
-        tokens = blocks[0]
-        first = tokens[0]
-        closed: list[Token]
-        if first.type == "fence":
-            code = first.content.splitlines(keepends=True)
-            if not (ready := _ready(len(code))):
-                return False
-            opening, *rest = self._open.splitlines(keepends=True)
-            closed = [first.copy(content="".join(code[:ready]))]
-            source = opening + "".join(rest[ready:])
-        elif first.type in ("bullet_list_open", "ordered_list_open"):
-            starts = [
-                i for i, t in enumerate(tokens) if t.type == "list_item_open" and t.level == 1
-            ]
-            if not (ready := _ready(len(starts))):
-                return False
-            following = starts[ready]
-            closed = [*tokens[:following], tokens[-1]]
-            self._number = int(first.attrs.get("start", 1)) + ready
-            source = _from_line(self._open, _start(tokens[following:]))
-        elif first.type == "table_open":
-            rows = [i for i, t in enumerate(tokens) if t.type == "tr_open"][1:]  # not the header
-            if not (ready := _ready(len(rows))):
-                return False
-            following = rows[ready]
-            closed = [*tokens[:following], *tokens[-2:]]
-            heading = self._open.splitlines(keepends=True)[:2]
-            source = "".join(heading) + _from_line(self._open, _start(tokens[following:]))
-        else:
+        tokens, first, table = blocks[0], blocks[0][0], blocks[0][0].type == "table_open"
+        code = first.content.splitlines(keepends=True) if first.type == "fence" else []
+        part = _PARTS.get(first.type)
+        starts = [i for i, t in enumerate(tokens) if (t.type, t.level) == part][table:]
+        if not (ready := _ready(len(code or starts))):
             return False
+        lines = self._open.splitlines(keepends=True)
+        if code:
+            closed = [first.copy(content="".join(code[:ready]))]
+            source = lines[0] + "".join(lines[1 + ready :])
+        else:
+            following = starts[ready]
+            closed = [*tokens[:following], *tokens[-2 if table else -1 :]]
+            self._number = int(first.attrs.get("start", 1)) + ready
+            heading = "".join(lines[:2]) if table else ""
+            source = heading + _from_line(self._open, _start(tokens[following:]))
         self._add(closed)
         self._sliced = True
         self._open = source

@@ -55,8 +55,7 @@ class LivePanel(Widget):
 
     def on_mount(self) -> None:
         self._timer = self.set_interval(_SECONDS, self._look, pause=True)
-        if self._generating and self.is_open:
-            self._timer.resume()
+        self._tick()
 
     @property
     def is_open(self) -> bool:
@@ -118,12 +117,9 @@ class LivePanel(Widget):
         self._draw()
 
     def _tick(self) -> None:
-        if self._timer is None:
-            return
-        if self._generating and self.is_open:
-            self._timer.resume()
-        else:
-            self._timer.pause()
+        if self._timer is not None:
+            runs = self._generating and self.is_open
+            (self._timer.resume if runs else self._timer.pause)()
 
     def _status(self, *, lanes: bool) -> Status | None:
         try:

@@ -122,10 +122,8 @@ class Attachments:
 
     def before(self, line: str, column: int) -> str:
         """The label that ends at ``column`` of a line, or that it is in; empty for none."""
-        for match in self._found(line):
-            if match.start() < column <= match.end():
-                return match.group()
-        return ""
+        found = (each for each in self._found(line) if each.start() < column <= each.end())
+        return next((each.group() for each in found), "")
 
     def expanded(self, text: str) -> Draft:
         """The message with the text or picture of every label in its place."""
@@ -169,12 +167,8 @@ class Attachments:
         return _replaced(draft.text, sorted(found, key=lambda each: each[:2]))
 
     def _found(self, text: str) -> Iterable[re.Match[str]]:
-        if "[" not in text:
-            return ()
         names = sorted([*self._texts, *self._pictures], key=len, reverse=True)
-        if not names:
-            return ()
-        return re.finditer("|".join(map(re.escape, names)), text)
+        return re.finditer("|".join(map(re.escape, names)), text) if names else ()
 
 
 def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:

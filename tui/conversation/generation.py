@@ -150,12 +150,7 @@ class Generation(Task[bool]):
     """
 
     def __init__(
-        self,
-        chat: ChatSession,
-        writer: AnswerWriter,
-        toolbox: Toolbox,
-        *,
-        last: bool = False,
+        self, chat: ChatSession, writer: AnswerWriter, toolbox: Toolbox, *, last: bool = False
     ) -> None:
         super().__init__(lambda task: self._stream(), name="localrt-answer")
         self._chat, self._writer, self._toolbox, self._last = chat, writer, toolbox, last
@@ -223,11 +218,7 @@ class Reply:
     """
 
     def __init__(
-        self,
-        chat: ChatSession,
-        conversation: OpenConversation,
-        toolbox: Toolbox,
-        question: int,
+        self, chat: ChatSession, conversation: OpenConversation, toolbox: Toolbox, question: int
     ) -> None:
         self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
         self.rounds = 0  # of calls, before this answer

@@ -327,11 +327,8 @@ def _cut(id: str) -> Message:
 
 def unanswered(turn: Turn, following: Turn | None) -> bool:
     """Whether a user's turn got no answer: none follows, or one that failed without a word."""
-    if turn.role != "user":
-        return False
-    if following is None:
-        return True
-    return following.role == "user" or _is_nothing(following)
+    no_answer = following is None or following.role == "user" or _is_nothing(following)
+    return turn.role == "user" and no_answer
 
 
 def _is_nothing(turn: Turn) -> bool:

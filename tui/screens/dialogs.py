@@ -71,9 +71,7 @@ def hanging(content: Content, width: int, indent: int = 2) -> Content:
 class Dialog(ModalScreen[_Answer | None]):
     """A window with ``parts`` under one another, and what its ``keys`` do; Esc gives no answer."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", show=False, priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False, priority=True)]
 
     def __init__(self, *parts: Widget, keys: str = "", tall: bool = False) -> None:
         super().__init__()
@@ -274,9 +272,7 @@ _DECISIONS: dict[str, Decision] = {"y": "once", "a": "always", "n": "refuse"}
 class AskCall(Dialog[Decision]):
     """y runs it, a also runs its tool without a question in this conversation; n and Esc refuse."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+c", "leave", show=False, priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "leave", show=False, priority=True)]
 
     def __init__(self, call: PendingCall) -> None:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, indent=2)

@@ -446,7 +446,8 @@ def _where(known: Preview | str) -> str:
 
 
 def _drawn(mark: str, title: str, facts: str) -> Content:
-    return Content.assemble((mark, "$text-accent"), (title, "bold"), (f"\n  {facts}", FAINT))
+    below = f"\n  {facts}" if facts else ""
+    return Content.assemble((mark, "$text-accent"), (title, "bold"), (below, FAINT))
 
 
 _ServerRow = tuple[str, str]
@@ -484,9 +485,8 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
         self.show(rows, self._none, highlighted=place)
 
     def draw(self, item: _ServerRow) -> Content:
-        mark = "● " if item[0] == self._current else "  "
-        facts = f"\n  {clean(item[1])}" if item[1] else ""
-        return Content.assemble((mark, "$text-accent"), (clean(item[0]), "bold"), (facts, FAINT))
+        name, facts = map(clean, item)
+        return _drawn("● " if item[0] == self._current else "  ", name, facts)
 
     def take(self, item: _ServerRow) -> None:
         self.dismiss(None if item[0] == self._current else item[0])
