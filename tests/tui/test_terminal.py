@@ -37,7 +37,8 @@ class Terminal:
         settings = [f"{name}={value}" for name, value in environment.items()]
         # A size in the environment would count for more than the terminal's own.
         line = shlex.join(["env", "-u", "COLUMNS", "-u", "LINES", *settings, *command])
-        line += "; echo ended with $?; sleep 600"
+        # Again and again: after a kill the app's screen may still be there for a moment.
+        line += "; status=$?; while echo ended with $status; do sleep 0.5; done"
         start = ["-f", os.devnull, "new-session", "-d", "-x", "100", "-y", "30", line]
         try:
             self.tmux(*start)
