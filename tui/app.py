@@ -145,8 +145,7 @@ class ChatApp(App[None]):
         welcome: Callable[[], str] | None = None,
     ) -> None:
         super().__init__()
-        self._welcome = welcome
-        self._data = data
+        self._welcome, self._data, self._chat_path = welcome, data, chat_path
         register(self)
         self.animation_level = "none"  # frames that would only send bytes over SSH
         self.preferences, self.presets = PreferencesFile(config), PresetsFile(config)
@@ -154,10 +153,8 @@ class ChatApp(App[None]):
         self.keys: tuple[Key, ...] = KEYS
         # Why the model could not be loaded, or the app crashed, in one line.
         self.failure: str | None = None
-        self._list_models = list_models
+        self._list_models, self._load_by_name = list_models, load_by_name
         self._load_options = load_options or {}
-        self._chat_path = chat_path
-        self._load_by_name = load_by_name
         self._loading: Task[ChatModel] = loading(load)
         self._loading_name: str | None = None  # name of another model being loaded
         self._model_before: str | None = None  # the model loaded before
@@ -231,7 +228,9 @@ class ChatApp(App[None]):
             async with self._copying:  # so that the last copy is the one that stays
                 copied = await asyncio.to_thread(copied_by_tool, text)
                 if not copied:
+                    latest = self._clipboard
                     super(ChatApp, self).copy_to_clipboard(text)
+                    self._clipboard = latest
                 self.chat.hint.flash(f"{_COPIED if copied else _SENT} {what}")
 
         self._clipboard = text  # for Ctrl+V

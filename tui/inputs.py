@@ -6,6 +6,7 @@ arrows take a whole letter or emoji, and a control character in the text is seen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -129,22 +130,20 @@ class Input(_Typed, widgets.Input):
     def validate_value(self, value: str) -> str:
         return clean(value)
 
-    def _steps(self, step: int, select: bool = False) -> int:
-        one = not self.selection.is_empty and not select
-        return 1 if one else letter_size(self.value, self.cursor_position, step)
+    def _repeat(self, step: int, action: Callable[..., None], *select: bool) -> None:
+        """Act on every character of a letter, or once on what is selected."""
+        once = not self.selection.is_empty and not any(select)
+        for _ in range(1 if once else letter_size(self.value, self.cursor_position, step)):
+            action(*select)
 
     def action_cursor_left(self, select: bool = False) -> None:
-        for _ in range(self._steps(-1, select)):
-            super().action_cursor_left(select)
+        self._repeat(-1, super().action_cursor_left, select)
 
     def action_cursor_right(self, select: bool = False) -> None:
-        for _ in range(self._steps(1, select)):
-            super().action_cursor_right(select)
+        self._repeat(1, super().action_cursor_right, select)
 
     def action_delete_left(self) -> None:
-        for _ in range(self._steps(-1)):
-            super().action_delete_left()
+        self._repeat(-1, super().action_delete_left)
 
     def action_delete_right(self) -> None:
-        for _ in range(self._steps(1)):
-            super().action_delete_right()
+        self._repeat(1, super().action_delete_right)

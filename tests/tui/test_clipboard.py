@@ -150,7 +150,7 @@ async def test_copies_in_order(model: FakeModel, monkeypatch: pytest.MonkeyPatch
     def tool(text: str) -> bool:
         assert text != "ls\n" or gate.wait(60)
         copied.append(text)
-        return True
+        return text != "ls\n"
 
     monkeypatch.setattr("localrt.tui.app.copied_by_tool", tool)
     model.answer = ["```\na = 1\n```\n\n```\nls\n```"]
@@ -162,3 +162,4 @@ async def test_copies_in_order(model: FakeModel, monkeypatch: pytest.MonkeyPatch
         gate.set()
         await until(pilot, lambda: screen.hint(app).strip() == "Copied what was selected")
         assert copied == ["ls\n", "a = 1\n", "a"]
+        assert app.clipboard == "a"

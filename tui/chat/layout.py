@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -375,17 +376,14 @@ def _either(text: str) -> str:
 def _found(pattern: re.Pattern[str], lines: Sequence[Strip]) -> list[_Spans]:
     """The matches in lines; a match may begin in one and end in another."""
     texts = [line.text.rstrip() for line in lines]
-    starts, length = [], 0
-    for text in texts:
-        starts.append(length)
-        length += len(text) + 1
+    starts = [0, *accumulate(len(text) + 1 for text in texts)]  # and the end
     matches: list[_Spans] = []
     row = 0
     for match in pattern.finditer("\n".join(texts)):
-        while row + 1 < len(starts) and starts[row + 1] <= match.start():
+        while starts[row + 1] <= match.start():
             row += 1
         spans = []
-        for at in range(row, len(starts)):
+        for at in range(row, len(texts)):
             if starts[at] >= match.end():
                 break
             start = max(match.start() - starts[at], 0)

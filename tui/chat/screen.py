@@ -89,10 +89,8 @@ class ChatScreen(Screen[None]):
         self.hint = HintLine()
         self.footer = Footer()
         self.footer.status = Status(model=model)
-        self._presets = presets
-        self._stop_loading = stop_loading
-        self._copy_text = copy
-        self._toolbox = toolbox
+        self._presets, self._toolbox = presets, toolbox
+        self._stop_loading, self._copy_text = stop_loading, copy
         self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated

@@ -48,8 +48,7 @@ class Exporter:
         if path.exists() and path != self._asked and path not in self._written:
             self._asked = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
-        json_file = path.suffix.lower() == ".json"
-        if json_file:
+        if path.suffix.lower() == ".json":
             text = as_json(conversation)
         else:
             text = as_markdown(conversation, _PicturesBeside(path))
