@@ -287,7 +287,7 @@ class Finder:
         return place, total
 
     def nearest(self, line: int, styles: Styles) -> Place | None:
-        """Go to the first match from ``line`` on, else to the last one above it."""
+        """The first match from ``line`` on, else the last one above it."""
         blocks = self._column.blocks
         first = self._column.at(line) if blocks else 0
         for place in range(first, len(blocks)):
@@ -295,31 +295,25 @@ class Finder:
             top = self._column.span(place)[0] + blocks[place].gap
             for number, match in enumerate(spans):
                 if top + match[0][0] >= line:
-                    self.now = Place(blocks[place], number)
-                    return self.now
+                    return Place(blocks[place], number)
         for place in range(min(first, len(blocks) - 1), -1, -1):
             if spans := self._spans(blocks[place], styles):
-                self.now = Place(blocks[place], len(spans) - 1)
-                return self.now
-        self.now = None
+                return Place(blocks[place], len(spans) - 1)
         return None
 
-    def move(self, step: int, styles: Styles) -> Place | None:
-        """Go to the next (+1) or previous (-1) match, round the ends."""
+    def following(self, step: int, styles: Styles) -> Place | None:
+        """The next (+1) or previous (-1) match, round the ends."""
         blocks, now = self._column.blocks, self.now
         if now is None or now.block not in blocks:
             return self.nearest(0, styles)
         number = now.number + step
         if 0 <= number < len(self._spans(now.block, styles)):
-            self.now = Place(now.block, number)
-            return self.now
+            return Place(now.block, number)
         here = blocks.index(now.block)
         for away in range(1, len(blocks) + 1):
             block = blocks[(here + step * away) % len(blocks)]
             if spans := self._spans(block, styles):
-                self.now = Place(block, 0 if step > 0 else len(spans) - 1)
-                return self.now
-        self.now = None
+                return Place(block, 0 if step > 0 else len(spans) - 1)
         return None
 
     def line(self, place: Place, styles: Styles) -> int:

@@ -186,10 +186,7 @@ class ConversationView(ScrollView, can_focus=False):
     def mark_next(self, step: int) -> None:
         """Mark the turn above (-1) or below (+1) the marked one; below the last, none."""
         turns = [block for block in self.blocks if block.role]
-        if self.marked in turns:
-            place = turns.index(self.marked) + step
-        else:
-            place = len(turns) - 1 if step < 0 else len(turns)
+        place = step + (turns.index(self.marked) if self.marked in turns else len(turns))
         if 0 <= place < len(turns):
             self.mark(turns[place])
         elif place >= len(turns):
@@ -204,7 +201,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._go_to(self._finder.nearest(self.scroll_offset.y, self._style()))
 
     def find_next(self, step: int) -> None:
-        self._go_to(self._finder.move(step, self._style()))
+        self._go_to(self._finder.following(step, self._style()))
 
     @property
     def found(self) -> tuple[int, int]:
@@ -212,6 +209,7 @@ class ConversationView(ScrollView, can_focus=False):
         return self._finder.counted
 
     def _go_to(self, place: Place | None) -> None:
+        self._finder.now = place
         self._fit_height()  # blocks may have been laid out
         if place is not None:
             line, height = self._finder.line(place, self._style()), self.size.height
