@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
-_COPIED, _SENT = "Copied", "Perhaps copied (if not: /export):"
+_COPIED, _SENT = "Copied", "Perhaps copied (if not, use /export):"
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
 _WITHOUT_CONTROLS = WithoutControls()
 _SIGNALS = () if os.name == "nt" else (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -93,7 +93,7 @@ def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- what is said ----------------------------------------------------------------------------------
 
-MAYBE = "Perhaps copied (if not: /export): code block: python, 1 line"
+MAYBE = "Perhaps copied (if not, use /export): code block: python, 1 line"
 DONE = "Copied code block: python, 1 line"
 
 
