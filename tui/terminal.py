@@ -34,7 +34,6 @@ printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
 case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
-
 _PAUSE = 3.0  # seconds; a paste that stops so long is shown, and may have lost its end
 # A read that is one key, but Esc, with which a mark begins, or a new paste.
 _KEY = re.compile(
@@ -67,13 +66,10 @@ class PasteParser(XTermParser):
                 text, data = self._paste[:end], self._paste[end + len(END) :]
                 yield self._ended(text)
                 continue
-            seen = self._recent + data
-            start = seen.find(START)
-            split = len(data) if start < 0 else start + len(START) - len(self._recent)
-            yield from super().feed(data[:split])
-            data = data[split:]
-            self._recent = seen[1 - len(START) :] if start < 0 else ""
-            self._paste = None if start < 0 else ""
+            before, mark, data = (self._recent + data).partition(START)
+            yield from super().feed((before + mark)[len(self._recent) :])
+            self._recent = "" if mark else before[1 - len(START) :]
+            self._paste = "" if mark else None
 
     @property
     def _paused(self) -> bool:
