@@ -43,8 +43,8 @@ from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
-from localrt.tui.text import WithoutControls, clean, explained, one_line, pasted, short_name
-from localrt.tui.themes import WithoutColor, offered, register
+from localrt.tui.text import clean, explained, one_line, pasted, short_name
+from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
 
 if TYPE_CHECKING:
     from localrt import ChatModel

@@ -10,10 +10,6 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from rich.segment import Segment
-from textual.color import Color
-from textual.filter import LineFilter
-
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
 from localrt.tui.commands import in_app
@@ -28,7 +24,7 @@ _CONTROL = {
     if chr(code) not in _KEPT
 }
 _CONTROL[ord("\r")] = ""
-_GONE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))
+UNSAFE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))  # for translate: none of these is left
 
 
 # Control keys as tmux and other terminals write them when programs ask for extended keys; tmux does
@@ -45,19 +41,6 @@ def pasted(text: str) -> str:
 def clean(text: str) -> str:
     """The text with every control character but newline and tab made harmless."""
     return text.translate(_CONTROL)
-
-
-class WithoutControls(LineFilter):
-    """Removes from what widgets draw the control characters that nobody has cleaned: a terminal
-    gets none."""
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [
-            each
-            if each.control or each.text.isprintable()
-            else each._replace(text=each.text.translate(_GONE))
-            for each in segments
-        ]
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The app's own pair of themes, and which themes a terminal can show.
+"""The app's own pair of themes, which themes a terminal can show, and what it never gets.
 
 Colours only: every style of the app is written in a theme's variables. ``NO_COLOR`` takes them away
 again.
@@ -13,6 +13,8 @@ from textual.app import App
 from textual.color import Color
 from textual.filter import LineFilter
 from textual.theme import Theme
+
+from localrt.tui.text import UNSAFE
 
 FAINT = "$foreground 60%"  # less important text
 
@@ -55,6 +57,19 @@ class WithoutColor(LineFilter):
         return [
             Segment(text, style.without_color if style is not None else None, control)
             for text, style, control in segments
+        ]
+
+
+class WithoutControls(LineFilter):
+    """Removes from what widgets draw the control characters that nobody has cleaned: a terminal
+    gets none."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            each
+            if each.control or each.text.isprintable()
+            else each._replace(text=each.text.translate(UNSAFE))
+            for each in segments
         ]
 
 
