@@ -6,6 +6,7 @@ the events that it needs, and nothing waits for the whole device.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -124,16 +125,18 @@ class _Spans:
         self._resource, self._clock = resource, clock
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._last: tuple[Any, float] | None = None  # an event, and when it has happened
+        self._counting = threading.Lock()
 
     def add(self, name: str, began: Any, ended: Any) -> None:
         self._open.append((name, began, ended))
 
     def count(self) -> None:
-        """Tell the clock of those that have ended."""
-        while self._open and self._open[0][2].query():
-            name, began, ended = self._open.popleft()
-            now, seconds = time.perf_counter(), began.ms_until(ended) / 1e3
-            last, at = self._last or (ended, now)
-            at = min(now, at + last.ms_until(ended) / 1e3)
-            self._last = ended, at
-            self._clock.span(self._resource, name, at - seconds, seconds)
+        """Tell the clock of those that have ended. Any thread may."""
+        with self._counting:
+            while self._open and self._open[0][2].query():
+                name, began, ended = self._open.popleft()
+                now, seconds = time.perf_counter(), began.ms_until(ended) / 1e3
+                last, at = self._last or (ended, now)
+                at = min(now, at + last.ms_until(ended) / 1e3)
+                self._last = ended, at
+                self._clock.span(self._resource, name, at - seconds, seconds)
