@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Module and function, imported when needed; checks that need a GPU come first.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
+    "facts": ("facts", "check_facts"),
     "products": ("kernels", "check_products"),
     "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
@@ -58,7 +59,7 @@ CHECKS = {
     "packed": ("models", "check_packed"),
 }
 # These also compute on the CPU.
-_BESIDE = frozenset({"loaded", "heads", "towers"})
+_BESIDE = frozenset({"facts", "loaded", "heads", "towers"})
 _BUILD_S = 240
 
 

@@ -31,6 +31,7 @@ def checked(
     off: float = 0.0,
     free: float = 80e9,
     peak: float = 7.9e9,
+    disk: bool = True,
 ) -> dict[str, Result]:
     """The results by name, of ways that differ in a logit by ``off``."""
 
@@ -47,6 +48,7 @@ def checked(
 
     monkeypatch.setattr(loaded, "asked", asked)
     monkeypatch.setattr(loaded, "free_memory", lambda: int(free))
+    monkeypatch.setattr(loaded, "has_disk", lambda nbytes: disk)
     size = Size("Qwen3ForCausalLM", CONFIG, bound=0.1)
     found = Loaded("14B", size, tmp_path / "folder", tmp_path / "cache").results()
     return {result.name.removeprefix("loaded 14B, "): result for result in found}
@@ -55,7 +57,8 @@ def checked(
 def test_gpu_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = checked(tmp_path, monkeypatch)
     assert all(result.ok for result in results.values())
-    assert {"kernels uncompiled", "compiled", "at 12 GB/s", "resident"} <= set(results)
+    ways = {"kernels uncompiled", "compiled", "at 12 GB/s", "from the SSD", "resident"}
+    assert ways <= set(results)
     assert results["kernels uncompiled as compiled"].values["of_tokens"] == 8
     results = checked(tmp_path, monkeypatch, off=1e-6)
     assert not results["compiled as resident"].ok
@@ -74,3 +77,6 @@ def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     results = checked(tmp_path, monkeypatch, free=1000)
     assert "no room" in results["resident"].values["not run"]
     assert "compiled as resident" not in results
+    results = checked(tmp_path, monkeypatch, disk=False)
+    assert "no disk" in results["from the SSD"].values["not run"]
+    assert "from the SSD as compiled" not in results

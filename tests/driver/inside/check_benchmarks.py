@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import attention, grouped, loaded_child, recurrent, timing
+from benchmarks.gpu import attention, facts, grouped, loaded_child, recurrent, timing
 from benchmarks.gpu.kernels import random_rows
 from benchmarks.gpu.memory import free_memory, watch
 from localrt.quant.cuda import cuda_memory, measuring
@@ -70,6 +70,18 @@ def test_peak_is_what_was_taken_at_most(device: Cuda) -> None:
     assert kept.nbytes + 40 * MIB <= peak() <= kept.nbytes + 44 * MIB
     again = watch(device, free_memory("cuda"))
     assert again() == 0
+
+
+def test_facts(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_COPIED", 8 * MIB)
+    monkeypatch.setattr(facts, "_PIECES", (2 * MIB, 8 * MIB))
+    monkeypatch.setattr(facts, "_rates", lambda device: {})  # test_measuring.py
+    for name in ("_LAUNCHES", "_RUNS"):
+        monkeypatch.setattr(facts, name, 3)
+    results = list(facts.check_facts("cuda"))
+    assert all(result.ok for result in results), [result.line() for result in results]
+    assert results[0].values.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
+    assert len(results[1].values) == 7
 
 
 def test_slower_link(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""What schedules depend on: how fast copies of several sizes follow one another, how soon a thread
+goes on after what it waits for, what a launch costs, and how CPU and copies slow each other down.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.timing import Result, guarded
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.measuring import measure_gpu
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.tensor import upload
+
+_COPIED = 160 << 20
+_PIECES = (2 << 20, 8 << 20, 16 << 20, 32 << 20, 160 << 20)
+_DEEP = 8  # copies queued at once
+_ROW = 5120  # numbers
+_LAUNCHES = 500
+_RUNS = 21
+
+
+def check_facts(device: str) -> Iterator[Result]:
+    """Facts of the GPU, its link and the host beside it; none of them can fail."""
+    if not device.startswith("cuda"):
+        yield Result("facts", True, values={"not run": "it needs a GPU"})
+        return
+    for name, measure in {"copies": _copies, "waits": _waits, "rates": _rates}.items():
+        yield from guarded(f"facts, {name}", partial(_facts, name, measure, device))
+
+
+def _facts(name: str, measure: Callable[[str], dict[str, Any]], device: str) -> list[Result]:
+    return [Result(f"facts, {name}", True, values=measure(device))]
+
+
+def _copies(device: str) -> dict[str, Any]:
+    """GB/s of pieces from pinned RAM, queued one behind another, by the GPU's own events."""
+    copies = CudaCopies(device)
+    source, memory = copies.host_buffer(_COPIED), copies.alloc(_COPIED)
+    source[:] = 1
+    found: dict[str, Any] = {}
+    for piece in _PIECES:
+
+        def queued(piece: int = piece) -> float:
+            for number in range(_DEEP):
+                start = number * piece % _COPIED
+                copies.queue(source[start : start + piece], memory[start : start + piece], None)
+            began, ended = copies.end_copy()
+            ended.synchronize()
+            return _DEEP * piece / began.ms_until(ended) / 1e6
+
+        found[f"gb_s_{piece >> 20}_mb"] = _median(queued)
+    copies.free_host(source)
+    copies.free(memory)
+    copies.close()
+    return found
+
+
+def _waits(device: str) -> dict[str, Any]:
+    """Microseconds: of a wait for nothing, spinning and asleep, with the cores idle and after
+    products; of a row to the GPU and back; of a launch, on the host and on the GPU.
+    """
+    gpu: Any = device_of(device)
+    host = NativeOps()
+    data = np.ones(64 << 20, np.uint8)
+    row = np.ones((1, _ROW), np.float32)
+
+    def event(sleeps: bool, busy: bool) -> float:
+        if busy:
+            host.read_all(data)
+        made = gpu.event(sleeps=sleeps)
+        started = time.perf_counter()
+        made.record()
+        made.synchronize()
+        return time.perf_counter() - started
+
+    def crossing() -> float:
+        started = time.perf_counter()
+        upload(row, gpu).bits()
+        return time.perf_counter() - started
+
+    there = upload(row, gpu)
+
+    def launches(of: Callable[[float, float], float]) -> float:
+        first, last = gpu.event(timed=True), gpu.event(timed=True)
+        first.record()
+        started = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            there.put(row)
+        seconds = time.perf_counter() - started
+        last.record()
+        last.synchronize()
+        return of(seconds, first.ms_until(last) / 1e3) / _LAUNCHES
+
+    found = {
+        f"{'sleeping' if sleeps else 'spinning'}{', cores busy' if busy else ''}": event_s
+        for sleeps in (False, True)
+        for busy in (False, True)
+        for event_s in [_median(lambda s=sleeps, b=busy: event(s, b))]
+    }
+    found["row there and back"] = _median(crossing)
+    found["launch, host"] = _median(lambda: launches(lambda host_s, gpu_s: host_s))
+    found["launch, GPU"] = _median(lambda: launches(lambda host_s, gpu_s: gpu_s))
+    return {f"{name}, us": 1e6 * seconds for name, seconds in found.items()}
+
+
+def _rates(device: str) -> dict[str, Any]:
+    """What the planner measures of a GPU."""
+    rates = measure_gpu(CudaOps(device=device), ("int4-g32",), host=NativeOps())
+    return asdict(rates)
+
+
+def _median(measure: Callable[[], float]) -> float:
+    measure()
+    return statistics.median(measure() for _ in range(_RUNS))
