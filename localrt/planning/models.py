@@ -22,7 +22,7 @@ from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
-from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.names import HubRef, looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.heads import is_head
 from localrt.offload.planner import ModelShape
@@ -37,11 +37,17 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 
 def find_model(
-    model: str, settings: Settings, *, revision: str | None = None, offline: bool | None = None
+    model: str,
+    settings: Settings,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    any_file: bool = False,
 ) -> Path:
     """Return the path of the model on this machine, or else of its config.
 
-    Short names need no network: localrt has their configs.
+    Short names, and the repositories that they stand for, need no network: localrt has their
+    configs. With ``any_file`` they serve any file of such a repository.
 
     Raises:
         ModelNotFoundError: neither is found.
@@ -52,12 +58,13 @@ def find_model(
             model, settings=settings, revision=revision, offline=offline, download=False
         ).path
     except ModelNotFoundError:
-        name = expand_name(model, settings)
-        known = next((each for each in KNOWN_MODELS if each.repo == name), None)
+        ref = hub_ref(model, settings)
+        if ref is None or (ref.variant is not None and not any_file):
+            raise
+        known = next((each for each in KNOWN_MODELS if each.repo == ref.repo), None)
         if known is not None:
             return _known_config(settings, known)
-        ref = None if looks_like_path(name) else parse_hub_ref(name)
-        if ref is None or ref.variant is not None:
+        if ref.variant is not None:
             raise
         found = _cached_config(settings, ref.repo)
         if found is None and not offline:
@@ -65,6 +72,12 @@ def find_model(
         if found is None:
             raise
         return found
+
+
+def hub_ref(model: str, settings: Settings) -> HubRef | None:
+    """Return the hub's name of ``model``; None for a path."""
+    name = expand_name(model, settings)
+    return None if looks_like_path(name) else parse_hub_ref(name)
 
 
 def known_model_of(path: Path, settings: Settings) -> KnownModel | None:

@@ -23,8 +23,7 @@ from localrt.common.option_names import on_command_line, option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
-from localrt.hub.listing import expand_name
-from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.names import HubRef, looks_like_path
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
 from localrt.loading.draft_offers import own_draft
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
@@ -42,8 +41,16 @@ from localrt.offload.planner.plan import Change, PlannedPicture, PlannedPlace, P
 from localrt.offload.planner.predict import estimate
 from localrt.offload.planner.verdict import Expected
 from localrt.offload.store.pack import fingerprint
-from localrt.planning.models import find_model, has_weights, known_model_of, shape_of
-from localrt.planning.recommending import FILE, other_files, recommend_on, sized, usual_offer
+from localrt.planning.models import find_model, has_weights, hub_ref, known_model_of, shape_of
+from localrt.planning.recommending import (
+    FILE,
+    as_published,
+    only,
+    other_files,
+    recommend_on,
+    sized,
+    usual_offer,
+)
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
@@ -122,21 +129,25 @@ def plan(
         ram_speed=ram_speed,
         cores=cores,
     )
-    path = find_model(name, settings, revision=revision, offline=offline)
+    path = find_model(name, settings, revision=revision, offline=offline, any_file=True)
+    ref = hub_ref(name, settings)
     shape = shape_of(path, format)
     machine, budgets, note = planned_hardware(
         wanted, settings, path=path, formats=_formats(shape), remeasure=remeasure
     )
-    offer = None if format is not None else _offer(name, path, settings, offline)
+    offer = None if format is not None else _offer(ref, path, settings, offline)
     file = ""
     if offer is not None:
-        chosen = recommend_on(offer, machine, budgets, ctx=ctx)
-        file = chosen.name
-        if len(offer.sizes) > 1:  # a single file is planned as published
-            shape = replace(
-                sized(shape, file, offer.sizes[file]),
-                notes=(f"of its files {file} is planned: {chosen.reason}",),
-            )
+        named = ref and ref.variant
+        candidates = only(offer, named) if named else offer
+        chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
+        file, why = chosen.name, f"of its files {chosen.name} is planned: {chosen.reason}"
+        if named:
+            why = f"{named} was not looked up on the hub: its size is an estimate"
+        if as_published(candidates):
+            shape = replace(shape, notes=(*shape.notes, *((why,) if named else ())))
+        else:
+            shape = replace(sized(shape, file, candidates.sizes[file]), notes=(why,))
             # The processor's rates depend on the file's format.
             machine, budgets, note = planned_hardware(
                 wanted, settings, path=path, formats=_formats(shape)
@@ -156,7 +167,7 @@ def plan(
             kv_format=kv_format,
             kv_on_ssd=kv_on_ssd,
             called="" if looks_like_path(name) else name,
-            thinks=repo_thinks(name) or repo_thinks(expand_name(name, settings)),
+            thinks=repo_thinks(name) or (ref is not None and repo_thinks(ref.repo)),
             quantization=file,
             hypothetical=wanted.hypothetical,
             note=note,
@@ -290,14 +301,16 @@ def _formats(shape: ModelShape) -> set[str]:
     return {unit.format for unit in shape.units}
 
 
-def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> Offer | None:
+def _offer(
+    ref: HubRef | None, path: Path, settings: Settings, offline: bool | None
+) -> Offer | None:
     """Return the files of a hub model without local weights; None if there is nothing to choose."""
     known = known_model_of(path, settings)
     if known is not None:
         return usual_offer(known)
-    name = expand_name(model, settings)
-    ref = None if has_weights(path) or looks_like_path(name) else parse_hub_ref(name)
-    if ref is None or ref.variant is not None or (settings.offline if offline is None else offline):
+    if ref is None or ref.variant is not None or has_weights(path):
+        return None
+    if settings.offline if offline is None else offline:
         return None
     try:
         offer = offer_of(ref.repo, settings)

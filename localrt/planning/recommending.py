@@ -104,7 +104,7 @@ def recommend_on(
     else:
         for name in names:
             request = PlanRequest(
-                shape=shape if _as_published(offer) else sized(shape, name, offer.sizes[name]),
+                shape=shape if as_published(offer) else sized(shape, name, offer.sizes[name]),
                 machine=machine,
                 budgets=budgets,
                 ctx=min(ctx or DEFAULT_CONTEXT, shape.context_length),
@@ -163,7 +163,7 @@ def _outline_of(offer: Offer) -> ModelShape | None:
     unknown or unsupported.
     """
     if offer.config is not None:
-        format = None if _as_published(offer) else _PLANNED
+        format = None if as_published(offer) else _PLANNED
         with suppress(UnsupportedModelError, CheckpointError):
             return shape_from_config(offer.config, name="model", format=format, experts=1)
     return None
@@ -190,6 +190,16 @@ def usual_offer(model: KnownModel) -> Offer:
         return Offer(model.repo, {name: nbytes}, config)
     sizes = {name: round(weights * bits / 8) for name, bits in _USUAL_BITS.items()}
     return Offer(model.repo, sizes, config)
+
+
+def only(offer: Offer, file: str) -> Offer:
+    """Return the offer of one usual ``file`` alone, with an estimated size if it has others."""
+    if as_published(offer):
+        return offer
+    label = next((name for name in offer.sizes if name in file.upper()), file)
+    whole = offer.sizes["Q8_0"] / _USUAL_BITS["Q8_0"]
+    nbytes = offer.sizes.get(label) or round(whole * ((_bits(file) or _GOOD_BITS) + _BESIDE))
+    return replace(offer, sizes={label: nbytes})
 
 
 def other_files(
@@ -268,8 +278,8 @@ def _bits(name: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _as_published(offer: Offer) -> bool:
-    """Whether the only file is in the format that the config names."""
+def as_published(offer: Offer) -> bool:
+    """Whether the only file is in the format that the config names, and needs no other size."""
     quantized = None if offer.config is None else offer.config.get("quantization_config")
     return len(offer.sizes) == 1 and isinstance(quantized, Mapping)
 

@@ -135,6 +135,33 @@ def test_the_models_of_an_empty_machine(tmp_path: Path) -> None:
     assert file.exists()
 
 
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(
+    ("model", "quantization", "gigabytes", "note"),
+    [
+        ("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "Q4_K_M", 18.7, "Q4_K_M was not looked up"),
+        ("unsloth/Qwen3-30B-A3B-GGUF:q8_0", "Q8_0", 32.4, "q8_0 was not looked up"),
+        ("unsloth/Qwen3-30B-A3B-GGUF:UD-IQ3_XXS", "UD-IQ3_XXS", 14.9, "IQ3_XXS was not looked up"),
+        ("ggml-org/gpt-oss-20b-GGUF:MXFP4", "MXFP4", 13.8, "MXFP4 was not looked up"),
+        ("qwen3:30b", "Q5_K_M", 21.7, "of its files Q5_K_M is planned"),
+    ],
+)
+def test_known_repository_offline(
+    model: str, quantization: str, gigabytes: float, note: str
+) -> None:
+    found = localrt.plan(model, pc="RTX 4060, 32GB", offline=True, advise=False)
+    assert found.quantization == quantization
+    assert found.weight_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert found.thinks
+    assert note in found.details
+    assert found.command == f"localrt chat {model}"
+
+
+def test_unknown_repository_offline() -> None:
+    with pytest.raises(localrt.ModelNotFoundError, match="localrt pull org/none:Q4_K_M"):
+        localrt.plan("org/none:Q4_K_M", offline=True)
+
+
 def test_smaller_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")  # as if in four and a half bits
     for place, options in (
