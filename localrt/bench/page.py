@@ -36,6 +36,7 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
+from localrt.offload.planner.verdict import meanings
 
 NOT_MEASURED = "not measured"
 
@@ -435,8 +436,10 @@ def _card(report: Report) -> Page:
         f"{report['prompt_tokens']} prompt and {report['tokens']} answer tokens, {_runs(report)}; "
         "power is the whole machine's while it decodes"
     )
+    headers, rows = card_rows(report)
+    notes += meanings(" ".join([*headers, *(row[0] for row in rows)]))
     title = f"What runs on {report['machine']['cpu']['name']}"
-    return Page(title, notes, [("", [Table(*card_rows(report)), *figures])])
+    return Page(title, notes, [("", [Table(headers, rows), *figures])])
 
 
 _RATES = (

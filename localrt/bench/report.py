@@ -20,6 +20,7 @@ from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import Machine
+from localrt.offload.planner.verdict import meanings
 
 _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace
@@ -133,7 +134,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
             lines.append(f"{engine(result)}: {use_line(result.metrics)}")
     if any(result.metrics.get("simulated") for result in outcome.results):
         lines.append("simulated: predicted for a GPU, not measured on one")
-    return "\n".join(lines)
+    return "\n".join([*lines, *meanings("\n".join(lines))])
 
 
 def _details(

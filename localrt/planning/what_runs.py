@@ -17,7 +17,7 @@ from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile
 from localrt.offload.planner.pc import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.offload.planner.report import figures, gpu_room
-from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
+from localrt.offload.planner.verdict import Expected, Level, meanings, speed
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
@@ -95,7 +95,8 @@ class WhatRuns:
         yield ""
         rows = [(*_row(each),) for each in best]
         headers = ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT")
-        yield table(rows, headers, "llrrr")
+        shown_table = table(rows, headers, "llrrr")
+        yield shown_table
         yield ""
         shown = {each.model.family for each in best}
         slow = dict.fromkeys(
@@ -106,11 +107,7 @@ class WhatRuns:
         yield f"Forecasts from {', '.join(figures(self.machine))}"
         memory = f"{format_bytes(self.budgets.ram)} of RAM{gpu_room(self.machine, self.budgets)}"
         yield f"Memory for a model: {memory}; sizes of files are estimates."
-        yield UNITS
-        yield (
-            "FILE: the bits of a weight come first (Q4: about 4); fewer are smaller, faster and "
-            "less exact. FIRST TOKEN: of the answer to a page of text."
-        )
+        yield from meanings(shown_table)
         if self.note:
             yield f"Note: {self.note}"
         yield ""

@@ -24,7 +24,13 @@ from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedPicture, PlannedSize, PlanRequest
 from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
-from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, part_of, speed
+from localrt.offload.planner.verdict import (
+    PROMPT_TOKENS,
+    READING_TOK_S,
+    meanings,
+    part_of,
+    speed,
+)
 from localrt.offload.shapes import ModelShape
 
 _PLACES = {
@@ -59,7 +65,8 @@ def one_line(plan: Plan) -> str:
 
 def explain(plan: Plan) -> str:
     """Return the whole plan as text."""
-    return "\n".join(_lines(plan))
+    text = "\n".join(_lines(plan))
+    return "\n".join([text, "", *meanings(text)])
 
 
 def hypothetical_line(options: Sequence[str]) -> str:
@@ -103,10 +110,6 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield "Smaller weights"
         yield from _sizes(plan)
-    yield ""
-    yield UNITS
-    yield "Keys and values: what the model remembers of a conversation, for each token of it."
-    yield "Link: between RAM and GPU (PCIe). Pass: one way through the model, for each token."
     if plan.notes:
         yield ""
         yield "Notes"
@@ -280,7 +283,9 @@ _MOST_NOTES = 2
 
 def page(plan: Plan) -> str:
     """Return the plan in about twenty lines."""
-    return "\n".join(_page_lines(plan))
+    text = "\n".join(_page_lines(plan))
+    more = "Where the weights go, and where the time: add --details"
+    return "\n".join([text, "", *meanings(text), "", more])
 
 
 def _page_lines(plan: Plan) -> Iterator[str]:
@@ -296,7 +301,6 @@ def _page_lines(plan: Plan) -> Iterator[str]:
     yield f"{_prompt(plan)}."
     if plan.picture is not None:
         yield f"A{_picture(plan.picture)[1:]}."
-    yield UNITS
     if plan.command:
         yield ""
         yield "To run it there, type" if plan.hypothetical else "To run it, type"
@@ -314,8 +318,6 @@ def _page_lines(plan: Plan) -> Iterator[str]:
         yield ""
         for note in notes:
             yield from _wrapped(f"Note: {note}")
-    yield ""
-    yield "Where the weights go, and where the time: add --details"
 
 
 def _room(plan: Plan) -> str:

@@ -6,6 +6,8 @@ judges the numbers of any forecast.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,17 +19,43 @@ READING_TOK_S = 7.0
 THINKING_TOK_S = 20.0
 """Fast enough for a model that thinks first: its thoughts then take about half a minute."""
 
-UNITS = (
-    "tok/s: tokens per second. A token is about three quarters of a word; people read about "
-    f"{READING_TOK_S:.0f} a second."
-)
-"""Explains the units in every report that has them."""
-
 USABLE_TOK_S = 2.0
 """Below this a short answer takes minutes."""
 
 PROMPT_TOKENS = 500
 """A page of text."""
+
+_MEANINGS = {
+    "tok/s": (
+        "tokens per second. A token is about three quarters of a word; people read about "
+        f"{READING_TOK_S:.0f} a second."
+    ),
+    "FILE": (
+        "the bits of a weight come first (Q4: about 4); fewer are smaller, faster and less exact."
+    ),
+    "Bits per weight": "fewer are smaller, faster and less exact.",
+    "Prefill": "reading the prompt.",
+    "Decode": "writing the answer.",
+    "TTFT": "the time to the first token of the answer.",
+    "FIRST TOKEN": "of the answer to a page of text.",
+    "Partly on the SSD": "every token waits until some weights have been read from it.",
+    "Streamed": "some weights are read from the SSD, or copied to the GPU, for every token.",
+    "Keys and values": "what the model remembers of a conversation, for each token of it.",
+    "Link": "between RAM and GPU (PCIe).",
+    "Pass": "one way through the model, for each token.",
+    "Busy": "the share of the time for which a part works; the busiest sets the pace.",
+    "Predicted": "the planner's forecast, without drafts.",
+    "Perplexity": "how much a text surprises the model: less is better; f32 is the whole model.",
+}
+
+
+def meanings(text: str) -> Iterator[str]:
+    """Yield a line for each word of a report's ``text`` that needs one. Capitals are headers'."""
+    for word, meaning in _MEANINGS.items():
+        flags = re.NOFLAG if word.isupper() else re.IGNORECASE
+        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, flags):
+            yield f"{word}: {meaning}"
+
 
 _GOOD_WAIT_S, _USABLE_WAIT_S = 20.0, 60.0  # for the first token after a page of prompt
 _MERE_SHARE = 0.05  # of a token's weights: copying less is not mentioned

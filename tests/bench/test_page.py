@@ -158,6 +158,8 @@ def test_card_page() -> None:
     text = " ".join(reader.text)
     assert "+1.20 % ± 0.30 %" in text
     assert "m, streamed" in text
+    for word in ("tok/s: tokens per second", "Perplexity: how much", "Streamed: some weights are"):
+        assert word in text
     assert reader.attributes["colspan"] == {"8"}, "the reason why a model did not run"
 
 

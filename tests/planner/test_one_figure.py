@@ -18,7 +18,7 @@ from localrt.offload.planner import Budgets, PlanRequest, make_plan, pc
 from localrt.offload.planner.machine import KernelRate, MachineProfile
 from localrt.offload.planner.pc import Hardware
 from localrt.offload.planner.predict import estimate
-from localrt.offload.planner.verdict import speed
+from localrt.offload.planner.verdict import meanings, speed
 from localrt.planning import preview as preview_module
 from localrt.planning.what_runs import what_runs
 from tests.planner.models import machine, planned, shape
@@ -135,8 +135,22 @@ def test_units_explained() -> None:
         assert text.count("tok/s: tokens per second. A token is about three quarters of") == 1
         assert not re.search(r"\b[KMG]iB\b", text)
     assert "Q4: about 4" in table
-    assert "Keys and values: what the model remembers" in plan.details
-    assert "Link: between RAM and GPU" in plan.details
+    for line in (
+        "Keys and values: what the model remembers",
+        "Link: between RAM and GPU",
+        "Busy: ",
+    ):
+        assert line in plan.details
+    # The same words are explained alike, wherever they stand.
+    lines = [set(text.splitlines()) for text in (plan.report, plan.details, table)]
+    assert set(meanings("tok/s")) <= lines[0] & lines[1] & lines[2]
+    assert set(meanings(plan.details)) <= lines[1]
+    streamed = localrt.plan("qwen3-coder-next:80b", pc="16GB DDR4")
+    assert "read from the SSD" in streamed.report
+    assert (
+        "Partly on the SSD: every token waits"
+        in what_runs(Hardware(pc="16GB DDR4"), Settings.from_environment()).report()
+    )
 
 
 @pytest.mark.usefixtures("quiet_machine")
