@@ -28,117 +28,82 @@ from localrt.planning.recommending import sized
 from localrt.quant.ops.kv_formats import KvFormat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Published:
-    """``tok_s`` of ``model`` (a short name of the table; ``called`` as its users do) on ``pc``, as
-    ``--pc`` takes it, by ``source``.
+    """``tok_s`` of ``model`` (by its short name) on ``pc``, as ``--pc`` takes it.
 
-    ``bits`` are those of a weight in ``file``, None where it is as published. ``held`` tokens of
-    ``ctx`` were in the cache. What is empty was not named. ``apart`` says why a forecast more than
-    a quarter off may be right.
+    ``held`` tokens of ``ctx`` were in the cache. What is empty was not named. ``apart`` says why a
+    forecast more than a quarter off may be right.
     """
 
     model: str
-    called: str
     tok_s: float
-    pc: str = f"{DEFAULT_GPU}, 32GB"
-    ram_speed: str | None = None
+    pc: str
     engine: str = ""
     source: str = ""
     file: str = "Q4_K_M"
-    bits: float | None = 4.9
+    ram_speed: str | None = None
     ctx: int = DEFAULT_CONTEXT
     held: int | None = None
     kv_format: KvFormat = "bf16"
     apart: str = ""
 
 
-def _rtx_2080(model: str, called: str, tok_s: float, thread: int, **more: Any) -> Published:
+def _rtx_2080(model: str, tok_s: float, thread: int, **more: Any) -> Published:
     """An i9-10900X with four channels of DDR4-3200, of which 0.8 is taken to be reached."""
-    return Published(
-        model=model,
-        called=called,
-        tok_s=tok_s,
-        pc="RTX 2080 8GB, 62GB, 10 cores",
-        ram_speed="82GB/s",
-        engine="llama.cpp",
-        source=f"AlexsJones/llmfit#{thread}",
-        **more,
-    )
+    pc, source = "RTX 2080 8GB, 62GB, 10 cores", f"AlexsJones/llmfit#{thread}"
+    return Published(model, tok_s, pc, "llama.cpp", source, ram_speed="82GB/s", **more)
 
 
-def _a3b(tok_s: float, pc: str, engine: str, **more: Any) -> Published:
-    return Published(
-        model="qwen3.5:35b", called="35B-A3B", tok_s=tok_s, pc=pc, engine=engine, **more
-    )
+_RTX_3060 = "RTX 3060 12GB, 32GB", "llama.cpp", "thecodacus/llama.cpp#5"
+_LAYERS = "it had 16 of 40 layers on the GPU; ours are more, and some are copied"
+_LAPTOP = "a laptop's clocks and the kind of its RAM were not named"
+_UNNAMED = "neither the GPU of 8 GB nor the kind of RAM was named"
+# Bits of a weight; a file that is not here is as published.
+_BITS = {"Q4_K_M": 4.9, "Q4_K_S": 4.6, "IQ4_XS": 4.3, "IQ3_S": 3.5, "IQ3_K_R4": 3.5}
 
 
-_IK: dict[str, Any] = {"file": "IQ3_K_R4", "bits": 3.5, "kv_format": "int4"}
-_MXFP4: dict[str, Any] = {"file": "MXFP4", "bits": None}
+def _rtx_4060_ti(tok_s: float, engine: str, file: str, **more: Any) -> Published:
+    return Published("qwen3.5:35b", tok_s, "RTX 4060 Ti 8GB, 32GB", engine, "", file, **more)
+
+
+def _held(tokens: int) -> dict[str, Any]:
+    return {"ctx": tokens, "held": tokens, "kv_format": "int4"}
+
 
 PUBLISHED: tuple[Published, ...] = (
-    _rtx_2080("qwen3:4b", "Qwen3-4B", 110.6, 773),
-    _rtx_2080("llama3.1:8b", "Llama-3.1-8B", 71.9, 773),
-    _rtx_2080("qwen3:8b", "Qwen3-8B", 69.3, 773),
-    _rtx_2080("gemma3:12b", "Gemma-3-12B", 26.1, 774),
-    _rtx_2080("qwen3:14b", "Qwen3-14B", 16.9, 774),
-    _rtx_2080("qwen2.5:14b", "Qwen2.5-14B", 20.8, 778),
-    _rtx_2080(
-        "mistral-small3.2:24b",
-        "Mistral-Small-24B",
-        5.2,
-        775,
-        apart="it had 16 of 40 layers on the GPU; ours are more, and some are copied",
-    ),
-    _rtx_2080("gpt-oss:20b", "gpt-oss-20b", 36.4, 775, **_MXFP4),
-    _rtx_2080("qwen3:30b", "Qwen3-30B-A3B", 36.7, 755),
+    _rtx_2080("qwen3:4b", 110.6, 773),
+    _rtx_2080("llama3.1:8b", 71.9, 773),
+    _rtx_2080("qwen3:8b", 69.3, 773),
+    _rtx_2080("gemma3:12b", 26.1, 774),
+    _rtx_2080("qwen3:14b", 16.9, 774),
+    _rtx_2080("qwen2.5:14b", 20.8, 778),
+    _rtx_2080("mistral-small3.2:24b", 5.2, 775, apart=_LAYERS),
+    _rtx_2080("gpt-oss:20b", 36.4, 775, file="MXFP4"),
+    _rtx_2080("qwen3:30b", 36.7, 755),
+    Published("qwen3.5:9b", 56, "RTX 3070 8GB, 32GB", "llama.cpp", "localllm.in, 2026", ctx=16_384),
+    Published("qwen3.5:35b", 42, *_RTX_3060),
+    Published("glm-4.7-flash:30b", 32, *_RTX_3060),
+    _rtx_4060_ti(57.6, "ik_llama.cpp", "IQ3_K_R4", **_held(16_384)),
+    _rtx_4060_ti(55.6, "ik_llama.cpp", "IQ3_K_R4", **_held(163_840)),
+    _rtx_4060_ti(41.6, "llama.cpp", "Q4_K_S"),
     Published(
-        model="qwen3.5:9b",
-        called="Qwen3.5-9B",
-        tok_s=56,
-        pc="RTX 3070 8GB, 32GB",
-        engine="llama.cpp",
-        source="localllm.in, 2026",
-        ctx=16_384,
-    ),
-    _a3b(42, "RTX 3060 12GB, 32GB", "llama.cpp", source="thecodacus/llama.cpp#5"),
-    Published(
-        model="glm-4.7-flash:30b",
-        called="GLM-4.7-Flash",
-        tok_s=32,
-        pc="RTX 3060 12GB, 32GB",
-        engine="llama.cpp",
-        source="thecodacus/llama.cpp#5",
-    ),
-    _a3b(57.6, "RTX 4060 Ti 8GB, 32GB", "ik_llama.cpp", ctx=16_384, held=16_384, **_IK),
-    _a3b(55.6, "RTX 4060 Ti 8GB, 32GB", "ik_llama.cpp", ctx=163_840, held=163_840, **_IK),
-    _a3b(41.6, "RTX 4060 Ti 8GB, 32GB", "llama.cpp", file="Q4_K_S", bits=4.6),
-    _a3b(
+        "qwen3.5:35b",
         45.0,
         "RTX 4060 Laptop 8GB, 48GB",
         "FreeToken's fork",
-        source="FlashML-org/FreeToken#179",
-        file="IQ3_S",
-        bits=3.5,
-        apart="a laptop's clocks and the kind of its RAM were not named",
+        "FlashML-org/FreeToken#179",
+        "IQ3_S",
+        apart=_LAPTOP,
     ),
+    Published("gpt-oss:120b", 25.6, f"{DEFAULT_GPU}, 96GB", file="MXFP4", apart=_UNNAMED),
     Published(
-        model="gpt-oss:120b",
-        called="gpt-oss-120b",
-        tok_s=25.6,
-        pc=f"{DEFAULT_GPU}, 96GB",
-        apart="neither the GPU of 8 GB nor the kind of RAM was named",
-        **_MXFP4,
-    ),
-    Published(
-        model="qwen3.5:27b",
-        called="27B",
-        tok_s=4.2,
-        pc="RTX 5060 Laptop 8GB, 32GB",
-        engine="llama.cpp",
-        source="sudoingX/qwen38-mtp#45",
-        file="IQ4_XS",
-        bits=4.3,
+        "qwen3.5:27b",
+        4.2,
+        "RTX 5060 Laptop 8GB, 32GB",
+        "llama.cpp",
+        "sudoingX/qwen38-mtp#45",
+        "IQ4_XS",
         ctx=65_536,
         kv_format="int4",
     ),
@@ -157,7 +122,7 @@ def rows() -> Iterator[Record]:
             "forecast_verdict": str(plan.verdict),
             "weight_bytes": plan.weight_bytes,
         }
-        print(f"{each.called}: {each.tok_s} published, {plan.tok_s:.1f} forecast", flush=True)
+        print(f"{each.model}: {each.tok_s} published, {plan.tok_s:.1f} forecast", flush=True)
 
 
 def forecast(published: Published, settings: Settings) -> Plan:
@@ -166,12 +131,11 @@ def forecast(published: Published, settings: Settings) -> Plan:
     machine, budgets, _ = planned_hardware(wanted, settings)
     known = find_known(published.model)
     assert known is not None, "it is in the table"
-    shape = shape_from_config(
-        known.config(), name=known.name, format="int4-g32" if published.bits else None
-    )
-    if published.bits:
-        nbytes = round(known.parameters * 1e9 * published.bits / 8)
-        shape = sized(shape, published.file, nbytes)
+    bits = _BITS.get(published.file)
+    format = "int4-g32" if bits else None
+    shape = shape_from_config(known.config(), name=known.name, format=format)
+    if bits:
+        shape = sized(shape, published.file, round(known.parameters * 1e9 * bits / 8))
     request = PlanRequest(
         shape=shape,
         machine=machine,
@@ -187,7 +151,7 @@ def published_table(record: Mapping[str, Any]) -> str:
     """Model and file, machine and engine as far as they were named, published and planned speed."""
     lines = [
         [
-            f"{row['called']} {row['file']}",
+            f"{row['model']} {row['file']}",
             row["pc"],
             row["engine"] or "not named",
             f"{row['ctx']:,}, {row['kv_format']}",

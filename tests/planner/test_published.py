@@ -22,7 +22,7 @@ NEAR = 0.25
 
 
 @pytest.mark.parametrize(
-    "published", PUBLISHED, ids=lambda each: f"{each.called}, {each.pc}, {each.tok_s}"
+    "published", PUBLISHED, ids=lambda each: f"{each.model}, {each.pc}, {each.tok_s}"
 )
 def test_published(published: Published) -> None:
     found = forecast(published, Settings.from_environment({}))
