@@ -116,18 +116,21 @@ def recommend_on(
         nbytes = whole_nbytes(shape)
         bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
         best = _best(expected, bits)
-    if best is not None:
-        why = f"the largest of up to {_MOST_BITS} bits, about {speed(rates[best])}{where}"
-        if expected:
-            why = _why(best, names, expected, where)
-        return Recommendation(best, rates[best], why, expected.get(best))
-    name = next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
-    name = DEFAULT_LABEL if DEFAULT_LABEL in names and _bits(name) == 4 else name
+    name = best or next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
+    if best is None and DEFAULT_LABEL in names and _bits(name) == 4:
+        name = DEFAULT_LABEL
     if not rates.get(name):
         return Recommendation(name, None, "none of its files fits the memory here")
-    slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
-    why = f"{slow}; this one does {_rate(rates[name], expected.get(name), where)}"
-    return Recommendation(name, rates[name], why, expected.get(name))
+    found = expected.get(name)
+    reads = ", reading the SSD for every token" if found is not None and found.read else ""
+    about = f"about {speed(rates[name])}{where}{reads}"
+    if best is None:
+        slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
+        return Recommendation(name, rates[name], f"{slow}; this one does {about}", found)
+    why = f"the largest of up to {_MOST_BITS} bits, {about}"
+    if expected:
+        why = _why(name, names, expected, about)
+    return Recommendation(name, rates[name], why, found)
 
 
 def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | None:
@@ -240,15 +243,8 @@ def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
     return replace(shape, units=tuple(units))
 
 
-def _rate(tok_s: float, expected: Expected | None, where: str) -> str:
-    reads = expected is not None and expected.read
-    waits = ", reading the SSD for every token" if reads else ""
-    return f"about {speed(tok_s)}{where}{waits}"
-
-
-def _why(name: str, names: list[str], expected: Mapping[str, Expected], where: str) -> str:
+def _why(name: str, names: list[str], expected: Mapping[str, Expected], what: str) -> str:
     found = expected[name]
-    what = _rate(found.tok_s, found, where)
     larger = names[names.index(name) - 1] if names.index(name) else None
     if found.whole_on_gpu and found.is_quick:
         why = "the largest that is whole in GPU memory" if larger else "whole in GPU memory"
