@@ -211,6 +211,69 @@ def test_streaming_takes_the_host_time() -> None:
     assert seconds(1.0, 1e-5, Where.VRAM) == seconds(0.0, 1e-5, Where.VRAM)
 
 
+@pytest.mark.parametrize(
+    ("layers", "visits"),
+    [("....", 0), ("..C.", 1), (".CC.", 1), ("C.C.", 1), (".C.C", 2), ("mmmm", 4)],
+)
+def test_host_beside_a_gpu(layers: str, visits: int) -> None:
+    """A millisecond a token, and 0.6 for each visit from the GPU, of an MLP (m) or of layers."""
+    model = shape(layers=len(layers))
+    on_cpu = {"C": ("attention", "mlp"), "m": ("mlp",), ".": ()}
+    where = {
+        unit.name: Where.RAM
+        if unit.layer is not None and unit.kind in on_cpu[layers[unit.layer]]
+        else Where.VRAM
+        for unit in model.units
+    }
+    ideal = machine(gpu=True)
+    assert ideal.gpu is not None
+    real = replace(ideal, gpu=replace(ideal.gpu, call_s=1e-9))
+    placement = Placement(where=where, kv=("vram",) * len(layers))
+    one, other = (simulate(Costs(shape=model, machine=m), placement) for m in (real, ideal))
+    assert one.seconds - other.seconds == pytest.approx(1e-3 + visits * 6e-4, abs=1e-6)
+
+
+def test_slices_of_the_head_are_one_call() -> None:
+    ideal = machine(gpu=True)
+    assert ideal.gpu is not None
+    slow = replace(ideal, call_s=1.0, gpu=replace(ideal.gpu, call_s=1.0))
+    costs = Costs(shape=shape(head=8), machine=slow)
+    head = [unit for unit in costs.shape.units if unit.kind == "head"]
+    assert sum(costs.gpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
+    assert sum(costs.cpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
+
+
+def test_copies_and_cpu_slow_each_other_down() -> None:
+    model = shape(layers=8)
+    places = (Where.LINK, Where.RAM)
+    mlps = {f"layers.{n}.mlp": places[n % 2] for n in range(8)}
+    where = {**dict.fromkeys((unit.name for unit in model.units), Where.VRAM), **mlps}
+    placement = Placement(where=where, kv=("vram",) * 8, vram_ring=4096 * 6000)
+
+    def seconds(link: float, cpu: float) -> float:
+        here = machine(gpu=True, link=4e9)
+        assert here.gpu is not None
+        here = replace(here, gpu=replace(here.gpu, busy_link=link, busy_cpu=cpu))
+        return simulate(Costs(shape=model, machine=here), placement).seconds
+
+    alone = seconds(1.0, 1.0)
+    assert alone < seconds(0.8, 1.0) < alone / 0.8
+    assert alone < seconds(1.0, 0.8) < alone / 0.8
+
+
+@pytest.mark.parametrize(("gigabytes_s", "reached"), [(6, 6), (12, 12), (20, 20), (49, 29.3)])
+def test_streaming_rate(gigabytes_s: float, reached: float) -> None:
+    """Two threads are enough for links of up to 20 GB/s."""
+    ideal = machine(gpu=True, link=gigabytes_s * 1e9)
+    assert ideal.gpu is not None
+    assert Costs(shape=shape(), machine=ideal).streaming_bytes_s() == pytest.approx(
+        ideal.link_bytes_s
+    )
+    real = replace(ideal, gpu=replace(ideal.gpu, call_s=1e-5))
+    found = Costs(shape=shape(), machine=real).streaming_bytes_s()
+    assert found == pytest.approx(reached * 1e9, rel=0.01)
+
+
 def test_kv_on_ssd() -> None:
     model = shape(layers=2)
     where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)
