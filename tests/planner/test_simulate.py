@@ -261,19 +261,6 @@ def test_copies_and_cpu_slow_each_other_down() -> None:
     assert alone < seconds(1.0, 0.8) < alone / 0.8
 
 
-@pytest.mark.parametrize(("gigabytes_s", "reached"), [(6, 6), (12, 12), (20, 20), (49, 29.3)])
-def test_streaming_rate(gigabytes_s: float, reached: float) -> None:
-    """Two threads are enough for links of up to 20 GB/s."""
-    ideal = machine(gpu=True, link=gigabytes_s * 1e9)
-    assert ideal.gpu is not None
-    assert Costs(shape=shape(), machine=ideal).streaming_bytes_s() == pytest.approx(
-        ideal.link_bytes_s
-    )
-    real = replace(ideal, gpu=replace(ideal.gpu, call_s=1e-5))
-    found = Costs(shape=shape(), machine=real).streaming_bytes_s()
-    assert found == pytest.approx(reached * 1e9, rel=0.01)
-
-
 def test_kv_on_ssd() -> None:
     model = shape(layers=2)
     where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)
