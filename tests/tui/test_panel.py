@@ -77,6 +77,17 @@ def test_ceiling_exceeded() -> None:
     assert "100 % of the 41.2 possible here" in text(replace(VIEW, status=unguessed))
 
 
+def test_forecast() -> None:
+    """Beside what is measured, where weights are streamed and no draft tokens change the rate."""
+    assert STREAMED.metrics is not None
+    metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
+    plain = replace(STREAMED, metrics=metrics, predicted_tok_s=39.4)
+    assert "39.4 were forecast" in text(replace(VIEW, status=plain))
+    for other in (replace(plain, streamed=False), replace(plain, predicted_tok_s=None)):
+        assert "forecast" not in text(replace(VIEW, status=other))
+    assert "forecast" not in text(VIEW)
+
+
 def test_new_answer() -> None:
     between = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
     shown = text(between)

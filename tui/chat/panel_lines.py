@@ -129,6 +129,8 @@ def _rate(data: PanelData, width: int) -> list[Content]:
     lines = [_rate_line(f"{format_rate(tok_s)} tok/s", data.rates, width)]
     if data.possible:
         lines.append(Content.styled(data.possible, FAINT))
+    if status.predicted_tok_s and status.per_pass < _GUESSED and status.streamed:
+        lines.append(Content.styled(f"{format_rate(status.predicted_tok_s)} were forecast", FAINT))
     return lines
 
 
