@@ -20,8 +20,8 @@ rings, keys and values, and kernels' scratch are summed; any excess over the GPU
 evicted: experts' slots first, then whole slabs. If a kernel finds no memory, some is evicted and
 the pass is tried once more.
 
-Tests find races without a GPU: ``tests/offload/gpu/fakes.py`` imitates CUDA's streams and events,
-and carries out each copy as late as its event allows.
+Tests find races without a GPU, on ones that copy as late as events allow (``tests/offload/gpu``),
+and on a driver in virtual time (``tests/driver``), which shows schedules too.
 
 It knows no plans and no text. Read ``streamed.py``, ``stage.py`` and ``lane.py`` first.
 """
