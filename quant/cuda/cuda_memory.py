@@ -126,12 +126,13 @@ class CudaCopies:
             self._device.copy_in(out.address, source, self._stream)
 
     def end_copy(self) -> tuple[Any, Any]:
-        """Timed events before and after what has been queued since the last call."""
+        """Timed events before and after what has been queued since the last call, if anything."""
         if not self.is_gpu:
             return None, None
         with self._lock:
-            began, self._copying = self._copying, None
-            return began, self._stamp()
+            ended = self._stamp()
+            began, self._copying = self._copying or ended, None
+            return began, ended
 
     def _stamp(self) -> Any:
         event = self._device.event(timed=True, sleeps=True)

@@ -97,6 +97,20 @@ def test_freed_memory_is_the_gpus_again(copies: CudaCopies, device: Cuda, driver
     copies.close()
 
 
+def test_copies_of_two_threads(copies: CudaCopies) -> None:
+    """One ends while pieces of the other are queued: all is timed once."""
+    source, memory = copies.host_buffer(8192), copies.alloc(8192)
+    source[:] = 5
+    copies.queue(source[:4096], memory[:4096], None)
+    copies.copy_in(source[4096:], memory[4096:], None, wait=False)
+    began, ended = copies.end_copy()
+    ended.synchronize()
+    assert began.ms_until(ended) >= 0
+    assert seen(memory) == {5}
+    copies.free(memory)
+    copies.close()
+
+
 def test_unpinned_ram(copies: CudaCopies, driver: Driver) -> None:
     """What the system refuses is plain RAM, and nothing later fails for it."""
     driver.set(pinned=10_000)
