@@ -7,7 +7,8 @@ runs nor their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +74,7 @@ class Lane:
         self.attends = attends
         self.resource: Resource = "cpu" if gpu is None else "gpu"
         self.reader = reader
-        self._clock = clock
+        self._task = partial(clock.task, "cpu") if gpu is None else gpu.task
         self._store = store
         self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
@@ -99,13 +100,7 @@ class Lane:
 
     def compute(self, part: Part, name: str, state: StreamedState, *, timed: bool = True) -> None:
         """Run a part, timed as a task."""
-        if not timed:
-            task: AbstractContextManager[None] = nullcontext()
-        elif self.gpu is None:
-            task = self._clock.task("cpu", name)
-        else:
-            task = self.gpu.task(name)
-        with self.ops.scope(), task:
+        with self.ops.scope(), self._task(name) if timed else nullcontext():
             part(state)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:

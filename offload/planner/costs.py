@@ -173,7 +173,7 @@ class Costs:
         head's slices.
         """
         if unit.kind == "head":
-            return float(sum(each.kind == "head" for each in self.shape.units))
+            return float(sum(step[0].kind == "head" for step in self.shape.steps))
         if unit.kind != "expert" or self.shape.experts is None:
             return 1.0
         return max(1.0, self.shape.experts.count * self.touched(unit.use)[0])

@@ -22,24 +22,10 @@ from localrt.offload.ring import PAGE, Ring
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Bytes
 from tests.offload.fake_source import FakeSource, content, make_units
-from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.fakes import FakeGpu, Mark
 from tests.offload.placed import needs_kernels
 
 pytestmark = needs_kernels
-
-
-class Mark:
-    """An event of ``Streams``."""
-
-    def __init__(self, gpu: Streams) -> None:
-        self._gpu = gpu
-        self.happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-    def synchronize(self) -> None:
-        self._gpu.run(lambda: self.happened)
 
 
 class Streams(FakeGpu):
@@ -94,7 +80,7 @@ class Streams(FakeGpu):
         self.give("copies", copy)
 
     def _marked(self, stream: str) -> Mark:
-        mark = Mark(self)
+        mark = Mark(lambda mark: self.run(lambda: mark.happened))
         self.give(stream, mark)
         return mark
 
