@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -112,6 +113,9 @@ static void run_block(unsigned count, std::minstd_rand& random) {
 
 // A thread that leaves a kernel early must not be waited for: those that do leave all together.
 void emulate(void (*run)(const void*), const void* args, const unsigned* grid, unsigned count, unsigned seed) {
+    // One at a time: a reading thread may have the tests' driver run kernels meanwhile.
+    static std::mutex running;
+    const std::lock_guard<std::mutex> alone(running);
     kernel = run, arguments = args;
     if (threads.size() < count) threads.resize(count);
     emulated_place.blocks = {grid[0], grid[1], grid[2]}, emulated_place.threads = {count, 1, 1};
