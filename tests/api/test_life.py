@@ -363,7 +363,8 @@ def test_budget_of_closed_model(tiny_folder: Path) -> None:
 @needs_kernels
 def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    options = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
+    # More passes than units that are read ahead, before an answer begins too.
+    options = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
     with localrt.load(tiny_folder, shrinkable=True, ctx=512) as model:
         answers = [model.generate("hi", **options)]
         spare = model.spare_ram
