@@ -28,7 +28,8 @@ INSIDE = Path(__file__).with_name("inside")
 def test_inside() -> None:
     """One process for all of them: it takes seconds to begin."""
     checks = sorted(map(str, INSIDE.glob("check_*.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *checks]
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "-o", "timeout=300"]  # less than ours
+    command = [sys.executable, "-m", "pytest", *options, *checks]
     done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -40,6 +40,7 @@ Result run_kernel(const Function& function, const std::vector<uint64_t>& args, c
     if (idle) return OK;
     using Emulate = void (*)(void (*)(const void*), const void*, const unsigned*, unsigned, unsigned);
     static const auto emulate = (Emulate)dlsym(RTLD_DEFAULT, "emulate");
+    static const auto emulated_fault = (void (*)())dlsym(RTLD_DEFAULT, "emulated_fault");
     struct sigaction action {};
     action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGSEGV, &action, &before);
@@ -48,6 +49,8 @@ Result run_kernel(const Function& function, const std::vector<uint64_t>& args, c
         guarded = 1;
         emulate(function.run, args.data(), grid, threads, random_());
         result = OK;
+    } else {
+        emulated_fault();
     }
     guarded = 0;
     sigaction(SIGSEGV, &before, nullptr);
