@@ -15,10 +15,11 @@ import sys
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from localrt.common.control_groups import group_folders
+from localrt.common.control_groups import group_folders, read_small
 
 # How much faster than the others the cores of another kind are, by each file that says so. A higher
 # clock alone makes none: AMD's compact cores do the same work a cycle at up to 1.55 times less.
@@ -53,7 +54,7 @@ def find_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores
         allowed = os.sched_getaffinity(0)
     fast = slow = 0
     if allowed is not None:
-        fast, slow = _linux_cores(root, allowed)
+        fast, slow = _linux_cores(root, frozenset(allowed))
     elif sys.platform == "darwin":
         fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
         slow = _sysctl("hw.perflevel1.physicalcpu")
@@ -65,12 +66,13 @@ def find_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores
     return Cores(fast, slow, threads=max(1, min(fast, round(times))))
 
 
-def _linux_cores(root: Path, allowed: Set[int]) -> tuple[int, int]:
+@lru_cache(16)  # passes ask again and again, as the limits may change
+def _linux_cores(root: Path, allowed: frozenset[int]) -> tuple[int, int]:
     folder = root / "sys/devices/system/cpu"
 
     def physical(logical: Set[int]) -> int:
         files = (folder / f"cpu{number}/topology/thread_siblings_list" for number in logical)
-        return len({_read(file) or str(file) for file in files})
+        return len({read_small(file) or str(file) for file in files})
 
     fast = _fast(root, folder, allowed)
     return physical(fast), physical(allowed - fast)
@@ -78,10 +80,10 @@ def _linux_cores(root: Path, allowed: Set[int]) -> tuple[int, int]:
 
 def _fast(root: Path, folder: Path, allowed: Set[int]) -> Set[int]:
     """Return the logical cores of the fast kind: above the widest step between speeds."""
-    if performance := _read(root / "sys/devices/cpu_core/cpus"):  # Intel's, of two kinds
+    if performance := read_small(root / "sys/devices/cpu_core/cpus"):  # Intel's, of two kinds
         return allowed & _numbers(performance)
     for name, least in _KINDS:
-        speeds = {number: _read(folder / f"cpu{number}" / name) for number in allowed}
+        speeds = {number: read_small(folder / f"cpu{number}" / name) for number in allowed}
         known = {number: int(text) for number, text in speeds.items() if text.isdigit()}
         steps = [(b / a, b) for a, b in pairwise(sorted(set(known.values()))) if a]
         if len(known) == len(allowed) and steps and max(steps)[0] >= least:
@@ -99,17 +101,11 @@ def _cpu_limits(root: Path) -> Iterator[float]:
     """Return how many cores' time each control group of this process may use, if limited."""
     for version, folder in group_folders(root, "cpu"):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        texts = [read_small(f"{folder}/{name}") for name in names]
         with suppress(ValueError):  # not there, or "max"
-            quota, period = map(int, " ".join(_read(folder / name) for name in names).split())
+            quota, period = map(int, " ".join(texts).split())
             if quota > 0 and period > 0:
                 yield quota / period
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def _sysctl(name: str) -> int:
