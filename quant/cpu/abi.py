@@ -29,7 +29,7 @@ from localrt.common.errors import MissingExtraError
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
-_ABI_VERSION = 24
+_ABI_VERSION = 25
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -318,6 +318,7 @@ _SIGNATURES = {
     "lrt_abi_version": (c_int, ()),
     "lrt_create": (c_void_p, (c_int, c_char_p)),
     "lrt_destroy": (None, (c_void_p,)),
+    "lrt_resize": (c_int, (c_void_p, c_int)),
     "lrt_isa": (c_char_p, (c_void_p,)),
     "lrt_norm_qkv_rope_append": (None, (c_void_p, POINTER(AttentionArgs))),
     "lrt_attention_output": (None, (c_void_p, POINTER(AttentionArgs))),

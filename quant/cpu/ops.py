@@ -6,6 +6,7 @@ allocates, fills their structs and calls them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -83,6 +84,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
+_RECHECK = 1.0  # seconds between two looks at the limits of this process
 _PLACES = 8  # arrays whose addresses are remembered
 
 
@@ -90,7 +92,8 @@ class NativeOps(StreamSteps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
-    third; both are ``approximate``. ``kv_maker`` replaces caches in RAM by its own.
+    third; both are ``approximate``. ``kv_maker`` replaces caches in RAM by its own. Without
+    ``threads``, their number follows the limits of this process while it runs.
     """
 
     name = "native"
@@ -107,7 +110,9 @@ class NativeOps(StreamSteps):
             )
         self._api: Any = load_library(path)
         self._tape: Tape | None = None
-        self._handle = self._api.lrt_create(threads or default_threads(), isa.encode())
+        self._follows, self._checked = threads is None, time.monotonic()
+        self.threads = threads or default_threads()
+        self._handle = self._api.lrt_create(self.threads, isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
         self._kv_format: CacheFormat = kv_format
@@ -138,6 +143,17 @@ class NativeOps(StreamSteps):
 
     def free_memory(self) -> int | None:
         return None
+
+    def follow_limits(self) -> None:
+        """Between two steps: if no number of threads was named, take as many as the limits of this
+        process allow now.
+        """
+        if not self._follows or self._tape is not None:
+            return
+        now = time.monotonic()
+        if now - self._checked >= _RECHECK:
+            self._checked = now
+            self.threads = self._api.lrt_resize(self._handle, default_threads())
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward``, whose decode steps are replayed."""
@@ -205,6 +221,7 @@ class NativeOps(StreamSteps):
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> NativePass:
+        self.follow_limits()
         # Arrays for other row counts would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
@@ -424,6 +441,7 @@ class NativeOps(StreamSteps):
         """
         assert isinstance(table, NativeExpertTable), "tables belong to one implementation"
         assert table.takes(spec), "the experts have a gate, or none"
+        self.follow_limits()  # a pass may begin on a GPU
         args = table.args
         chosen = np.ascontiguousarray(routing.experts, np.int32)
         args.rows, args.stride = chosen.shape
@@ -537,9 +555,11 @@ class NativeOps(StreamSteps):
 
     def run_vision(self, step: str, args: VisionArgs) -> None:
         """A step of a vision tower: one of ``VISION_STEPS``."""
+        self.follow_limits()
         self._api.lrt_vision(self._handle, VISION_STEPS[step], args)
 
     def search_scales(self, args: SearchArgs) -> None:
+        self.follow_limits()
         self._api.lrt_search_scales(self._handle, args)
 
     def multiply(self, rounds: int) -> float:
@@ -565,6 +585,7 @@ class NativeOps(StreamSteps):
     def _gated_mlp(
         self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
+        self.follow_limits()  # a pass may begin on a GPU
         out = self._array(x.shape[0], weights.down.stack.rows)
         args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
         if gate is not None:

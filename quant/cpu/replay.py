@@ -184,6 +184,7 @@ class ReplayedForward:
             return self._record(batch, check, features)
         cache = _cache(batch)
         cache.reserve(cache.length + 1)
+        self._ops.follow_limits()
         self._ops.begin_adapters(batch)
         logits = self._recording.run(batch, check, features)
         cache.advance(1)

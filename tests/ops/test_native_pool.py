@@ -12,11 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.ops.packed import random_tensor
 from tests.real_models import real_model
+from tests.waits import wait_for
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
@@ -88,12 +92,41 @@ def test_removed_core() -> None:
     assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
 
 
+# Of a change: threads, rows of the product that follows, whether the threads are asleep by then.
+changes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40), st.booleans()), max_size=8)
+
+
+@settings(max_examples=25)
+@given(changes)
+@example([(6, 1, False), (1, 1, False), (6, 40, True), (2, 40, False)])
+def test_other_numbers_of_threads(changes: list[tuple[int, int, bool]]) -> None:
+    """Those that are too many end, missing ones start, and products keep their bits."""
+    fixed = NativeOps(threads=3)
+    weight = fixed.weight((512, 256), [random_tensor("q4_k", 512, 256)])
+    x = np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32)
+    expected = fixed.linear(x, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_ops, "_RECHECK", 0.0)
+        patch.setattr(native_ops, "default_threads", lambda: 2)
+        before = threads()
+        ops = NativeOps()
+        for count, rows, asleep in changes:
+            if asleep:
+                wait_until_asleep(threads() - before)
+            patch.setattr(native_ops, "default_threads", lambda count=count: count)
+            ops.follow_limits()
+            np.testing.assert_array_equal(ops.linear(x[:rows], weight), expected[:rows])
+            assert ops.threads == count
+            wait_for(lambda count=count: len(threads() - before) == count - 1)  # type: ignore[misc]
+
+
 def run_script(code: str) -> None:
     """In a process of its own: it forks, or limits itself."""
     head = """
         import os, resource, sys, time
         from pathlib import Path
         import numpy as np
+        from localrt.quant.cpu import ops as native_ops
         from localrt.quant.cpu.ops import NativeOps
         from tests.ops.test_native_pool import rounds_with_pauses, threads, wait_until_asleep
     """
@@ -111,12 +144,16 @@ def run_script(code: str) -> None:
 def test_fork() -> None:
     run_script("""
         before, allowed = threads(), os.sched_getaffinity(0)
-        ops = NativeOps(threads=3)
+        native_ops.default_threads, native_ops._RECHECK = lambda: 3, 0.0
+        ops = NativeOps()
         workers = threads() - before
         rounds_with_pauses(ops)
         wait_until_asleep(workers)
         child = os.fork()
         if not child:
+            native_ops.default_threads = lambda: 2
+            ops.follow_limits()
+            assert ops.threads == 3
             rounds_with_pauses(ops)
             rounds_with_pauses(NativeOps(threads=2))
             del ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
@@ -28,10 +30,11 @@ TREE = np.tril(np.ones((3, 3), np.bool_))
 TREE[2, 1] = False  # two children of one token
 
 
-def load(path: Path, kv_format: Any = "bf16") -> Decoder:
+def load(path: Path, kv_format: Any = "bf16", threads: int | None = 2) -> Decoder:
     with closing(open_checkpoint(path)) as checkpoint:
         config = read_config(checkpoint, context=CAPACITY)
-        return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
+        ops = NativeOps(threads=threads, kv_format=kv_format)
+        return load_decoder(checkpoint, ops, config)
 
 
 class Counted:
@@ -70,6 +73,21 @@ def test_same_bits(name: str, kv_format: Any, tiny: Callable[[str], tuple[Path, 
     replayed = conversations(decoder, decoder.ops.graphed(decoder.forward))
     for ours, plain in zip(replayed, conversations(decoder, decoder.forward), strict=True):
         assert np.array_equal(ours, plain)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_other_threads_every_pass(
+    name: str, tiny: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = tiny(name)
+    plain = load(path)
+    counts = itertools.cycle([3, 1, 2])
+    monkeypatch.setattr(native_ops, "_RECHECK", 0.0)
+    monkeypatch.setattr(native_ops, "default_threads", lambda: next(counts))
+    decoder = load(path, threads=None)
+    followed = conversations(decoder, decoder.ops.graphed(decoder.forward))
+    for ours, fixed in zip(followed, conversations(plain, plain.forward), strict=True):
+        assert np.array_equal(ours, fixed)
 
 
 def test_replays(tiny: Callable[[str], tuple[Path, Any]]) -> None:

@@ -79,7 +79,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 24; }
+LRT_API int lrt_abi_version() { return 25; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -90,6 +90,8 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
     return nullptr;
 }
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
+// Between two calls, by the thread that makes them: `threads` from now on. Returns how many there are.
+LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
 LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->name; }
 
 LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }

@@ -239,6 +239,15 @@ Pool::~Pool() {
 }
 int Pool::threads() const { return state_->threads; }
 
+int Pool::resize(int threads) {
+    const State& s = *state_;
+    // New workers would inherit the class of the thread that asks; a child of a fork has none.
+    if (threads < 1 || threads == s.threads || gives_way() != s.gentle || s.inherited()) return s.threads;
+    delete state_;  // first: the system may not have threads for both
+    state_ = new State(threads);
+    return threads;
+}
+
 void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     State& s = *state_;
     if (s.workers.empty() || count <= 1 || s.inherited()) {

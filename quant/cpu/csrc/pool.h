@@ -20,6 +20,8 @@ class Pool {
     ~Pool();
     Pool(const Pool&) = delete;
     int threads() const;
+    // Goes on with so many threads, if it can; returns how many there are. Never within `dispatch`.
+    int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
 
   private:
