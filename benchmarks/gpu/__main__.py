@@ -1,17 +1,21 @@
 """Every check that needs a CUDA GPU, from a bare checkout with numpy, torch to compare with, and
 NVIDIA's bindings and compiler.
 
-    scripts/gpu_check [--out FILE] [--device cpu] [--only NAME,...]
+    scripts/gpu_check [--list] [--only NAME,...] [--out FOLDER]
 
-It makes its own weights, prints one line per check, and writes one JSON after each of them. Exit
-status 1 when a check fails, or when there is no GPU; speeds never fail. ``--device cpu`` tries the
-script itself: the kernels are compiled for the CPU.
+It works in calls of less than ten minutes, for machines that are lent for as long: those of
+``--only``, or all in turn. Each makes its own weights, prints one line per result, and has a JSON
+of its own, written after each result. Exit status 1 when a check fails, or when there is no GPU;
+speeds never fail. ``--device cpu`` rehearses with tiny models: kernels are compiled for the CPU,
+and models are loaded on the driver of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -29,38 +33,80 @@ import torch
 
 from benchmarks.gpu.timing import Result, one_by_one
 from localrt.common.files import write_text
+from localrt.offload import hardware
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.device import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module and function, imported when needed; checks that need a GPU come first.
-CHECKS = {
+# Module, function, and what it takes beside the device; modules are imported when needed.
+PHASES = {
     "copy": ("kernels", "check_copy"),
     "facts": ("facts", "check_facts"),
+    "disk": ("disk", "check_disk"),
+    "dense-14B": ("loaded", "check_model", "14B", "dense"),
+    "dense-32B": ("loaded", "check_model", "32B", "dense"),
+    "forecasts-14B": ("loaded", "check_model", "14B", "forecasts"),
+    "forecasts-32B": ("loaded", "check_model", "32B", "forecasts"),
+    "mixture-30B-A3B": ("loaded", "check_model", "30B-A3B", "mixture"),
+    "prompts-14B": ("loaded", "check_model", "14B", "prompts"),
+    "prompts-32B": ("loaded", "check_model", "32B", "prompts"),
+    "prompts-30B-A3B": ("loaded", "check_model", "30B-A3B", "prompts"),
     "products": ("kernels", "check_products"),
-    "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
-    "low-bit": ("kernels", "check_low_bit"),
-    "published": ("kernels", "check_published"),
-    "loaded": ("loaded", "check_loaded"),
-    "logits": ("models", "check_logits"),
-    "decode": ("models", "check_decode"),
-    "adapters": ("adapters", "check_adapters"),
-    "heads": ("heads", "check_heads"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
-    "pictures": ("pictures", "check_pictures"),
-    "towers": ("towers", "check_towers"),
     "mixture-attention": ("attention", "check_mixture_attention"),
     "experts": ("grouped", "check_grouped"),
     "recurrent": ("recurrent", "check_recurrent"),
-    "packed-logits": ("models", "check_packed_logits"),
+    "pictures": ("pictures", "check_pictures"),
+    "towers": ("towers", "check_towers"),
+    "logits": ("models", "check_logits"),
     "packed": ("models", "check_packed"),
+    "adapters": ("adapters", "check_adapters"),
+    "heads": ("heads", "check_heads"),
+    "sweep-14B": ("loaded", "check_model", "14B", "sweep"),
 }
-# These also compute on the CPU.
+# These modules also compute on the CPU.
 _BESIDE = frozenset({"facts", "loaded", "heads", "towers"})
+# These can do without a GPU on the driver of the tests.
+_ON_DRIVER = frozenset({"facts", "loaded"})
 _BUILD_S = 240
+
+
+@dataclass(frozen=True)
+class Call:
+    """Phases of one visit to a GPU: ``minutes`` on an H100 with 16 cores, GB of a disk."""
+
+    tells: str
+    minutes: int
+    disk_gb: int
+    phases: str
+
+
+CALLS = {
+    "facts": Call("copies, waits, launches, the disk; CPU kernels built", 3, 2, "copy facts disk"),
+    "dense": Call("14B within 8 GB, two links, RAM and disk: speed, tokens", 5, 11, "dense-14B"),
+    "large": Call("the same of a 32B", 7, 24, "dense-32B"),
+    "forecasts": Call(
+        "12 cells: speed, forecast and measured", 6, 0, "forecasts-14B forecasts-32B"
+    ),
+    "mixtures": Call("30B-A3B within 8 GB, two links, RAM and disk", 4, 23, "mixture-30B-A3B"),
+    "prompts": Call(
+        "first tokens of 512 and 2,048", 5, 0, "prompts-14B prompts-32B prompts-30B-A3B"
+    ),
+    "kernels": Call("formats beside float64 and cuBLAS", 3, 0, "products batches unpacking"),
+    "layers": Call(
+        "layers beside torch and float64",
+        2,
+        0,
+        "attention mixture-attention experts recurrent pictures towers",
+    ),
+    "resident": Call(
+        "models on the GPU alone, adapters, draft heads", 3, 0, "logits packed adapters heads"
+    ),
+    "sweep": Call("14B with other rings and threads", 5, 0, "sweep-14B"),
+}
+"""In the order of what they decide."""
 
 
 def build_kernels() -> Result:
@@ -78,16 +124,15 @@ def build_kernels() -> Result:
 
 
 def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator[Result]:
-    """Yield a check's results, after waiting for the CPU's ``kernels`` if it needs them."""
-    if name in _BESIDE and kernels is not None:
+    """Yield a phase's results, after waiting for the CPU's ``kernels`` if it needs them."""
+    module, function, *more = PHASES[name]
+    if module in _BESIDE and kernels is not None:
         yield from one_by_one("CPU kernels", lambda: [kernels.result()])
     torch.manual_seed(0)
-    module, function = CHECKS[name]
 
     def check() -> Iterable[Result]:
-        found: Iterable[Result] = getattr(import_module(f"benchmarks.gpu.{module}"), function)(
-            device
-        )
+        imported = import_module(f"benchmarks.gpu.{module}")
+        found: Iterable[Result] = getattr(imported, function)(device, *more)
         return found
 
     yield from one_by_one(name, check)
@@ -95,16 +140,30 @@ def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator
 
 @dataclass
 class Run:
-    """The results so far, saved to a file."""
+    """A call's results so far, saved to a file of ``folder`` that was not there before."""
 
-    out: Path
+    folder: Path
+    call: str
+    command: str
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            name = f"gpu_check-{self.call}{f'-{number}' if number > 1 else ''}.json"
+            self.out = self.folder / name
+            try:
+                self.out.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            break
+        self.save()
+
     @property
     def seconds(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the call began."""
         return time.perf_counter() - self.started
 
     def keep(self, result: Result) -> None:
@@ -112,10 +171,15 @@ class Run:
         result.seconds = self.seconds - sum(each.seconds for each in self.results)
         print(result.line(), flush=True)
         self.results.append(result)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file."""
         record = {
             "date": datetime.now(UTC).date().isoformat(),
             "machine": self.machine,
-            "command": "scripts/gpu_check",
+            "command": self.command,
+            "call": self.call,
             "seconds": self.seconds,
             "results": [asdict(each) for each in self.results],
         }
@@ -123,59 +187,88 @@ class Run:
 
 
 def main() -> int:
-    """Run the checks, save after each."""
+    """Run the calls, save after each result."""
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_check.json")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--minutes", type=float, default=8, help="on a GPU (default: 8)")
-    parser.add_argument("--only", default=",".join(CHECKS), help="(default: all, %(default)s)")
+    default = Path(os.environ.get("OUT") or ROOT / "benchmarks/results")
+    text = "for the calls' JSON (default: $OUT, else benchmarks/results)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=default, help=text)
+    parser.add_argument("--device", default="cuda", help="(default: cuda; cpu: a rehearsal)")
+    text = "start nothing after so many minutes of a call on a GPU (default: 7)"
+    parser.add_argument("--minutes", type=float, default=7, help=text)
+    text = "calls or phases, see --list (default: all)"
+    parser.add_argument("--only", metavar="NAME,...", default=",".join(CALLS), help=text)
+    parser.add_argument("--list", action="store_true", help="list calls, in order, and phases")
     args = parser.parse_args()
-    cuda = args.device.startswith("cuda")
+    if args.list:
+        for name, call in CALLS.items():
+            room = f", {call.disk_gb} GB of a disk" if call.disk_gb else ""
+            print(f"{name}: {call.minutes} minutes{room}. {call.tells} ({call.phases})")
+        return 0
     names = args.only.split(",")
-    if unknown := [name for name in names if name not in CHECKS]:
-        parser.error(f"no check is called {unknown[0]}: choose from {', '.join(CHECKS)}")
+    if unknown := [name for name in names if name not in CALLS and name not in PHASES]:
+        known = ", ".join(dict.fromkeys([*CALLS, *PHASES]))
+        parser.error(f"no call or phase is called {unknown[0]}: choose from {known}")
+    cuda = args.device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA GPU", file=sys.stderr)
         return 1
+    driver = False
     if not cuda:
-        from tests.ops.cuda.emulator import Emulator
+        from tests.driver import rehearsal
 
-        emulate(Emulator())
+        driver = rehearsal.begin()
     torch.backends.cuda.matmul.allow_tf32 = False
-    machine = {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": driver_version() if cuda else None,
-        "cuda-bindings": version_of("cuda-bindings"),
-        "bitsandbytes": version_of("bitsandbytes"),
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    run = Run(args.out, machine)
+    machine = machine_facts(args.device)
+    # Compiled during the first phases: it takes a minute.
+    kernels: Future[Result] | None = ThreadPoolExecutor(1).submit(build_kernels)
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
-    # Compiled during the first checks: it takes a minute.
-    kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
-    for name in names:
-        if run.seconds < end_s:
-            for result in found_by(name, args.device, kernels):
-                run.keep(result)
-                if run.seconds > end_s:
-                    break
-            kernels = None if name in _BESIDE else kernels
-        if run.seconds > end_s:
-            run.keep(Result(f"{name}, or the rest of it", True, values=late))
-    results = run.results
+    results: list[Result] = []
+    for call, planned in CALLS.items():
+        phases = [name for name in planned.phases.split() if {name, call} & {*names}]
+        if not phases:
+            continue
+        only = f" --only {','.join(phases if call not in names else [call])}"
+        run = Run(args.out, call, f"scripts/gpu_check{only}", machine)
+        print(f"{call}: {planned.tells}, {planned.minutes} minutes; {run.out}", flush=True)
+        for name in phases:
+            if run.seconds < end_s:
+                on = "cuda" if driver and PHASES[name][0] in _ON_DRIVER else args.device
+                for result in found_by(name, on, kernels):
+                    run.keep(result)
+                    if run.seconds > end_s:
+                        break
+                kernels = None if PHASES[name][0] in _BESIDE else kernels
+            if run.seconds > end_s:
+                run.keep(Result(f"{name}, or the rest of it", True, values=late))
+        results += run.results
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 
-def driver_version() -> str | None:
-    """The GPU driver's version, if nvidia-smi reports it."""
+def machine_facts(device: str) -> dict[str, Any]:
+    """The GPU, versions of what drives it, and the computer around it."""
+    cuda = device.startswith("cuda")
+    smi = ("nvidia-smi", "--format=csv,noheader")
+    about = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": said(*smi, "--query-gpu=driver_version") if cuda else None,
+        "gpu": said(*smi, f"--query-gpu={about}") if cuda else None,
+        "cuda-bindings": version_of("cuda-bindings"),
+        "bitsandbytes": version_of("bitsandbytes"),
+        "commit": said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "computer": hardware.probe().to_dict(),
+    }
+
+
+def said(*command: str) -> str | None:
+    """The first line that a program prints, if it can be asked."""
     try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0].strip()
     except (OSError, subprocess.SubprocessError, IndexError):

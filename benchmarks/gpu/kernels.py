@@ -54,7 +54,7 @@ OTHERS = (
     *("int4-g32m", "int6-g32", "int8-g128m"),
 )
 AS_PUBLISHED = ("int4-g128b", "int4-g128z", "int8-g128b", "int8-g128z", "nf4-f32")
-SHAPES = ((4096, 4096), (14336, 4096))
+SHAPE = (14336, 4096)
 PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
 BATCHES = (1, 8, 16, 32, 64)
 _REPEATED = 8  # times that the same tiles follow one another where only speed matters
@@ -76,15 +76,21 @@ def check_copy(device: str) -> list[Result]:
     return [Result("copy bandwidth", True, values={"gb_s": copy_bandwidth(device) / 1e9})]
 
 
+def formats(device: str) -> tuple[Sequence[str], list[Result]]:
+    """Those that can be tried here, and what cannot."""
+    if not device.startswith("cuda"):
+        names: Sequence[str] = ("int4-g32", "nvfp4", "q2_k", "iq2_xs", "int4-g128z", "nf4-f32")
+    else:
+        names = (*FOUR_BIT, *OTHERS, *LOW_BIT, *AS_PUBLISHED)
+    if find_spec("gguf") is not None:
+        return names, []
+    missing = Result("codebooks", True, values={"not run": "gguf is not installed"})
+    return [name for name in names if name not in CODEBOOKS], [missing]
+
+
 def check_products(device: str) -> list[Result]:
     """Every format against float64; a row's bits for any number of rows."""
-    names = (*FOUR_BIT, *OTHERS) if device.startswith("cuda") else ("int4-g32", "nvfp4")
-    return of_each(names, device)
-
-
-def of_each(names: Sequence[str], device: str) -> list[Result]:
-    """``product`` of each format."""
-    results = []
+    names, results = formats(device)
     for name in names:
         results += guarded(f"product {name}", lambda n=name: [product(n, device)])
     return results
@@ -141,53 +147,12 @@ def rows_are_equal(x: Tensor, weight: TiledMatrix, **how: Any) -> bool:
     return all(np.array_equal(part, whole[most - count :]) for count, part in parts)
 
 
-def check_one_row(device: str) -> list[Result]:
-    """One row at the sizes of a 7B: bandwidth, and beside what."""
-    cuda = device.startswith("cuda")
-    ceiling = copy_bandwidth(device)
-    results = []
-    for rows, columns in SHAPES if cuda else ((32, 64),):
-        plain = cublas_seconds(1, (rows, columns), device)
-        for name in FOUR_BIT if cuda else FOUR_BIT[:1]:
-            launches, nbytes = product_launches(name, 1, (rows, columns), device)
-            seconds = launch_seconds(launches, device)
-            values = {
-                "us": seconds * 1e6,
-                "gb_s": nbytes / seconds / 1e9,
-                "share_of_copy": nbytes / seconds / ceiling,
-                "against_cublas_bf16": plain / seconds,
-            }
-            results.append(Result(f"one row {name} {rows}x{columns}", True, values=values))
-    return results
-
-
 def check_batches(device: str) -> list[Result]:
-    """1 to 64 rows: microseconds, against cuBLAS, and per clock and processor."""
-    return batches_of((*FOUR_BIT, *OTHERS) if device.startswith("cuda") else FOUR_BIT[:1], device)
-
-
-def check_low_bit(device: str) -> list[Result]:
-    """``check_products`` and ``check_batches`` of GGUF's uneven levels, codebooks, 2 and 3 bits."""
-    names = LOW_BIT if device.startswith("cuda") else ("q2_k", "iq2_xs")
-    results = []
-    if find_spec("gguf") is None:
-        names = tuple(name for name in names if name not in CODEBOOKS)
-        results.append(Result("codebooks", True, values={"not run": "gguf is not installed"}))
-    return results + of_each(names, device) + batches_of(names, device)
-
-
-def check_published(device: str) -> list[Result]:
-    """The same of groups that others publish, whose scales and zero points are not ours."""
-    names = AS_PUBLISHED if device.startswith("cuda") else ("int4-g128z", "nf4-f32")
-    return of_each(names, device) + batches_of(names, device)
-
-
-def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
-    """``check_batches`` of each format."""
+    """1 to 64 rows of each format: microseconds, and against cuBLAS and a copy."""
     cuda = device.startswith("cuda")
-    shape = SHAPES[1] if cuda else (32, 256)
+    shape = SHAPE if cuda else (32, 256)
     counts = BATCHES if cuda else BATCHES[:1]
-    results = []
+    ceiling, (names, results) = copy_bandwidth(device), formats(device)
     if cuda:
         results += guarded("compiling", lambda: [compiled(names, shape)])
     plain = {rows: cublas_seconds(rows, shape, device) for rows in counts}
@@ -196,10 +161,11 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
         def batches(name: str = name) -> list[Result]:
             values: dict[str, Any] = {}
             for rows in counts:
-                launches, _ = product_launches(name, rows, shape, device)
+                launches, nbytes = product_launches(name, rows, shape, device)
                 seconds = launch_seconds(launches, device)
                 values[f"us_{rows}"] = seconds * 1e6
                 values[f"against_cublas_{rows}"] = plain[rows] / seconds
+                values[f"share_of_copy_{rows}"] = nbytes / seconds / ceiling
             return [Result(f"batches {name} {shape[0]}x{shape[1]}", True, values=values)]
 
         results += guarded(f"batches {name}", batches)
@@ -208,7 +174,7 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
     return results
 
 
-def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
+def compiled(names: Sequence[str], shape: tuple[int, int]) -> Result:
     """Compile the kernels that come next beside one another: in turn they take a minute."""
     gpu = device_of("cuda")
     major, minor = gpu.capability
@@ -227,7 +193,7 @@ def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
 def check_unpacking(device: str) -> list[Result]:
     """A matrix to bf16, as prefill does it: bytes read and written."""
     cuda = device.startswith("cuda")
-    rows, columns = SHAPES[1] if cuda else (32, 64)
+    rows, columns = SHAPE if cuda else (32, 64)
     ceiling = copy_bandwidth(device)
     results = []
     for name in ("int4-g32", "q4_k", "nvfp4") if cuda else ("int4-g32",):

@@ -1,9 +1,10 @@
 """Models larger than 8 GB through ``localrt.load(gpu_memory="8GB")``, as any program has them.
 
-Random weights in the shapes of Qwen3-14B and Qwen3-30B-A3B, written as a store. Each is loaded in
-processes of its own: with no kernel compiled yet, with all of them, over a link of 12 GB/s, and
-without a budget, where the GPU has room for all weights. The same weights must give the same
-logits wherever they are; bit for bit, if the GPU computes all of them.
+Random weights in the shapes of Qwen3-14B, Qwen3-32B and Qwen3-30B-A3B, written as a store. Each is
+loaded in processes of its own: with no kernel compiled yet, with all of them, over a link of 12
+GB/s, from a disk. Where the GPU has room for all weights, the same model is loaded again without a
+budget: a dense one must give the same tokens and logits, bit for bit, as the GPU and the CPU then
+compute the same units as before, though no weight moves.
 """
 
 from __future__ import annotations
@@ -18,36 +19,50 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.random_store import write_store
+from benchmarks.common.random_store import RandomStore, write_store
+from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.memory import free_memory
 from benchmarks.gpu.timing import Result, guarded
+from localrt.common.cores import find_cores
+from localrt.common.formatting import parse_size
 
 FORMAT = "int4-g32"
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
-CAP = 8_000_000_000
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
-FROM_SSD = "from the SSD"
-_TIMEOUT_S = 170
-_LITTLE = {"gpu_memory": "4GB", "ram": "3GB"}  # most units are read and copied for each token
+AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
+_CHILD = ("-m", "benchmarks.gpu.loaded_child")
+_TIMEOUT_S = 140
 _ROOM = 1.3  # of a store's bytes: what a folder and a GPU must have free for it
+_RINGS = (1.05, 1.5, 2.0, 3.0)  # times the largest unit
+_UNMOVED = "no weight moved"
+_FEW = 6  # tokens: fewer than these are not timed, as graphs are recorded meanwhile
+_PLAIN = {"logits": None, "count": False}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the GPU's share, and what is asked of it. ``bound`` is of logits, unlike bits."""
+    """A model, the GPU's share, and what is asked of it. ``bound`` is of logits, unlike bits.
+
+    Most of what is not on the GPU is read for each token with ``little``. Forecasts are compared
+    within ``budgets``.
+    """
 
     architecture: str
     config: Mapping[str, Any]
     bound: float
     load: Mapping[str, Any] = field(default_factory=lambda: {"gpu_memory": "8GB"})
+    little: Mapping[str, Any] = field(default_factory=lambda: {"gpu_memory": "4GB", "ram": "3GB"})
     resident: Mapping[str, Any] = field(default_factory=lambda: {"device": "cuda"})
+    budgets: tuple[str, ...] = ()
     prompts: tuple[int, ...] = (512, 2048)
     tokens: int = 32
+    tokens_from_ssd: int = 12
 
 
 _QWEN3: dict[str, Any] = {
@@ -57,6 +72,14 @@ _QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
+}
+_QWEN3_14B: dict[str, Any] = {
+    **_QWEN3,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
 }
 LARGE = {
     "30B-A3B": Size(
@@ -75,93 +98,191 @@ LARGE = {
         },
         bound=0.3,  # an expert that is chosen almost as well may be taken for another
     ),
-    "14B": Size(
+    "14B": Size("Qwen3ForCausalLM", _QWEN3_14B, bound=0.1, budgets=("4GB", "6GB", "8GB")),
+    "32B": Size(
         "Qwen3ForCausalLM",
         {
-            **_QWEN3,
-            "hidden_size": 5120,
-            "intermediate_size": 17_408,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
+            **_QWEN3_14B,
+            "intermediate_size": 25_600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
         },
         bound=0.1,
+        little={"gpu_memory": "8GB", "ram": "6GB"},
+        budgets=("8GB", "12GB", "16GB"),
+        tokens_from_ssd=6,
     ),
 }
 
 
-def check_loaded(device: str) -> Iterator[Result]:
-    """Each model in turn: its files are gone before those of the next are written."""
-    if not device.startswith("cuda"):
-        yield Result("loaded", True, values={"not run": "it needs a GPU"})
+def check_model(device: str, name: str, kind: str) -> Iterator[Result]:
+    """A kind of a model's results: ``dense``, say. Its files are gone afterwards."""
+    size = LARGE[name]
+    nbytes = RandomStore(size.architecture, size.config, FORMAT, Path()).nbytes
+    try:
+        if not device.startswith("cuda"):
+            raise OSError("it needs a GPU")
+        folder = find_memory(nbytes) or find_disk(round(_ROOM * nbytes))
+    except OSError as error:
+        yield Result(f"loaded {name}, {kind}", True, values={"not run": str(error)})
         return
-    with tempfile.TemporaryDirectory() as cache:  # what the machine does is measured once
-        for name, size in LARGE.items():
-            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-                yield from Loaded(name, size, Path(folder), Path(cache)).results()
+    with ExitStack() as held:
+        # What the machine does is measured once, and kernels are compiled once.
+        files, cache = (
+            Path(held.enter_context(tempfile.TemporaryDirectory(dir=where)))
+            for where in (folder, None)
+        )
+        started = time.perf_counter()
+        write_store(files / "model", size.architecture, size.config, FORMAT)
+        written = {"weight_bytes": nbytes, "written_s": time.perf_counter() - started}
+        yield Result(f"store {name}", True, values=written)
+        yield from getattr(Loaded(name, size, files, cache, nbytes, held), kind)()
 
 
 @dataclass
 class Loaded:
-    """One model, and what was found of it so far, by way of loading it."""
+    """One model of ``nbytes``, and what was found of it so far, by way of loading it."""
 
     name: str
     size: Size
     folder: Path
     cache: Path
+    nbytes: int
+    held: ExitStack
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    placed_as: dict[str, Any] = field(default_factory=dict)  # by way: the placement it follows
 
-    def results(self) -> Iterator[Result]:
-        """Its files, every way, and whether the ways agree."""
-        started = time.perf_counter()
-        size = self.size
-        store = write_store(self.folder / "model", size.architecture, size.config, FORMAT)
-        written = {"weight_bytes": store.nbytes, "written_s": time.perf_counter() - started}
-        yield Result(f"store {self.name}", True, values=written)
-        short = {"load": size.load, "prompts": size.prompts[:1]}
-        ways: dict[str, dict[str, Any]] = {
-            UNCOMPILED: {**short, "tokens": 8, "logits": None},
-            COMPILED: {"load": size.load},
-            "at 12 GB/s": {**short, "link_bytes_s": SLOW_LINK},
-            FROM_SSD: {**short, "load": _LITTLE, "tokens": 12},
-            RESIDENT: {"load": size.resident},
-        }
-        shutil.rmtree(self.cache / "kernels", ignore_errors=True)
-        if free_memory() < _ROOM * store.nbytes:
-            del ways[RESIDENT]
-            why = {"not run": "the GPU has no room for all weights at once"}
-            yield Result(f"loaded {self.name}, {RESIDENT}", True, values=why)
-        if not has_disk(round(_ROOM * store.nbytes)):
-            del ways[FROM_SSD]
-            why = {"not run": f"{tempfile.gettempdir()} is no disk, or has no room"}
-            yield Result(f"loaded {self.name}, {FROM_SSD}", True, values=why)
+    # -- kinds of results --------------------------------------------------------------------------
+
+    def dense(self) -> Iterator[Result]:
+        """From RAM and from a disk, over two links: speeds, and whether tokens are right."""
+        ways = self.ways()
+        resident = ways.pop(RESIDENT)
+        ways[f"{FROM_SSD}, {AT_SLOW_LINK}"] = {**ways[FROM_SSD], "link_bytes_s": SLOW_LINK}
         for way, job in ways.items():
-            yield from guarded(f"loaded {self.name}, {way}", lambda w=way, j=job: [self.run(w, j)])
-        for way, other in ((UNCOMPILED, COMPILED), (COMPILED, RESIDENT), (FROM_SSD, COMPILED)):
-            if way in self.found and other in self.found:
-                yield self.same(way, other)
+            yield from self.go(way, job)
+            if way != UNCOMPILED and way in self.found:
+                yield from self.checked(way, job)
+        if self.name == "14B":
+            yield from self.go(RESIDENT, resident)
+        yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
 
-    def run(self, way: str, job: dict[str, Any]) -> Result:
-        """One way."""
+    def mixture(self) -> Iterator[Result]:
+        """All ways. Who computes an expert depends on what is ready: logits are nearly equal."""
+        for way, job in self.ways().items():
+            yield from self.go(way, job)
+        pairs = (UNCOMPILED, COMPILED), (COMPILED, RESIDENT), (FROM_SSD, COMPILED)
+        yield from self.compared(*pairs)
+
+    def prompts(self) -> Iterator[Result]:
+        """First tokens of all lengths; the plan's tokens per second of a prompt are beside them."""
+        few = {**_PLAIN, "load": self.size.load, "tokens": 2}
+        slow = {**few, "link_bytes_s": SLOW_LINK}
+        for way, job in {UNCOMPILED: few, COMPILED: few, AT_SLOW_LINK: slow}.items():
+            yield from self.go(f"prompts, {way}", job)
+
+    def forecasts(self) -> Iterator[Result]:
+        """Three budgets, two links: tokens per second as planned and as measured."""
+        budgets = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
+        yield from self.over_both_links(budgets)
+
+    def sweep(self) -> Iterator[Result]:
+        """Sizes of the GPU's ring and numbers of the CPU's threads."""
+        load, cores = self.size.load, find_cores().threads
+        jobs: dict[str, dict[str, Any]] = {
+            f"ring of {ring:g}": {"load": load, "ring": ring} for ring in _RINGS
+        }
+        for threads in sorted({max(1, cores * eighths // 8) for eighths in (4, 6, 7, 8)}):
+            jobs[f"{threads} threads"] = {"load": {**load, "threads": threads}}
+        yield from self.over_both_links(jobs)
+
+    # -- ways of loading ---------------------------------------------------------------------------
+
+    def ways(self) -> dict[str, dict[str, Any]]:
+        """What is asked in each of the usual ways."""
+        size = self.size
+        short = {"load": size.load, "prompts": size.prompts[:1]}
+        disk = {"load": size.little, "tokens": size.tokens_from_ssd, "on_disk": True}
+        return {
+            UNCOMPILED: {**short, "tokens": 8, "logits": None},
+            COMPILED: short,
+            AT_SLOW_LINK: {**short, "link_bytes_s": SLOW_LINK},
+            FROM_SSD: {**short, **disk, "count": False},  # which takes more tokens
+            RESIDENT: {**short, "load": size.resident},
+        }
+
+    def over_both_links(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
+        """Half the tokens of each job, when kernels are compiled."""
+        few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": self.size.tokens // 2}
+        yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
+        for way, job in jobs.items():
+            yield from self.go(way, {**few, **job})
+            yield from self.go(f"{way}, {AT_SLOW_LINK}", {**few, **job, "link_bytes_s": SLOW_LINK})
+
+    def go(self, way: str, job: Mapping[str, Any]) -> Iterator[Result]:
+        """One way, if there is room."""
+        name = f"loaded {self.name}, {way}"
+        try:
+            if job["load"] == self.size.resident and free_memory() < _ROOM * self.nbytes:
+                raise OSError("the GPU has no room for all weights at once")
+            model = self.on_disk if job.get("on_disk") else self.folder / "model"
+        except OSError as error:
+            yield Result(name, True, values={"not run": str(error)})
+            return
+        yield from guarded(name, lambda: [self.run(way, {**job}, model)])
+
+    @cached_property
+    def on_disk(self) -> Path:
+        """The files on a disk: copied, if they are in memory."""
+        model, disk = self.folder / "model", find_disk(round(_ROOM * self.nbytes))
+        if not self.folder.is_relative_to(MEMORY):
+            return model
+        folder = self.held.enter_context(tempfile.TemporaryDirectory(dir=disk))
+        return Path(shutil.copytree(model, Path(folder, "model")))
+
+    def run(self, way: str, job: dict[str, Any], model: Path) -> Result:
+        """One way; fails if it took more than the GPU's share."""
         job = {"logits": str(self.logits(way)), **job, "free_before": free_memory()}
-        with ExitStack() as held:
-            model = self.folder / "model"
-            if way == FROM_SSD:
-                folder = held.enter_context(tempfile.TemporaryDirectory())
-                model = Path(shutil.copytree(model, Path(folder, "model")))
-            values = asked(model, self.cache, self.size, job)
+        values = asked(model, self.cache, self.size, job)
         # Thousands of lines that say nothing alone.
         self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
         self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
-        ok = way == RESIDENT or values["peak_vram_bytes"] <= CAP
+        self.placed_as[way] = job.get("placement", self.found[way]["placement"])
+        budget = job["load"].get("gpu_memory")
+        ok = budget is None or values["peak_vram_bytes"] <= parse_size(budget)
         if job["logits"] is not None:
             values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
             ok &= values["finite"]
+        if "placement" in job:
+            del values["predicted_tok_s"]  # of another placement
+        if job.get("tokens", self.size.tokens) < _FEW:
+            del values["decode_tok_s"]
+        elif "predicted_tok_s" in values:
+            values["forecast_error"] = values["predicted_tok_s"] / values["decode_tok_s"] - 1
         return Result(f"loaded {self.name}, {way}", ok, values=values)
 
     def logits(self, way: str) -> Path:
         """The file of a way's logits."""
-        return self.folder / f"{way.split()[0]}.npy"
+        return self.folder / f"{way.replace('/', ' per ')}.npy"
+
+    # -- whether ways agree ------------------------------------------------------------------------
+
+    def checked(self, way: str, job: Mapping[str, Any]) -> Iterator[Result]:
+        """``way`` beside the same weights all in memory, where the GPU computes the same units."""
+        placement = self.found[way]["placement"]
+        found = [each for each in self.placed_as if each.endswith(_UNMOVED)]
+        other = next((each for each in found if self.placed_as[each] == placement), None)
+        if other is None:
+            other = f"{way}, {_UNMOVED}"
+            asked = {**job, "load": self.size.resident, "placement": placement, "count": False}
+            yield from self.go(other, {**asked, "link_bytes_s": None, "on_disk": False})
+        yield from self.compared((way, other))
+
+    def compared(self, *pairs: tuple[str, str]) -> Iterator[Result]:
+        """Those pairs of ways that both went well."""
+        for way, other in pairs:
+            if way in self.found and other in self.found:
+                yield self.same(way, other)
 
     def same(self, way: str, other: str) -> Result:
         """Tokens as far as both ways went, and logits of one prompt, if both have them."""
@@ -180,26 +301,24 @@ class Loaded:
         values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
         # The CPU's kernels and a GPU's round differently: the same ones must compute. Which of
         # them computes an expert depends on what is ready.
-        alike = one["placement"] == two["placement"] or not by_cpu
+        alike = self.placed_as[way] == self.placed_as[other] or not by_cpu
         exact = alike and "num_experts" not in self.size.config
         return Result(
             f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
         )
 
 
+def whole(model: Path, size: Size, job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job with what most have in common."""
+    ctx = max(size.prompts) + 4 * size.tokens
+    common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
+    return {**common, **job}
+
+
 def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
     """What a process of its own finds."""
-    longest = max(size.prompts)
-    whole = {
-        "model": str(model),
-        "ctx": longest + 4 * size.tokens,
-        "prompts": size.prompts,
-        "tokens": size.tokens,
-        **job,
-    }
-    command = [sys.executable, "-m", "benchmarks.gpu.loaded_child", json.dumps(whole)]
     done = subprocess.run(
-        command,
+        [sys.executable, *_CHILD, json.dumps(whole(model, size, job))],
         env={
             **os.environ,
             "LOCALRT_CACHE": str(cache),
@@ -216,21 +335,3 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
         raise RuntimeError(words[-1])
     values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return values
-
-
-def has_disk(nbytes: int) -> bool:
-    """Whether the usual folder is on a disk that has room for so many bytes."""
-    folder = Path(tempfile.gettempdir()).resolve()
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    _, kind = max((where, kind) for where, kind in mounts if folder.is_relative_to(where))
-    return kind not in ("tmpfs", "ramfs") and shutil.disk_usage(folder).free > nbytes
-
-
-def scratch() -> str | None:
-    """Memory, if it has room for a store beside the model itself; else the usual folder."""
-    memory = Path("/dev/shm")
-    if memory.is_dir():
-        pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        if shutil.disk_usage(memory).free > 20e9 and pages > 64e9:
-            return str(memory)
-    return None

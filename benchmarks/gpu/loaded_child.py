@@ -10,8 +10,11 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -20,6 +23,9 @@ from benchmarks.gpu.configs import random_ids
 from benchmarks.gpu.memory import watch
 from localrt.api import Model
 from localrt.engine.types import Chunk
+from localrt.offload.placement import Placement, Where
+from localrt.offload.planner import Plan, PlanRequest
+from localrt.offload.ring import PAGE
 from localrt.quant.cuda.device import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
@@ -29,9 +35,24 @@ _COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 def main(arguments: list[str]) -> None:
     """Run one job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
-    job = json.loads(arguments[0])
-    if job.get("link_bytes_s"):
-        throttle(job["link_bytes_s"])
+    print(json.dumps(found(json.loads(arguments[0]))))
+
+
+def found(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job finds."""
+    with ExitStack() as changed:
+        for change, name in {
+            throttled: "link_bytes_s",
+            with_ring: "ring",
+            unmoved: "placement",
+        }.items():
+            if job.get(name):
+                changed.enter_context(change(job[name]))
+        return answered(job)
+
+
+def answered(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model finds that is loaded for the job."""
     started = time.perf_counter()
     peak = watch(device_of("cuda"), job["free_before"]) if "free_before" in job else None
     with localrt.load(job["model"], draft="off", ctx=job["ctx"], **job["load"]) as model:
@@ -41,16 +62,18 @@ def main(arguments: list[str]) -> None:
         if job["logits"] is not None:  # before other caches take the GPU's memory
             save_logits(model, job["logits"])
         found |= answers(model, job)
+        if job.get("count", True):
+            found |= counted(model)
         if peak is not None:
             found["peak_vram_bytes"] = peak()
-    print(json.dumps(found))
+    return found
 
 
 def placed(model: Model) -> dict[str, Any]:
     """Bytes of weights by place and by the device that computes with them, and the forecast."""
     plan = model._core.engine.plan
     if plan is None:
-        return {"weight_bytes": model.info.weight_bytes, "computed_by_cpu": 0, "placement": ""}
+        return {"weight_bytes": model.info.weight_bytes, "computed_by_cpu": 0, "placement": None}
     where = plan.placement.where
     nbytes: Counter[str] = Counter()
     computed = 0
@@ -63,7 +86,11 @@ def placed(model: Model) -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "placed_bytes": dict(nbytes),
         "computed_by_cpu": computed,
-        "placement": repr(plan.placement),
+        "placement": {
+            **{field.name: getattr(plan.placement, field.name) for field in fields(Placement)},
+            "where": dict(where),
+            "crossing": sorted(plan.placement.crossing),
+        },
         "predicted_tok_s": plan.tok_s,
         "ceiling_tok_s": plan.ceiling_tok_s,
         "predicted_prefill_tok_s": plan.prefill_tok_s,
@@ -71,7 +98,7 @@ def placed(model: Model) -> dict[str, Any]:
     }
 
 
-def answers(model: Model, job: dict[str, Any]) -> dict[str, Any]:
+def answers(model: Model, job: Mapping[str, Any]) -> dict[str, Any]:
     """Answer every prompt, the first one twice: at first kernels may be missing, and experts."""
     vocab, tokens = model.info.vocab_size, job["tokens"]
 
@@ -99,7 +126,7 @@ def answers(model: Model, job: dict[str, Any]) -> dict[str, Any]:
         "why": flow.why,
         "token_ids": list(last.token_ids),
     }
-    return found | counted(model)
+    return found
 
 
 def save_logits(model: Model, path: str) -> None:
@@ -133,7 +160,8 @@ def counted(model: Model) -> dict[str, Any]:
     return {f"{name}_per_token": value for name, value in per_token.items()} | shares
 
 
-def throttle(link_bytes_s: float) -> None:
+@contextmanager
+def throttled(link_bytes_s: float) -> Iterator[None]:
     """Simulate a slower link: send extra bytes after every copy to the GPU.
 
     Measured and saved rates of the GPU do not change.
@@ -165,8 +193,46 @@ def throttle(link_bytes_s: float) -> None:
         found = gpu_rates(*args, **options)
         return replace(found, to_gpu_bytes_s=min(link_bytes_s, found.to_gpu_bytes_s))
 
-    cuda_memory.CudaCopies = Throttled  # type: ignore[misc]
-    measuring.gpu_rates = rates
+    with (
+        patch.object(cuda_memory, "CudaCopies", Throttled),
+        patch.object(measuring, "gpu_rates", rates),
+    ):
+        yield
+
+
+@contextmanager
+def with_ring(times: float) -> Iterator[None]:
+    """Plan with one size of the GPU's ring: so many of the largest unit."""
+    from localrt.offload.planner import search
+
+    def rings(slots: Sequence[int], *_: Any, **__: Any) -> Iterator[search.Ring]:
+        yield search.Ring(-(-int(times * slots[-1]) // PAGE) * PAGE, slots[-1])
+
+    with patch.object(search, "_vram_rings", rings):
+        yield
+
+
+@contextmanager
+def unmoved(placed: Mapping[str, Any]) -> Iterator[None]:
+    """Have the GPU and the CPU compute what they do as ``placed``, with all
+    weights in their memory.
+    """
+    from localrt.loading import native, placing
+
+    first_plan = placing.first_plan
+    places = {name: Where.VRAM if Where(to).on_gpu else Where.RAM for name, to in placed["where"].items()}
+    placement = Placement(
+        **{**placed, "where": places, "crossing": frozenset(placed["crossing"]), "kv": tuple(placed["kv"])}
+    )
+
+    def plan(request: PlanRequest, rows: int) -> Plan:
+        return replace(first_plan(request, rows), placement=placement)
+
+    with (
+        patch.object(placing, "first_plan", plan),
+        patch.object(native, "_must_stream", lambda *_: True),
+    ):
+        yield
 
 
 if __name__ == "__main__":

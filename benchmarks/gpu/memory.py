@@ -42,10 +42,3 @@ def watch(gpu: Any, free_before: int) -> Callable[[], int]:
 
     gpu._alloc = noted
     return peak
-
-
-def watch_torch() -> Callable[[], int]:
-    """The same of what torch has allocated, and of nothing else."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    return lambda: int(torch.cuda.max_memory_allocated() - before)

@@ -7,12 +7,11 @@ pass, and a row the same bits alone, with others, or in a tree.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
+from benchmarks.common.random_store import RandomPackedCheckpoint
 from benchmarks.gpu.configs import (
     ARCHITECTURES,
     QWEN_1_5B,
@@ -23,7 +22,7 @@ from benchmarks.gpu.configs import (
     random_ids,
     random_model,
 )
-from benchmarks.gpu.memory import free_memory, watch, watch_torch
+from benchmarks.gpu.memory import free_memory, watch
 from benchmarks.gpu.timing import RUNS, Result, guarded, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
@@ -39,34 +38,24 @@ TREE = 16
 
 
 def check_logits(device: str) -> list[Result]:
-    """torch on the device."""
-    return every_architecture(("f32", "bf16"), device)
-
-
-def check_packed_logits(device: str) -> list[Result]:
-    """Our kernels."""
-    return every_architecture(("packed",), device)
-
-
-def every_architecture(kinds: Sequence[str], device: str) -> list[Result]:
-    """Check random models of all known architectures; on the CPU only a small one."""
+    """Random models of all known architectures, on torch and on our kernels; on the CPU a small
+    one.
+    """
     if not device.startswith("cuda"):
-        return logits_of("LlamaForCausalLM", _config(device), 6, kinds, device)
+        return logits_of("LlamaForCausalLM", _config(device), 6, device)
     configs = {name: {**TINY, **extra} for name, extra in ARCHITECTURES.items()}
-    found = (logits_of(name, config, 100, kinds, device) for name, config in configs.items())
+    found = (logits_of(name, config, 100, device) for name, config in configs.items())
     return [result for results in found for result in results]
 
 
-def logits_of(
-    name: str, config: dict[str, Any], length: int, kinds: Sequence[str], device: str
-) -> list[Result]:
+def logits_of(name: str, config: dict[str, Any], length: int, device: str) -> list[Result]:
     """Compare the logits of a prompt and four single tokens with the CPU's float32."""
     ids = random_ids(config, length)
     wanted = logits(
         random_model(name, config, TorchOps(compute_format="f32", device="cpu")), ids, 4
     )
     results = []
-    for kind in kinds:
+    for kind in BOUNDS:
         ops: Any = (
             CudaOps(device=device)
             if kind == "packed"
@@ -80,20 +69,13 @@ def logits_of(
     return results
 
 
-def check_decode(device: str) -> list[Result]:
-    """Measure a resident 1.5B in bf16 through torch: speed, peak memory against the estimate."""
-    ops = TorchOps(compute_format="bf16", device=device)
-    return resident("1.5B bf16", RandomCheckpoint("Qwen2ForCausalLM", _config(device)), ops)
-
-
 def check_packed(device: str) -> list[Result]:
     """Measure resident packed models: speed with and without CUDA graphs, trees, peak memory."""
     results = []
     for name in ("int4-g32", "nvfp4", "q4_k") if device.startswith("cuda") else ("int4-g32",):
         checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", _config(device), name)
-        ops = CudaOps(device=device)
         results += guarded(
-            f"resident {name}", lambda n=name, c=checkpoint, o=ops: resident(n, c, o)
+            f"resident {name}", lambda n=name, c=checkpoint: resident(n, c, CudaOps(device=device))
         )
     return results
 
@@ -102,22 +84,18 @@ def _config(device: str) -> dict[str, Any]:
     return QWEN_1_5B if device.startswith("cuda") else {**TINY, **SMALLEST, "num_hidden_layers": 1}
 
 
-def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
-    """Time prefill and decode; with our kernels also captured graphs (same bits) and a tree."""
+def resident(name: str, checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> list[Result]:
+    """Time prefill, and decode with and without captured graphs (same bits) and a tree."""
     cuda = "cuda" in ops.device
     if cuda:
-        free = free_memory(ops.device)
-        ours = isinstance(ops, CudaOps)
-        peak = watch(device_of(ops.device), free) if ours else watch_torch()
+        peak = watch(device_of(ops.device), free_memory(ops.device))
     model = load_decoder(checkpoint, ops, read_config(checkpoint))
     matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
     weights = sum(ops.weight_nbytes(info.shape, info.format) for info in matrices)
     length, decoded = (512, 64) if cuda else (2, 1)
     prompt = random_ids(checkpoint.config, length, seed=1)
     cache = model.cache(2 * length + 256)
-    ways = {"plain": model.forward}
-    if isinstance(ops, CudaOps):
-        ways["graph"] = ops.graphed(model.forward)
+    ways: dict[str, Any] = {"plain": model.forward, "graph": ops.graphed(model.forward)}
 
     def prefill() -> None:
         cache.trim(0)
@@ -146,12 +124,10 @@ def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
         estimate = weights + ops.kv_nbytes(model.config.memory, 2 * length) + (256 << 20)
         values |= {"peak_vram_bytes": peak(), "estimate_bytes": estimate}
         ok &= values["peak_vram_bytes"] <= estimate
-    results = [Result(f"resident {name}", ok, values=values)]
-    if "graph" in ways:
-        cache.trim(0)
-        model.forward(Batch.extend([(cache, prompt)]), rows=[])
-        results.append(tree(model, ways["graph"], cache, prompt, TREE if cuda else 2))
-    return results
+    cache.trim(0)
+    model.forward(Batch.extend([(cache, prompt)]), rows=[])
+    branches = tree(model, ways["graph"], cache, prompt, TREE if cuda else 2)
+    return [Result(f"resident {name}", ok, values=values), branches]
 
 
 def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int) -> Result:

@@ -1,0 +1,70 @@
+"""Where files of a model's size go: into memory, or onto a disk, whose own rate is measured first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.timing import Result
+from localrt.offload.reading import disk_speed
+
+_ROOT = Path(__file__).resolve().parents[2]
+MEMORY = Path("/dev/shm")
+_SAMPLE = 2 << 30
+_PART = 64 << 20
+
+
+def find_memory(nbytes: int) -> Path | None:
+    """A folder in memory with room for so many bytes, beside a model that is loaded from it."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > nbytes and free > 3 * nbytes
+    return MEMORY if roomy else None
+
+
+def find_disk(nbytes: int) -> Path:
+    """A folder on a disk with room for so many bytes.
+
+    Raises:
+        OSError: there is none; says what was looked at.
+    """
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    seen = []
+    for folder in (Path(tempfile.gettempdir()).resolve(), _ROOT):
+        _, kind = max((where, kind) for where, kind in mounts if folder.is_relative_to(where))
+        free = shutil.disk_usage(folder).free
+        if kind not in ("tmpfs", "ramfs") and free > nbytes:
+            return folder
+        seen.append(f"{folder} ({kind}) has {free / 1e9:.1f} GB")
+    raise OSError(
+        f"{nbytes / 1e9:.1f} GB of a disk are needed: {', '.join(seen)}; name a folder: TMPDIR=..."
+    )
+
+
+def check_disk(device: str) -> Iterator[Result]:
+    """GB/s of writing a file and of reading it past the cache, as the pipeline reads."""
+    try:
+        folder = find_disk(_SAMPLE)
+    except OSError as error:
+        yield Result("disk", True, values={"not run": str(error)})
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        file = Path(name, "sample")
+        part = os.urandom(_PART)
+        started = time.perf_counter()
+        with file.open("wb") as opened:
+            for _ in range(0, _SAMPLE, _PART):
+                opened.write(part)
+            opened.flush()
+            os.fsync(opened.fileno())
+        values: dict[str, Any] = {"written_gb_s": _SAMPLE / (time.perf_counter() - started) / 1e9}
+        for mode in (mode for mode in disk_speed._CANDIDATES if mode.direct):
+            starts = range(0, _SAMPLE, mode.block)
+            jobs = [(file.name, start, min(mode.block, _SAMPLE - start)) for start in starts]
+            rate, _ = disk_speed._time(file.parent, jobs, mode)
+            values[f"gb_s_{mode.threads}_x_{mode.block >> 20}_mb"] = rate / 1e9
+        yield Result("disk", True, values=values)

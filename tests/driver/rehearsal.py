@@ -1,0 +1,115 @@
+"""A rehearsal of ``scripts/gpu_check`` on the driver of this folder: the same phases with tiny
+models, placed by turns in all places, and no rate of the machine measured.
+
+``python -m tests.driver.rehearsal JOB`` is ``benchmarks.gpu.loaded_child`` on that driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import disk, facts, loaded, loaded_child
+from localrt.loading import gpu as opening
+from localrt.loading import native, placing
+from localrt.offload.placement import Where
+from localrt.offload.planner import Plan, PlanRequest
+from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.offload.reading.files import ReadMode
+from localrt.quant import choose
+from localrt.quant.cuda import cuda_memory, programs
+from localrt.quant.cuda import driver as calling
+from localrt.quant.cuda.device import emulate
+from localrt.quant.cuda.programs import Program
+from tests.ops.cuda.emulator import Emulator
+from tests.planner.models import machine
+
+MIB = 1 << 20
+_first_plan = placing.first_plan
+TINY = {"hidden_size": 64, "head_dim": 32, "vocab_size": 64, "intermediate_size": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def begin() -> bool:
+    """Use the CPU for kernels, and, where it can be built, the driver; whether it can."""
+    emulate(Emulator())
+    _set(disk, _SAMPLE=4 * MIB, _PART=MIB)
+    if sys.platform != "linux" or not find_spec("cuda") or not programs.has_compiler():
+        return False
+    from tests.driver.standin import image
+    from tests.driver.standin import loaded as driver
+
+    driver().set()
+
+    def machine_code(program: Program, capability: int, folder: Path) -> bytes:
+        return image(program)
+
+    _set(calling, machine_code=machine_code)
+    _set(cuda_memory, _SAMPLE=MIB)
+    _set(choose, _default_device=lambda: "cuda")
+    _set(opening, _rates=lambda *_, **__: None)
+    _set(facts, _COPIED=8 * MIB, _PIECES=(2 * MIB, 8 * MIB), _LAUNCHES=2, _RUNS=2, _rates=_no_rates)
+    _set(loaded_child, _THROTTLE_SAMPLE=1000, _LOGIT_ROWS=14, _COUNTED=1)
+    _set(loaded, _FEW=2, LARGE={name: tiny(size) for name, size in loaded.LARGE.items()})
+    _set(loaded, asked=_asked_here, _CHILD=("-m", "tests.driver.rehearsal"))
+    rates = DiskProfile(ReadMode(direct=False, threads=2, block=MIB), 1e9, 0.0), machine()
+    _set(placing, machine_profile=lambda *_, **__: rates, first_plan=_by_turns)
+    _set(native, _must_stream=lambda *args: args[-1].gpu_memory is not None)
+    return True
+
+
+def _set(module: Any, **values: Any) -> None:
+    for name, value in values.items():
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, value)
+
+
+def _no_rates(device: str) -> dict[str, Any]:
+    return {}
+
+
+def _asked_here(
+    model: Path, cache: Path, size: loaded.Size, job: dict[str, Any]
+) -> dict[str, Any]:
+    """In this process: another one takes seconds to begin."""
+    os.environ |= {"LOCALRT_CACHE": str(cache), "XDG_DATA_HOME": str(cache)}
+    found: dict[str, Any] = json.loads(json.dumps(loaded_child.found(loaded.whole(model, size, job))))
+    return found
+
+
+def _by_turns(request: PlanRequest, rows: int) -> Plan:
+    """In all places, those of the SSD if RAM is short."""
+    plan, units = _first_plan(request, rows), request.shape.units
+    short = request.budgets.ram <= 6_000_000_000
+    ssd = [Where.SSD, Where.SSD_LINK] if short else []
+    order = [Where.LINK, *ssd[:1], Where.VRAM, *ssd[1:], Where.RAM]
+    where = dict(plan.placement.where)
+    passing = [unit for unit in units if unit.kind in ("attention", "mlp")]
+    where |= {unit.name: order[n % len(order)] for n, unit in enumerate(passing)}
+    experts = [unit for unit in units if unit.kind == "expert"]
+    if experts:  # CPU and GPU share their layers
+        where |= dict.fromkeys((unit.name for unit in passing), Where.VRAM)
+        where |= {unit.name: order[-n % 2] for n, unit in enumerate(experts)}
+    ring = 2 * max(unit.nbytes for unit in units)
+    kv = ("ram",) * request.shape.layers
+    placed = replace(plan.placement, where=where, kv=kv, ram_ring=ring, vram_ring=ring)
+    return replace(plan, placement=placed)
+
+
+if __name__ == "__main__":
+    begin()
+    loaded_child.main(sys.argv[1:])
+
+
+def tiny(size: loaded.Size) -> loaded.Size:
+    """The same with a thousandth of the weights."""
+    config = {**size.config, **TINY, **HEADS}
+    if "num_experts" in config:
+        config |= EXPERTS
+    return replace(size, config=config, prompts=(3, 5), tokens=4, tokens_from_ssd=2)
