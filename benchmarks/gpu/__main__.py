@@ -13,7 +13,6 @@ and models are loaded on the driver of the tests.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -38,22 +37,13 @@ from localrt.quant.cpu.abi import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module, function, and what it takes beside the device; modules are imported when needed.
+# Module and function, imported when needed. Those of a model, such as dense-14B, are check_model's.
 PHASES = {
     "copy": ("kernels", "check_copy"),
     "facts": ("facts", "check_facts"),
     "disk": ("disk", "check_disk"),
-    "dense-14B": ("loaded", "check_model", "14B", "dense"),
-    "dense-32B": ("loaded", "check_model", "32B", "dense"),
-    "forecasts-14B": ("loaded", "check_model", "14B", "forecasts"),
-    "forecasts-32B": ("loaded", "check_model", "32B", "forecasts"),
-    "mixture-30B-A3B": ("loaded", "check_model", "30B-A3B", "mixture"),
-    "prompts-14B": ("loaded", "check_model", "14B", "prompts"),
-    "prompts-32B": ("loaded", "check_model", "32B", "prompts"),
-    "prompts-30B-A3B": ("loaded", "check_model", "30B-A3B", "prompts"),
     "products": ("kernels", "check_products"),
     "batches": ("kernels", "check_batches"),
-    "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
     "mixture-attention": ("attention", "check_mixture_attention"),
     "experts": ("grouped", "check_grouped"),
@@ -64,7 +54,6 @@ PHASES = {
     "packed": ("models", "check_packed"),
     "adapters": ("adapters", "check_adapters"),
     "heads": ("heads", "check_heads"),
-    "sweep-14B": ("loaded", "check_model", "14B", "sweep"),
 }
 # These modules also compute on the CPU.
 _BESIDE = frozenset({"facts", "loaded", "heads", "towers"})
@@ -84,27 +73,16 @@ class Call:
 
 
 CALLS = {
-    "facts": Call("copies, waits, launches, the disk; CPU kernels built", 3, 2, "copy facts disk"),
-    "dense": Call("14B within 8 GB, two links, RAM and disk: speed, tokens", 5, 11, "dense-14B"),
-    "large": Call("the same of a 32B", 7, 24, "dense-32B"),
-    "forecasts": Call(
-        "12 cells: speed, forecast and measured", 6, 0, "forecasts-14B forecasts-32B"
-    ),
-    "mixtures": Call("30B-A3B within 8 GB, two links, RAM and disk", 4, 23, "mixture-30B-A3B"),
-    "prompts": Call(
-        "first tokens of 512 and 2,048", 5, 0, "prompts-14B prompts-32B prompts-30B-A3B"
-    ),
-    "kernels": Call("formats beside float64 and cuBLAS", 3, 0, "products batches unpacking"),
-    "layers": Call(
-        "layers beside torch and float64",
-        2,
-        0,
-        "attention mixture-attention experts recurrent pictures towers",
-    ),
-    "resident": Call(
-        "models on the GPU alone, adapters, draft heads", 3, 0, "logits packed adapters heads"
-    ),
-    "sweep": Call("14B with other rings and threads", 5, 0, "sweep-14B"),
+    "facts": Call("copies, waits, launches, the disk", 3, 2, "copy facts disk"),
+    "dense": Call("14B within 8 GB: speed over two links, right tokens", 5, 11, "dense-14B"),
+    "large": Call("32B within 8 GB: the same", 7, 24, "dense-32B"),
+    "forecasts": Call("12 forecasts beside speeds", 6, 24, "forecasts-14B forecasts-32B"),
+    "mixtures": Call("30B-A3B within 8 GB: speed over two links", 4, 23, "mixture-30B-A3B"),
+    "prompts": Call("first tokens", 5, 24, "prompts-14B prompts-32B prompts-30B-A3B"),
+    "kernels": Call("all formats beside float64 and cuBLAS", 3, 0, "products batches"),
+    "layers": Call("layers", 2, 0, "attention mixture-attention experts recurrent pictures towers"),
+    "resident": Call("models on the GPU alone", 3, 0, "logits packed adapters heads"),
+    "sweep": Call("14B with other rings and threads", 5, 11, "sweep-14B"),
 }
 """In the order of what they decide."""
 
@@ -125,7 +103,8 @@ def build_kernels() -> Result:
 
 def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator[Result]:
     """Yield a phase's results, after waiting for the CPU's ``kernels`` if it needs them."""
-    module, function, *more = PHASES[name]
+    kind, _, model = name.partition("-")
+    module, function, *more = PHASES.get(name) or ("loaded", "check_model", model, kind)
     if module in _BESIDE and kernels is not None:
         yield from one_by_one("CPU kernels", lambda: [kernels.result()])
     torch.manual_seed(0)
@@ -151,15 +130,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            name = f"gpu_check-{self.call}{f'-{number}' if number > 1 else ''}.json"
-            self.out = self.folder / name
-            try:
-                self.out.touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            break
-        self.save()
+        names = (f"gpu_check-{self.call}{n}.json" for n in ("", *(f"-{n}" for n in range(2, 1000))))
+        self.out = next(each for each in map(self.folder.joinpath, names) if not each.exists())
 
     @property
     def seconds(self) -> float:
@@ -171,10 +143,6 @@ class Run:
         result.seconds = self.seconds - sum(each.seconds for each in self.results)
         print(result.line(), flush=True)
         self.results.append(result)
-        self.save()
-
-    def save(self) -> None:
-        """Write the file."""
         record = {
             "date": datetime.now(UTC).date().isoformat(),
             "machine": self.machine,
@@ -205,9 +173,9 @@ def main() -> int:
             print(f"{name}: {call.minutes} minutes{room}. {call.tells} ({call.phases})")
         return 0
     names = args.only.split(",")
-    if unknown := [name for name in names if name not in CALLS and name not in PHASES]:
-        known = ", ".join(dict.fromkeys([*CALLS, *PHASES]))
-        parser.error(f"no call or phase is called {unknown[0]}: choose from {known}")
+    known = [*CALLS, *" ".join(call.phases for call in CALLS.values()).split()]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no call or phase is called {unknown[0]}: see --list")
     cuda = args.device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA GPU", file=sys.stderr)
@@ -224,23 +192,24 @@ def main() -> int:
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
     results: list[Result] = []
-    for call, planned in CALLS.items():
-        phases = [name for name in planned.phases.split() if {name, call} & {*names}]
+    for name, call in CALLS.items():
+        phases = [each for each in call.phases.split() if {each, name} & {*names}]
         if not phases:
             continue
-        only = f" --only {','.join(phases if call not in names else [call])}"
-        run = Run(args.out, call, f"scripts/gpu_check{only}", machine)
-        print(f"{call}: {planned.tells}, {planned.minutes} minutes; {run.out}", flush=True)
-        for name in phases:
+        only = name if name in names else ",".join(phases)
+        run = Run(args.out, name, f"scripts/gpu_check --only {only}", machine)
+        print(f"{name}: {call.tells}, {call.minutes} minutes; {run.out}", flush=True)
+        for phase in phases:
+            module = PHASES.get(phase, ("loaded",))[0]
             if run.seconds < end_s:
-                on = "cuda" if driver and PHASES[name][0] in _ON_DRIVER else args.device
-                for result in found_by(name, on, kernels):
+                on = "cuda" if driver and module in _ON_DRIVER else args.device
+                for result in found_by(phase, on, kernels):
                     run.keep(result)
                     if run.seconds > end_s:
                         break
-                kernels = None if PHASES[name][0] in _BESIDE else kernels
+                kernels = None if module in _BESIDE else kernels
             if run.seconds > end_s:
-                run.keep(Result(f"{name}, or the rest of it", True, values=late))
+                run.keep(Result(f"{phase}, or the rest of it", True, values=late))
         results += run.results
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
@@ -260,7 +229,6 @@ def machine_facts(device: str) -> dict[str, Any]:
         "driver": said(*smi, "--query-gpu=driver_version") if cuda else None,
         "gpu": said(*smi, f"--query-gpu={about}") if cuda else None,
         "cuda-bindings": version_of("cuda-bindings"),
-        "bitsandbytes": version_of("bitsandbytes"),
         "commit": said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "computer": hardware.probe().to_dict(),
     }

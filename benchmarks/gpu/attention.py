@@ -1,7 +1,7 @@
 """Checks and speeds of attention: with a window and a soft cap, with sinks, and latent.
 
 Compares each with torch's float64 on the CPU, on a tree, checks that a row has the same bits alone
-and among others, and times one row over a long cache against a copy and against torch.
+and among others, and times one row over a long cache against a copy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.gpu.exchange import back, seen_from, there
 from benchmarks.gpu.timing import (
@@ -19,7 +18,6 @@ from benchmarks.gpu.timing import (
     copy_bandwidth,
     guarded,
     launch_seconds,
-    torch_seconds,
 )
 from localrt.quant.cuda.attention import attend
 from localrt.quant.cuda.device import device_of
@@ -43,11 +41,10 @@ def check_attention(device: str) -> list[Result]:
         for length in (1024, 8192, 32768) if cuda else (130,):
             values: dict[str, Any] = {}
             for n in (1, 16) if cuda else (1,):
-                run, plain, nbytes = attention_launches(n, heads, groups, size, length, device)
+                run, nbytes = attention_launches(n, heads, groups, size, length, device)
                 seconds = launch_seconds(run, device)
                 values[f"us_{n}"] = seconds * 1e6
                 values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
-                values[f"against_sdpa_{n}"] = torch_seconds(plain, device) / seconds
             name = f"attention {heads}/{groups}x{size} over {length}"
             results.append(Result(name, True, values=values))
     return results
@@ -199,36 +196,20 @@ def random_cache(
 
 def attention_launches(
     n: int, heads: int, groups: int, size: int, length: int, device: str
-) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
-    """Our launches, torch's, and the bytes of keys and values."""
+) -> tuple[list[Callable[[], Any]], int]:
+    """Launches, and the bytes of keys and values of one."""
     nbytes = 2 * groups * length * size * 2
     count = copies_beyond_cache(nbytes, device)
-    q = torch.randn(n, heads, size).bfloat16()
     caches = [random_cache(groups, length, (size, size), device, alike=True) for _ in range(count)]
-    rows = [
-        [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
-        for _ in range(count)
-    ]
     gpu = device_of(device)
-    queries, held = there(q, gpu), there(torch.tensor([length - n]), gpu)
+    queries = there(torch.randn(n, heads, size).bfloat16(), gpu)
+    held = there(torch.tensor([length - n]), gpu)
     positions = there(torch.arange(length - n, length), gpu)
-    q = q.to(device)
-    mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
 
-    def ours(cache: BlockedCache, blocks: Tensor) -> Any:
+    def run(cache: BlockedCache, blocks: Tensor) -> Any:
         return attend(
             queries, blocks, cache.layers[0], held, positions,
             scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
         )  # fmt: skip
 
-    def torchs(k: torch.Tensor, v: torch.Tensor) -> Any:
-        return F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None],
-            attn_mask=None if n == 1 else mask, enable_gqa=True,
-        )  # fmt: skip
-
-    return (
-        [lambda c=c: ours(*c) for c in caches],
-        [lambda r=r: torchs(*r) for r in rows],
-        nbytes,
-    )
+    return [lambda c=c: run(*c) for c in caches], nbytes

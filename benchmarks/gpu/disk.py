@@ -1,4 +1,4 @@
-"""Where files of a model's size go: into memory, or onto a disk, whose own rate is measured first."""
+"""Where files of a model's size go, in memory or on a disk, and how fast that disk is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.timing import Result
+from localrt.offload.memory import memory_state
 from localrt.offload.reading import disk_speed
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +22,9 @@ _PART = 64 << 20
 
 def find_memory(nbytes: int) -> Path | None:
     """A folder in memory with room for so many bytes, beside a model that is loaded from it."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > nbytes and free > 3 * nbytes
-    return MEMORY if roomy else None
+    if not MEMORY.is_dir() or memory_state().available < 3 * nbytes:
+        return None
+    return MEMORY if shutil.disk_usage(MEMORY).free > 1.1 * nbytes else None
 
 
 def find_disk(nbytes: int) -> Path:

@@ -190,23 +190,6 @@ def compiled(names: Sequence[str], shape: tuple[int, int]) -> Result:
     return Result("compiling", True, values={**values, "s": time.perf_counter() - started})
 
 
-def check_unpacking(device: str) -> list[Result]:
-    """A matrix to bf16, as prefill does it: bytes read and written."""
-    cuda = device.startswith("cuda")
-    rows, columns = SHAPE if cuda else (32, 64)
-    ceiling = copy_bandwidth(device)
-    results = []
-    for name in ("int4-g32", "q4_k", "nvfp4") if cuda else ("int4-g32",):
-        copies = rotating(name, rows, columns, device)
-        dense = empty(rows, columns, dtype=BFLOAT16, device=device_of(device))
-        launches = [lambda w=w, out=dense: unpack_rows(w, out) for w in copies]
-        seconds = launch_seconds(launches, device)
-        moved = copies[0].data.nbytes + dense.nbytes
-        values = {"us": seconds * 1e6, "share_of_copy": moved / seconds / ceiling}
-        results.append(Result(f"unpacking {name} {rows}x{columns}", True, values=values))
-    return results
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from benchmarks.gpu.memory import free_memory
 from benchmarks.gpu.timing import Result, guarded
 from localrt.common.cores import find_cores
 from localrt.common.formatting import parse_size
+from localrt.hub.known_models import find_known
 
 FORMAT = "int4-g32"
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
@@ -65,48 +66,17 @@ class Size:
     tokens_from_ssd: int = 12
 
 
-_QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-_QWEN3_14B: dict[str, Any] = {
-    **_QWEN3,
-    "hidden_size": 5120,
-    "intermediate_size": 17_408,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-}
+_14B, _30B_A3B = (
+    known.config() for name in ("14b", "30b") if (known := find_known(f"qwen3:{name}"))
+)
+_32B = {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
 LARGE = {
-    "30B-A3B": Size(
-        "Qwen3MoeForCausalLM",
-        {
-            **_QWEN3,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-        },
-        bound=0.3,  # an expert that is chosen almost as well may be taken for another
-    ),
-    "14B": Size("Qwen3ForCausalLM", _QWEN3_14B, bound=0.1, budgets=("4GB", "6GB", "8GB")),
+    # An expert that is chosen almost as well may be taken for another.
+    "30B-A3B": Size("Qwen3MoeForCausalLM", {**_30B_A3B, "norm_topk_prob": True}, bound=0.3),
+    "14B": Size("Qwen3ForCausalLM", _14B, bound=0.1, budgets=("4GB", "6GB", "8GB")),
     "32B": Size(
         "Qwen3ForCausalLM",
-        {
-            **_QWEN3_14B,
-            "intermediate_size": 25_600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-        },
+        {**_14B, **_32B},
         bound=0.1,
         little={"gpu_memory": "8GB", "ram": "6GB"},
         budgets=("8GB", "12GB", "16GB"),
@@ -134,8 +104,8 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Result]:
         )
         started = time.perf_counter()
         write_store(files / "model", size.architecture, size.config, FORMAT)
-        written = {"weight_bytes": nbytes, "written_s": time.perf_counter() - started}
-        yield Result(f"store {name}", True, values=written)
+        values = {"weight_bytes": nbytes, "written_s": time.perf_counter() - started}
+        yield Result(f"store {name}", True, values=values)
         yield from getattr(Loaded(name, size, files, cache, nbytes, held), kind)()
 
 
@@ -176,15 +146,15 @@ class Loaded:
 
     def prompts(self) -> Iterator[Result]:
         """First tokens of all lengths; the plan's tokens per second of a prompt are beside them."""
-        few = {**_PLAIN, "load": self.size.load, "tokens": 2}
+        few: dict[str, Any] = {**_PLAIN, "load": self.size.load, "tokens": 2}
         slow = {**few, "link_bytes_s": SLOW_LINK}
         for way, job in {UNCOMPILED: few, COMPILED: few, AT_SLOW_LINK: slow}.items():
             yield from self.go(f"prompts, {way}", job)
 
     def forecasts(self) -> Iterator[Result]:
         """Three budgets, two links: tokens per second as planned and as measured."""
-        budgets = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
-        yield from self.over_both_links(budgets)
+        jobs = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
+        yield from self.over_both_links(jobs)
 
     def sweep(self) -> Iterator[Result]:
         """Sizes of the GPU's ring and numbers of the CPU's threads."""
@@ -238,7 +208,9 @@ class Loaded:
         if not self.folder.is_relative_to(MEMORY):
             return model
         folder = self.held.enter_context(tempfile.TemporaryDirectory(dir=disk))
-        return Path(shutil.copytree(model, Path(folder, "model")))
+        copied = shutil.copytree(model, Path(folder, "model"))
+        os.sync()  # else it would be written while it is read
+        return copied
 
     def run(self, way: str, job: dict[str, Any], model: Path) -> Result:
         """One way; fails if it took more than the GPU's share."""
@@ -308,17 +280,12 @@ class Loaded:
         )
 
 
-def whole(model: Path, size: Size, job: Mapping[str, Any]) -> dict[str, Any]:
-    """A job with what most have in common."""
-    ctx = max(size.prompts) + 4 * size.tokens
-    common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
-    return {**common, **job}
-
-
 def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
     """What a process of its own finds."""
+    ctx = max(size.prompts) + 4 * size.tokens
+    common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
     done = subprocess.run(
-        [sys.executable, *_CHILD, json.dumps(whole(model, size, job))],
+        [sys.executable, *_CHILD, json.dumps({**common, **job})],
         env={
             **os.environ,
             "LOCALRT_CACHE": str(cache),

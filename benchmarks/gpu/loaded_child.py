@@ -40,12 +40,9 @@ def main(arguments: list[str]) -> None:
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a job finds."""
+    changes: dict[str, Any] = {"link_bytes_s": throttled, "ring": with_ring, "placement": unmoved}
     with ExitStack() as changed:
-        for change, name in {
-            throttled: "link_bytes_s",
-            with_ring: "ring",
-            unmoved: "placement",
-        }.items():
+        for name, change in changes.items():
             if job.get(name):
                 changed.enter_context(change(job[name]))
         return answered(job)
@@ -220,10 +217,12 @@ def unmoved(placed: Mapping[str, Any]) -> Iterator[None]:
     from localrt.loading import native, placing
 
     first_plan = placing.first_plan
-    places = {name: Where.VRAM if Where(to).on_gpu else Where.RAM for name, to in placed["where"].items()}
-    placement = Placement(
-        **{**placed, "where": places, "crossing": frozenset(placed["crossing"]), "kv": tuple(placed["kv"])}
-    )
+    where = {
+        name: Where.VRAM if Where(place).on_gpu else Where.RAM
+        for name, place in placed["where"].items()
+    }
+    known = {"where": where, "kv": tuple(placed["kv"]), "crossing": frozenset(placed["crossing"])}
+    placement = Placement(**{**placed, **known})
 
     def plan(request: PlanRequest, rows: int) -> Plan:
         return replace(first_plan(request, rows), placement=placement)

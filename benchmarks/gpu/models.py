@@ -38,9 +38,7 @@ TREE = 16
 
 
 def check_logits(device: str) -> list[Result]:
-    """Random models of all known architectures, on torch and on our kernels; on the CPU a small
-    one.
-    """
+    """Random models of all known architectures, through torch and our kernels."""
     if not device.startswith("cuda"):
         return logits_of("LlamaForCausalLM", _config(device), 6, device)
     configs = {name: {**TINY, **extra} for name, extra in ARCHITECTURES.items()}

@@ -24,6 +24,7 @@ from localrt.quant.reference.ops import TorchOps
 
 _BOUND = 0.05
 _SIDE = 6  # rows of a picture: 6 x 6
+_TEXT = 60
 _SECTIONS = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 
 
@@ -50,7 +51,7 @@ def check_pictures(device: str) -> list[Result]:
 def _logits(model: Decoder, most: int, *, both_ways: bool) -> np.ndarray:
     """Of a text with a picture in it, at most so many rows a pass."""
     config, rows = model.config, _SIDE * _SIDE
-    ids = np.asarray(random_ids({"vocab_size": config.vocab_size}, 60 + rows), np.int64)
+    ids = np.asarray(random_ids({"vocab_size": config.vocab_size}, _TEXT + rows), np.int64)
     begin, end = 20, 20 + rows
     seen = np.random.default_rng(1).standard_normal((rows, config.hidden_size), np.float32)
     axes = np.repeat(np.arange(len(ids))[None], 3, 0)

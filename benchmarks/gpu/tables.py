@@ -13,13 +13,6 @@ from benchmarks.common.record import markdown_table
 Record = Mapping[str, Any]
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
-# What the page has figures of: how the results' names begin, and one of their values.
-_PARTS = {
-    "models larger than 8 GB through `localrt.load`": ("loaded ", "decode_tok_s"),
-    "what adapters cost": ("adapters, decode", "cost_1"),
-    "what a draft head's steps cost": ("head", "us_step_4"),
-    "pictures through vision towers": ("tower ", "cpu_s"),
-}
 # Of a failed check's values, those that may have failed it.
 _REASONS = re.compile("error|bound|equal|sequential|peak|estimate|finite|same")
 _VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
@@ -38,22 +31,15 @@ def gpu_tables(record: Record) -> str:
     )
     failed = [f"- {result['name']}: {_why(result)}" for result in results if not result["ok"]]
     parts = [head, *(["Failed:", "\n".join(failed)] if failed else [])]
-    if missing := list(_not_run(record)):
-        parts += ["Not run:", "\n".join(f"- {line}" for line in missing)]
-    parts += [_one_row(results), _batches(results), _whole(results)]
+    missing = [(name, values) for name, values in _named(results, "") if "not run" in values]
+    if missing:
+        parts += [
+            "Not run:",
+            "\n".join(f"- {name}: {values['not run']}" for name, values in missing),
+        ]
+    parts += [_facts(results), _batches(results), _whole(results)]
     parts += [_adapters(results), _towers(results), _loaded(results)]
     return "\n\n".join(part for part in parts if part)
-
-
-def _not_run(record: Record) -> Iterator[str]:
-    """What this run has no figures of, and why as far as it says."""
-    results = record["results"]
-    for what, (start, key) in _PARTS.items():
-        if not any(key in values for _, values in _named(results, start)):
-            yield what
-    for result in results:
-        if "not run" in result["values"]:
-            yield f"{result['name']}: {result['values']['not run']}"
 
 
 def _why(result: Record) -> str:
@@ -79,18 +65,16 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown_table(list(headers), [list(row) for row in rows]) if rows else ""
 
 
-def _one_row(results: Sequence[Record]) -> str:
+def _facts(results: Sequence[Record]) -> str:
+    """What is measured before models: of the GPU, its link and the disk."""
     rows = [
-        [
-            name,
-            f"{values['us']:.1f}",
-            f"{values['gb_s']:.0f}",
-            f"{values['share_of_copy']:.0%}",
-            f"{values['against_cublas_bf16']:.2f}x",
-        ]
-        for name, values in _named(results, "one row ")
+        [f"{name}, {key}", _number(value)]
+        for name, values in _named(results, "")
+        if name.startswith(("facts", "disk"))
+        for key, value in values.items()
+        if isinstance(value, float)
     ]
-    return _table(["one row", "µs", "GB/s", "of a copy's", "times cuBLAS in bf16"], rows)
+    return _table(["fact", "measured"], rows)
 
 
 def _by_rows(results: Sequence[Record], title: str, start: str, key: str, show: str) -> str:
@@ -123,6 +107,7 @@ def _loaded(results: Sequence[Record]) -> str:
     keys = {
         "decode tok/s": ("decode_tok_s", "{:.1f}"),
         "forecast": ("predicted_tok_s", "{:.1f}"),
+        "off by": ("forecast_error", "{:+.0%}"),
         "first token of 512, s": ("first_token_512_s", "{:.2f}"),
         "at first, s": ("first_token_512_at_first_s", "{:.2f}"),
         "of 2048, s": ("first_token_2048_s", "{:.2f}"),
@@ -132,6 +117,8 @@ def _loaded(results: Sequence[Record]) -> str:
         "GPU idle": ("gpu_idle", "{:.0%}"),
         "loading, s": ("load_s", "{:.0f}"),
     }
+    known = {key for _, values in found for key in values}
+    keys = {title: shown for title, shown in keys.items() if shown[0] in known}
     rows = [
         [name, *(show.format(values[key]) if key in values else "" for key, show in keys.values())]
         for name, values in found

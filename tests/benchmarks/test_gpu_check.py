@@ -6,19 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.adapters import check_adapters
 from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result
 from benchmarks.gpu.towers import check_towers
 from localrt.quant.cuda.formats import TYPES
+from tests.driver import rehearsal
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,19 @@ def test_unknown_check(tmp_path: Path) -> None:
     check = [ROOT / "scripts/gpu_check", "--device", "cpu", "--only", "kernel"]
     done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 2
-    assert "no check is called kernel" in done.stderr
+    assert done.stderr.endswith("no call or phase is called kernel: see --list\n")
+
+
+def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that fit a machine lent for ten minutes; each phase is in one of them, by one name."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--list"])
+    assert command.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("facts: 3 minutes, 2 GB of a disk. ")
+    assert len(lines) == len(command.CALLS)
+    phases = " ".join(call.phases for call in command.CALLS.values()).split()
+    assert sorted({*phases, *command.PHASES}) == sorted(phases)
+    assert all(call.minutes < 8 for call in command.CALLS.values())
 
 
 def test_python_without_torch(tmp_path: Path) -> None:
@@ -53,40 +66,86 @@ def test_python_without_torch(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+DENSE = {
+    "loaded 14B, compiled as compiled, no weight moved",
+    "loaded 14B, at 12 GB/s as compiled, no weight moved",
+    "loaded 14B, from the SSD as from the SSD, no weight moved",
+    "loaded 14B, from the SSD, at 12 GB/s as from the SSD, no weight moved",
+}
+
+
 @pytest.mark.slow
 def test_check_on_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "check.json"
+    """All calls, rehearsed. Those that load models do so on the driver of the tests."""
+    out = tmp_path / "results"
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
-    bare = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'bare'}:{ROOT}"}
-    check = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", out]
+    bare = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'bare'}:{ROOT}", "OUT": str(out)}
+    check = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
     done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(out.read_text())
-    names = [result["name"] for result in record["results"]]
-    assert "logits LlamaForCausalLM f32" in names
-    assert {
-        "product nvfp4",
-        "attention",
-        "resident 1.5B bf16",
-        "resident int4-g32",
-        "adapters, decode",
-    } <= set(names)
-    page = gpu_tables(record)
-    assert f"on {record['date']}" in page
-    assert "- loaded: it needs a GPU" in page
-    assert all(result["ok"] for result in record["results"])
+    records = {call: read(out / f"gpu_check-{call}.json") for call in command.CALLS}
+    pages = {call: gpu_tables(record) for call, record in records.items()}
+    found = {call: named(record) for call, record in records.items()}
+    assert all(result["ok"] for call in found.values() for result in call.values())
+    assert {"logits LlamaForCausalLM f32", "resident int4-g32"} <= found["resident"].keys()
+    assert {"product nvfp4", "product q2_k"} <= found["kernels"].keys()
+    assert "attention" in found["layers"]
+    assert found["resident"]["adapters, model"]["values"]["others_keep_their_bits"]
+    assert "| decode, 1 at once |" in pages["resident"]
+    assert records["large"]["command"] == "scripts/gpu_check --only large"
+    if rehearsal.has_driver():
+        assert found["dense"].keys() >= DENSE
+        assert all(found["dense"][name]["values"]["bitwise_equal"] for name in DENSE)
+        assert "forecast_error" in found["forecasts"]["loaded 14B, within 4GB"]["values"]
+        assert "| facts, copies, gb_s_8_mb |" in pages["facts"]
+        assert "| off by |" in pages["forecasts"]
+    else:
+        assert "- loaded 14B, dense: it needs a GPU" in pages["dense"]
 
 
-def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {result.name: result for result in check_adapters("cpu")}
-    assert all(result.ok for result in found.values()), capsys.readouterr().err
-    assert found["adapters, model"].values["others_keep_their_bits"]
-    assert found["adapters, model"].values["changed_by"] > 0.05
-    machine = {"device": "a GPU"}
-    results = [asdict(result) for result in found.values()]
-    record = {"machine": machine, "command": "c", "seconds": 1.0, "results": results}
-    assert "| decode, 1 at once |" in gpu_tables(record)
+def read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def named(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {result["name"]: result for result in record["results"]}
+
+
+def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By phases of the same call, either. What was found is there before the next result."""
+    seen = list[list[str]]()
+
+    def found_by(phase: str, *_: object) -> Iterator[Result]:
+        yield Result(phase, True)
+        seen.append([result["name"] for result in read(latest())["results"]])
+        yield Result("the last", phase != "copy")
+
+    def latest() -> Path:
+        return max(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+
+    monkeypatch.setattr(command, "found_by", found_by)
+    on_a_gpu(monkeypatch)
+    for only, failed in (("kernels", 0), ("batches,copy", 1), ("kernels,copy", 1)):
+        monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), "--only", only])
+        assert command.main() == failed
+    assert seen[0] == ["products"]
+    commands = {path.name: read(path)["command"] for path in tmp_path.glob("*.json")}
+    assert commands == {
+        "gpu_check-kernels.json": "scripts/gpu_check --only kernels",
+        "gpu_check-kernels-2.json": "scripts/gpu_check --only batches",
+        "gpu_check-kernels-3.json": "scripts/gpu_check --only kernels",
+        "gpu_check-facts.json": "scripts/gpu_check --only copy",
+        "gpu_check-facts-2.json": "scripts/gpu_check --only copy",
+    }
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That torch finds; the CPU's kernels exist."""
+    monkeypatch.setattr(command, "build_kernels", lambda: Result("CPU kernels", True))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
 
 
 def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +154,6 @@ def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("tflops" in result["values"] for result in results)
     about = {"machine": {"device": "a GPU"}, "command": "c", "seconds": 1.0}
     assert "| gemma-4-e4b |" in gpu_tables({**about, "results": results})
-    assert "- pictures through vision towers" in gpu_tables({**about, "results": []})
 
 
 def test_formats() -> None:
@@ -106,17 +164,12 @@ def test_formats() -> None:
 
 
 def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "check.json"
     found = iter([Result("copy", True), Result("copy again", True), Result("logits", True)])
     monkeypatch.setattr(command, "found_by", lambda *_: found)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    arguments = ["gpu_check", "--out", str(out), "--minutes", "0", "--only", "copy,logits"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    on_a_gpu(monkeypatch)
+    arguments = ["--out", str(tmp_path), "--minutes", "0", "--only", "copy,disk"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check", *arguments])
     assert command.main() == 0
-    results = json.loads(out.read_text())["results"]
-    assert [result["name"] for result in results] == [
-        "copy, or the rest of it",
-        "logits, or the rest of it",
-    ]
-    assert "copy, or the rest of it: 0 minutes were up" in gpu_tables(json.loads(out.read_text()))
+    record = read(tmp_path / "gpu_check-facts.json")
+    assert list(named(record)) == ["copy, or the rest of it", "disk, or the rest of it"]
+    assert "copy, or the rest of it: 0 minutes were up" in gpu_tables(record)

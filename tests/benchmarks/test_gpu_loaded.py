@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import loaded
+from benchmarks.common.random_store import write_store
+from benchmarks.gpu import disk, loaded
 from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
 from benchmarks.gpu.timing import Result
+from tests.driver import rehearsal
 
-CONFIG = {
-    **TINY,
-    "vocab_size": 512,
-    "head_dim": 64,
-    "num_hidden_layers": 8,
-    "tie_word_embeddings": False,
-}
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+UNMOVED = "no weight moved"
 
 
 def checked(
@@ -29,29 +26,44 @@ def checked(
     *,
     by_cpu: int = 0,
     off: float = 0.0,
+    wrong: str = "",
     free: float = 80e9,
-    peak: float = 7.9e9,
-    disk: bool = True,
+    peak: float = 3.9e9,
+    room: bool = True,
 ) -> dict[str, Result]:
-    """The results by name, of ways that differ in a logit by ``off``."""
+    """The results by name. Logits are ``off`` where all weights are on the GPU; a token of those
+    loaded as ``wrong`` says is another one.
+    """
 
     def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
         resident = job["load"] == size.resident
+        alone = resident and "placement" not in job
         if job["logits"] is not None:
-            np.save(job["logits"], ROWS + np.float32(off if resident else 0))
+            np.save(job["logits"], ROWS + np.float32(off if alone else 0))
+        ids = list(range(job.get("tokens", size.tokens)))
+        if wrong == ("disk" if job.get("on_disk") else "link" if "link_bytes_s" in job else "RAM"):
+            ids[4] += 0 if resident else 1
         return {
-            "token_ids": list(range(job.get("tokens", size.tokens))),
-            "placement": "all on the GPU" if resident else "placed",
-            "computed_by_cpu": 0 if resident else by_cpu,
+            "token_ids": ids,
+            "placement": None if alone else {"where": dict(job["load"])},
+            "computed_by_cpu": 0 if alone else by_cpu,
             "peak_vram_bytes": 60e9 if resident else peak,
+            "predicted_tok_s": 30.0,
+            "decode_tok_s": 24.0,
         }
+
+    def find_disk(nbytes: int) -> Path:
+        if not room:
+            raise OSError("11.0 GB of a disk are needed: /tmp (tmpfs) has 1.0 GB")
+        return tmp_path
 
     monkeypatch.setattr(loaded, "asked", asked)
     monkeypatch.setattr(loaded, "free_memory", lambda: int(free))
-    monkeypatch.setattr(loaded, "has_disk", lambda nbytes: disk)
-    size = Size("Qwen3ForCausalLM", CONFIG, bound=0.1)
-    found = Loaded("14B", size, tmp_path / "folder", tmp_path / "cache").results()
-    return {result.name.removeprefix("loaded 14B, "): result for result in found}
+    monkeypatch.setattr(loaded, "find_disk", find_disk)
+    size = Size("Qwen3ForCausalLM", TINY, bound=0.1)
+    with ExitStack() as held:
+        model = Loaded("14B", size, tmp_path, tmp_path, 8_300_000_000, held)
+        return {result.name.removeprefix("loaded 14B, "): result for result in model.dense()}
 
 
 def test_gpu_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +72,34 @@ def test_gpu_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ways = {"kernels uncompiled", "compiled", "at 12 GB/s", "from the SSD", "resident"}
     assert ways <= set(results)
     assert results["kernels uncompiled as compiled"].values["of_tokens"] == 8
+    assert results["compiled"].values["forecast_error"] == 0.25
+    assert "predicted_tok_s" not in results[f"compiled, {UNMOVED}"].values
     results = checked(tmp_path, monkeypatch, off=1e-6)
     assert not results["compiled as resident"].ok
     assert results["kernels uncompiled as compiled"].ok
 
 
 def test_cpu_may_round_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checked(tmp_path, monkeypatch, by_cpu=12, off=0.05)["compiled as resident"].ok
+    """From a GPU; not from itself."""
+    results = checked(tmp_path, monkeypatch, by_cpu=12, off=0.05)
+    assert all(result.ok for result in results.values())
     assert not checked(tmp_path, monkeypatch, by_cpu=12, off=0.5)["compiled as resident"].ok
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fails"),
+    [
+        ("RAM", {"compiled"}),
+        ("link", {"at 12 GB/s"}),
+        ("disk", {"from the SSD", "from the SSD, at 12 GB/s"}),
+    ],
+)
+def test_wrong_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, fails: set[str]
+) -> None:
+    results = checked(tmp_path, monkeypatch, by_cpu=12, wrong=wrong)
+    failed = {name for name, result in results.items() if not result.ok}
+    assert {name.partition(" as ")[0] for name in failed} == fails
 
 
 def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +108,43 @@ def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert results["resident"].ok, "nothing bounds it"
     results = checked(tmp_path, monkeypatch, free=1000)
     assert "no room" in results["resident"].values["not run"]
+    assert "no room" in results[f"compiled, {UNMOVED}"].values["not run"]
     assert "compiled as resident" not in results
-    results = checked(tmp_path, monkeypatch, disk=False)
-    assert "no disk" in results["from the SSD"].values["not run"]
+
+
+def test_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = checked(tmp_path, monkeypatch, room=False)
+    assert results["from the SSD"].values["not run"].startswith("11.0 GB of a disk are needed")
     assert "from the SSD as compiled" not in results
+
+
+def test_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is looked for before anything is written, and named where there is none."""
+    with pytest.raises(OSError, match=r"^1000000000.0 GB of a disk are needed: .* has .* GB, .*"):
+        disk.find_disk(10**18)
+    monkeypatch.setattr(loaded, "find_memory", lambda nbytes: None)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleUsage(10**9))
+    (result,) = loaded.check_model("cuda", "32B", "dense")
+    assert result.values["not run"].startswith("24.0 GB of a disk are needed")
+
+
+class SimpleUsage:
+    """What ``shutil.disk_usage`` says."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+@pytest.mark.skipif(not rehearsal.has_driver(), reason="the driver cannot be built here")
+def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's own process answers; what it died of is said."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(loaded, "_CHILD", ("-m", "tests.driver.rehearsal"))
+    size = rehearsal.tiny(loaded.LARGE["14B"])
+    model, job = tmp_path / "model", {"load": size.load, "logits": None, "count": False}
+    with pytest.raises(RuntimeError, match="no such file or folder"):
+        loaded.asked(model, tmp_path / "cache", size, job)
+    write_store(model, size.architecture, size.config, loaded.FORMAT)
+    values = loaded.asked(model, tmp_path / "cache", size, job)
+    assert len(values["token_ids"]) == size.tokens
+    assert values["placed_bytes"].keys() == {"ram", "vram", "ram-to-gpu"}

@@ -6,15 +6,21 @@ models, placed by turns in all places, and no rate of the machine measured.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.gpu import disk, facts, loaded, loaded_child
+import torch
+
+from benchmarks.gpu import disk, facts, loaded, loaded_child, pictures, towers
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.offload.placement import Where
@@ -36,11 +42,21 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers"
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 
 
+def has_driver() -> bool:
+    """Whether the driver can be built here, and there is no other one."""
+    if choose._has_driver() or sys.platform != "linux":
+        return False
+    return bool(find_spec("cuda")) and programs.has_compiler()
+
+
 def begin() -> bool:
     """Use the CPU for kernels, and, where it can be built, the driver; whether it can."""
     emulate(Emulator())
+    torch.set_num_threads(1)  # small work, for which threads of busy cores wait
     _set(disk, _SAMPLE=4 * MIB, _PART=MIB)
-    if sys.platform != "linux" or not find_spec("cuda") or not programs.has_compiler():
+    _set(pictures, _SIDE=3, _TEXT=30)
+    _set(towers, _TOWERS=dict(list(towers._TOWERS.items())[:1]))
+    if not has_driver():
         return False
     from tests.driver.standin import image
     from tests.driver.standin import loaded as driver
@@ -56,10 +72,17 @@ def begin() -> bool:
     _set(opening, _rates=lambda *_, **__: None)
     _set(facts, _COPIED=8 * MIB, _PIECES=(2 * MIB, 8 * MIB), _LAUNCHES=2, _RUNS=2, _rates=_no_rates)
     _set(loaded_child, _THROTTLE_SAMPLE=1000, _LOGIT_ROWS=14, _COUNTED=1)
-    _set(loaded, _FEW=2, LARGE={name: tiny(size) for name, size in loaded.LARGE.items()})
-    _set(loaded, asked=_asked_here, _CHILD=("-m", "tests.driver.rehearsal"))
+    _set(
+        loaded,
+        _FEW=2,
+        _RINGS=(1.5,),
+        LARGE={name: tiny(size) for name, size in loaded.LARGE.items()},
+    )
+    _set(loaded, subprocess=SimpleNamespace(run=run_here))
     rates = DiskProfile(ReadMode(direct=False, threads=2, block=MIB), 1e9, 0.0), machine()
     _set(placing, machine_profile=lambda *_, **__: rates, first_plan=_by_turns)
+    gc.collect()
+    gc.freeze()  # loading collects garbage, and would look through all that is imported
     _set(native, _must_stream=lambda *args: args[-1].gpu_memory is not None)
     return True
 
@@ -74,19 +97,17 @@ def _no_rates(device: str) -> dict[str, Any]:
     return {}
 
 
-def _asked_here(
-    model: Path, cache: Path, size: loaded.Size, job: dict[str, Any]
-) -> dict[str, Any]:
+def run_here(command: list[str], *, env: dict[str, str], **_: Any) -> CompletedProcess[str]:
     """In this process: another one takes seconds to begin."""
-    os.environ |= {"LOCALRT_CACHE": str(cache), "XDG_DATA_HOME": str(cache)}
-    found: dict[str, Any] = json.loads(json.dumps(loaded_child.found(loaded.whole(model, size, job))))
-    return found
+    with patch.dict(os.environ, env):
+        found = loaded_child.found(json.loads(command[-1]))
+    return CompletedProcess(command, 0, json.dumps(found), "")
 
 
 def _by_turns(request: PlanRequest, rows: int) -> Plan:
     """In all places, those of the SSD if RAM is short."""
     plan, units = _first_plan(request, rows), request.shape.units
-    short = request.budgets.ram <= 6_000_000_000
+    short = request.budgets.ram in (3_000_000_000, 6_000_000_000)
     ssd = [Where.SSD, Where.SSD_LINK] if short else []
     order = [Where.LINK, *ssd[:1], Where.VRAM, *ssd[1:], Where.RAM]
     where = dict(plan.placement.where)
@@ -95,16 +116,12 @@ def _by_turns(request: PlanRequest, rows: int) -> Plan:
     experts = [unit for unit in units if unit.kind == "expert"]
     if experts:  # CPU and GPU share their layers
         where |= dict.fromkeys((unit.name for unit in passing), Where.VRAM)
-        where |= {unit.name: order[-n % 2] for n, unit in enumerate(experts)}
+        places = [Where.VRAM, Where.SSD if short else Where.RAM]
+        where |= {unit.name: places[n % 2] for n, unit in enumerate(experts)}
     ring = 2 * max(unit.nbytes for unit in units)
-    kv = ("ram",) * request.shape.layers
+    kv: Any = ("ram",) * request.shape.layers
     placed = replace(plan.placement, where=where, kv=kv, ram_ring=ring, vram_ring=ring)
     return replace(plan, placement=placed)
-
-
-if __name__ == "__main__":
-    begin()
-    loaded_child.main(sys.argv[1:])
 
 
 def tiny(size: loaded.Size) -> loaded.Size:
@@ -112,4 +129,11 @@ def tiny(size: loaded.Size) -> loaded.Size:
     config = {**size.config, **TINY, **HEADS}
     if "num_experts" in config:
         config |= EXPERTS
-    return replace(size, config=config, prompts=(3, 5), tokens=4, tokens_from_ssd=2)
+    return replace(
+        size, config=config, budgets=size.budgets[:1], prompts=(3, 5), tokens=4, tokens_from_ssd=2
+    )
+
+
+if __name__ == "__main__":
+    begin()
+    loaded_child.main(sys.argv[1:])

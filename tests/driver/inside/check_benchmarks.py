@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import attention, facts, grouped, loaded_child, recurrent, timing
 from benchmarks.gpu.kernels import random_rows
 from benchmarks.gpu.memory import free_memory, watch
-from localrt.quant.cuda import cuda_memory, measuring
+from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.device import device_of
 from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.products import quantize
@@ -88,10 +88,9 @@ def test_slower_link(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent besides changes no copy."""
     monkeypatch.setattr(cuda_memory, "_SAMPLE", MIB)
     monkeypatch.setattr(loaded_child, "_THROTTLE_SAMPLE", 1000)
-    for module, name in ((cuda_memory, "CudaCopies"), (measuring, "gpu_rates")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back in the end
-    loaded_child.throttle(1.0)
-    copies = cuda_memory.CudaCopies(most_pinned=64 * MIB)
+    with loaded_child.throttled(1.0):
+        copies = cuda_memory.CudaCopies(most_pinned=64 * MIB)
+    assert type(copies) is not cuda_memory.CudaCopies, "only meanwhile"
     copies._times = 2.5  # type: ignore[attr-defined]
     source, out = copies.host_buffer(4096), copies.alloc(4096)
     source[:] = np.arange(4096, dtype=np.uint16).view(np.uint8)[:4096]
