@@ -54,8 +54,7 @@ def check_disk(device: str) -> Iterator[Result]:
         yield Result("disk", True, values={"not run": str(error)})
         return
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        file = Path(name, "sample")
-        part = os.urandom(_PART)
+        file, part = Path(name, "sample"), os.urandom(_PART)
         started = time.perf_counter()
         with file.open("wb") as opened:
             for _ in range(0, _SAMPLE, _PART):

@@ -97,6 +97,7 @@ def _batches(results: Sequence[Record]) -> str:
     tables = (
         _by_rows(results, title, "batches ", "against_cublas", "{:.2f}x"),
         _by_rows(results, "µs, rows", "batches ", "us", "{:.1f}"),
+        _by_rows(results, "of a copy's rate, rows", "batches ", "share_of_copy", "{:.0%}"),
     )
     return "\n\n".join(table for table in tables if table)
 
