@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint
+from localrt.hub.known_models import find_known
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
@@ -46,19 +47,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {"sliding_window": 64},
     "SmolLM3ForCausalLM": {},
 }
-# Qwen2.5-Coder-1.5B's shape: the model most of the project's numbers are about.
-QWEN_1_5B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
+
+
+def known_config(name: str) -> dict[str, Any]:
+    """Of a model that localrt knows."""
+    known = find_known(name)
+    assert known is not None, name
+    return dict(known.config())
+
+
+QWEN_1_5B = known_config("qwen2.5-coder:1.5b")  # most of the project's numbers are about it
 
 
 def random_model(architecture: str, config: Mapping[str, Any], ops: Any) -> Decoder:

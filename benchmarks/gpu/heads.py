@@ -1,9 +1,8 @@
 """A draft head on a GPU, for ``scripts/gpu_check``: right, and what a step of it costs.
 
 An EAGLE-3 head beside a resident model, both of random weights: logits against the same head on
-the CPU; the microseconds of a step, recorded (with the GPU's part and the host's) and launched
-kernel by kernel, and of the target's passes over a tree's rows; and how many tokens of an answer
-along its trees are those of plain decoding.
+the CPU; the microseconds of a step (with the GPU's part and the host's) and of the target's passes
+over a tree's rows; and how many tokens of an answer along its trees are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -132,11 +131,9 @@ def _check(device: str) -> Result:
     values: dict[str, Any] = {"relative_error": error}
     one = given[:, : config["hidden_size"]].astype(np.float32)
     for rows in _ROWS if cuda else _ROWS[:1]:
-        launched, _ = _seconds(head, head.forward, ids, one, rows, cuda=cuda)
         step, of_gpu = _seconds(head, draft.forward, ids, one, rows, cuda=cuda)
         verified, _ = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, cuda=cuda)
         values |= {f"us_step_{rows}": 1e6 * step, f"us_pass_{rows}": 1e6 * verified}
-        values |= {f"us_launched_{rows}": 1e6 * launched}
         if of_gpu is not None:
             values |= {f"us_gpu_{rows}": 1e6 * of_gpu, f"us_host_{rows}": 1e6 * (step - of_gpu)}
     tokens = _TOKENS if cuda else 3

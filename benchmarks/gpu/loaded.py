@@ -26,18 +26,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.random_store import RandomStore, write_store
+from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.memory import free_memory
 from benchmarks.gpu.timing import Result, guarded
 from localrt.common.cores import find_cores
 from localrt.common.formatting import parse_size
-from localrt.hub.known_models import find_known
+from localrt.offload.placement import Where
 
 FORMAT = "int4-g32"
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
-_CHILD = ("-m", "benchmarks.gpu.loaded_child")
 _TIMEOUT_S = 140
 _ROOM = 1.3  # of a store's bytes: what a folder and a GPU must have free for it
 _RINGS = (1.05, 1.5, 2.0, 3.0)  # times the largest unit
@@ -66,9 +66,7 @@ class Size:
     tokens_from_ssd: int = 12
 
 
-_14B, _30B_A3B = (
-    known.config() for name in ("14b", "30b") if (known := find_known(f"qwen3:{name}"))
-)
+_14B, _30B_A3B = known_config("qwen3:14b"), known_config("qwen3:30b")
 _32B = {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
 LARGE = {
     # An expert that is chosen almost as well may be taken for another.
@@ -120,7 +118,6 @@ class Loaded:
     nbytes: int
     held: ExitStack
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    placed_as: dict[str, Any] = field(default_factory=dict)  # by way: the placement it follows
 
     # -- kinds of results --------------------------------------------------------------------------
 
@@ -131,7 +128,7 @@ class Loaded:
         ways[f"{FROM_SSD}, {AT_SLOW_LINK}"] = {**ways[FROM_SSD], "link_bytes_s": SLOW_LINK}
         for way, job in ways.items():
             yield from self.go(way, job)
-            if way != UNCOMPILED and way in self.found:
+            if way != UNCOMPILED and self.found.get(way, {}).get("placement"):
                 yield from self.checked(way, job)
         if self.name == "14B":
             yield from self.go(RESIDENT, resident)
@@ -146,10 +143,8 @@ class Loaded:
 
     def prompts(self) -> Iterator[Result]:
         """First tokens of all lengths; the plan's tokens per second of a prompt are beside them."""
-        few: dict[str, Any] = {**_PLAIN, "load": self.size.load, "tokens": 2}
-        slow = {**few, "link_bytes_s": SLOW_LINK}
-        for way, job in {UNCOMPILED: few, COMPILED: few, AT_SLOW_LINK: slow}.items():
-            yield from self.go(f"prompts, {way}", job)
+        job = {"load": self.size.load, "prompts": self.size.prompts, "tokens": 2}
+        yield from self.over_both_links({"prompts": job})
 
     def forecasts(self) -> Iterator[Result]:
         """Three budgets, two links: tokens per second as planned and as measured."""
@@ -193,13 +188,17 @@ class Loaded:
         """One way, if there is room."""
         name = f"loaded {self.name}, {way}"
         try:
-            if job["load"] == self.size.resident and free_memory() < _ROOM * self.nbytes:
+            if job["load"] == self.size.resident and not self.has_room():
                 raise OSError("the GPU has no room for all weights at once")
             model = self.on_disk if job.get("on_disk") else self.folder / "model"
         except OSError as error:
             yield Result(name, True, values={"not run": str(error)})
             return
         yield from guarded(name, lambda: [self.run(way, {**job}, model)])
+
+    def has_room(self) -> bool:
+        """Whether all weights fit the GPU."""
+        return free_memory() > _ROOM * self.nbytes
 
     @cached_property
     def on_disk(self) -> Path:
@@ -219,7 +218,7 @@ class Loaded:
         # Thousands of lines that say nothing alone.
         self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
         self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
-        self.placed_as[way] = job.get("placement", self.found[way]["placement"])
+        self.found[way]["sides"] = _sides(self.found[way]["placement"] or {"where": {}})
         budget = job["load"].get("gpu_memory")
         ok = budget is None or values["peak_vram_bytes"] <= parse_size(budget)
         if job["logits"] is not None:
@@ -240,14 +239,19 @@ class Loaded:
     # -- whether ways agree ------------------------------------------------------------------------
 
     def checked(self, way: str, job: Mapping[str, Any]) -> Iterator[Result]:
-        """``way`` beside the same weights all in memory, where the GPU computes the same units."""
-        placement = self.found[way]["placement"]
-        found = [each for each in self.placed_as if each.endswith(_UNMOVED)]
-        other = next((each for each in found if self.placed_as[each] == placement), None)
-        if other is None:
-            other = f"{way}, {_UNMOVED}"
-            asked = {**job, "load": self.size.resident, "placement": placement, "count": False}
-            yield from self.go(other, {**asked, "link_bytes_s": None, "on_disk": False})
+        """``way`` beside the same weights in memory, where the GPU computes the same units."""
+        placement, sides = (self.found[way][name] for name in ("placement", "sides"))
+        unmoved = (each for each in self.found if each.endswith(_UNMOVED))
+        known = (each for each in unmoved if self.found[each]["sides"] == sides)
+        other, there = next(known, f"{way}, {_UNMOVED}"), self.has_room()
+        if other not in self.found:
+            to = "vram" if there else "ram-to-gpu"
+            moved = {"ssd": "ram", "ssd-to-gpu": to, "ram-to-gpu": to}
+            where = {name: moved.get(place, place) for name, place in placement["where"].items()}
+            load = self.size.resident if there else {"gpu_memory": job["load"]["gpu_memory"]}
+            changed = {"link_bytes_s": None, "on_disk": False, "count": False, "load": load}
+            placed = {**placement, "where": where}
+            yield from self.go(other, {**job, **changed, "placement": placed})
         yield from self.compared((way, other))
 
     def compared(self, *pairs: tuple[str, str]) -> Iterator[Result]:
@@ -273,11 +277,17 @@ class Loaded:
         values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
         # The CPU's kernels and a GPU's round differently: the same ones must compute. Which of
         # them computes an expert depends on what is ready.
-        alike = self.placed_as[way] == self.placed_as[other] or not by_cpu
+        alike = one["sides"] == two["sides"] or not by_cpu
         exact = alike and "num_experts" not in self.size.config
         return Result(
             f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
         )
+
+
+def _sides(placement: Mapping[str, Any]) -> dict[str, Any]:
+    """What bits depend on: not where weights lie, but whether the GPU computes with them."""
+    sides = {name: Where(place).on_gpu for name, place in placement["where"].items()}
+    return {**placement, "where": sides, "ram_ring": 0, "vram_ring": 0}
 
 
 def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +295,7 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
     ctx = max(size.prompts) + 4 * size.tokens
     common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
     done = subprocess.run(
-        [sys.executable, *_CHILD, json.dumps({**common, **job})],
+        [sys.executable, "-m", "benchmarks.gpu.loaded_child", json.dumps({**common, **job})],
         env={
             **os.environ,
             "LOCALRT_CACHE": str(cache),

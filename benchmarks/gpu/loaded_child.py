@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a job finds."""
-    changes: dict[str, Any] = {"link_bytes_s": throttled, "ring": with_ring, "placement": unmoved}
+    changes: Any = {"link_bytes_s": throttled, "ring": with_ring, "placement": placed_as}
     with ExitStack() as changed:
         for name, change in changes.items():
             if job.get(name):
@@ -210,19 +210,14 @@ def with_ring(times: float) -> Iterator[None]:
 
 
 @contextmanager
-def unmoved(placed: Mapping[str, Any]) -> Iterator[None]:
-    """Have the GPU and the CPU compute what they do as ``placed``, with all
-    weights in their memory.
-    """
+def placed_as(fields: Mapping[str, Any]) -> Iterator[None]:
+    """Place weights so, whatever the plan."""
     from localrt.loading import native, placing
 
     first_plan = placing.first_plan
-    where = {
-        name: Where.VRAM if Where(place).on_gpu else Where.RAM
-        for name, place in placed["where"].items()
-    }
-    known = {"where": where, "kv": tuple(placed["kv"]), "crossing": frozenset(placed["crossing"])}
-    placement = Placement(**{**placed, **known})
+    where = {name: Where(place) for name, place in fields["where"].items()}
+    known = {"where": where, "kv": tuple(fields["kv"]), "crossing": frozenset(fields["crossing"])}
+    placement = Placement(**{**fields, **known})
 
     def plan(request: PlanRequest, rows: int) -> Plan:
         return replace(first_plan(request, rows), placement=placement)

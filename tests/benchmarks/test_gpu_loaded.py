@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.common.random_store import write_store
-from benchmarks.gpu import disk, loaded
+from benchmarks.gpu import disk, loaded, loaded_child
 from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
 from benchmarks.gpu.timing import Result
+from localrt.offload.planner import Budgets, PlanRequest, make_plan, shape_from_config
+from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.driver import rehearsal
+from tests.planner.models import machine
 
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 UNMOVED = "no weight moved"
@@ -36,16 +40,18 @@ def checked(
     """
 
     def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
-        resident = job["load"] == size.resident
-        alone = resident and "placement" not in job
+        resident, again = job["load"] == size.resident, "placement" in job
+        alone = resident and not again
         if job["logits"] is not None:
             np.save(job["logits"], ROWS + np.float32(off if alone else 0))
         ids = list(range(job.get("tokens", size.tokens)))
-        if wrong == ("disk" if job.get("on_disk") else "link" if "link_bytes_s" in job else "RAM"):
-            ids[4] += 0 if resident else 1
+        kind = "disk" if job.get("on_disk") else "link" if job.get("link_bytes_s") else "RAM"
+        ids[4] += kind == wrong and not again
+        to = "" if by_cpu else "-to-gpu"
+        placement = {"where": {"layers.0.mlp": ("ssd" if kind == "disk" else "ram") + to}}
         return {
             "token_ids": ids,
-            "placement": None if alone else {"where": dict(job["load"])},
+            "placement": None if alone else job.get("placement", placement),
             "computed_by_cpu": 0 if alone else by_cpu,
             "peak_vram_bytes": 60e9 if resident else peak,
             "predicted_tok_s": 30.0,
@@ -108,8 +114,9 @@ def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert results["resident"].ok, "nothing bounds it"
     results = checked(tmp_path, monkeypatch, free=1000)
     assert "no room" in results["resident"].values["not run"]
-    assert "no room" in results[f"compiled, {UNMOVED}"].values["not run"]
     assert "compiled as resident" not in results
+    results = checked(tmp_path, monkeypatch, free=1000, wrong="disk")
+    assert not results[f"from the SSD as compiled, {UNMOVED}"].ok, "its weights are copied from RAM"
 
 
 def test_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,23 +130,16 @@ def test_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match=r"^1000000000.0 GB of a disk are needed: .* has .* GB, .*"):
         disk.find_disk(10**18)
     monkeypatch.setattr(loaded, "find_memory", lambda nbytes: None)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleUsage(10**9))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     (result,) = loaded.check_model("cuda", "32B", "dense")
     assert result.values["not run"].startswith("24.0 GB of a disk are needed")
-
-
-class SimpleUsage:
-    """What ``shutil.disk_usage`` says."""
-
-    def __init__(self, free: int) -> None:
-        self.free = free
 
 
 @pytest.mark.skipif(not rehearsal.has_driver(), reason="the driver cannot be built here")
 def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's own process answers; what it died of is said."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setattr(loaded, "_CHILD", ("-m", "tests.driver.rehearsal"))
+    monkeypatch.setattr(loaded, "subprocess", SimpleNamespace(run=rehearsal.run_apart))
     size = rehearsal.tiny(loaded.LARGE["14B"])
     model, job = tmp_path / "model", {"load": size.load, "logits": None, "count": False}
     with pytest.raises(RuntimeError, match="no such file or folder"):
@@ -148,3 +148,15 @@ def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = loaded.asked(model, tmp_path / "cache", size, job)
     assert len(values["token_ids"]) == size.tokens
     assert values["placed_bytes"].keys() == {"ram", "vram", "ram-to-gpu"}
+
+
+@pytest.mark.parametrize("times", [1.05, 3.0])
+def test_ring(times: float) -> None:
+    """Is planned with, as a sweep asks."""
+    shape = shape_from_config({**loaded.LARGE["14B"].config}, name="14B", format="int4-g32")
+    budgets = Budgets(ram=32 << 30, process=1 << 30, vram=6 << 30)
+    sizes: Any = {"budgets": budgets, "ctx": 512, "kv_format": parse_kv_format("bf16")}
+    with loaded_child.with_ring(times):
+        plan = make_plan(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
+    largest = max(unit.nbytes for unit in shape.units if unit.kind == "mlp")
+    assert plan.placement.vram_ring == pytest.approx(times * largest, rel=1e-4)

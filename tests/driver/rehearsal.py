@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -102,6 +103,11 @@ def run_here(command: list[str], *, env: dict[str, str], **_: Any) -> CompletedP
     with patch.dict(os.environ, env):
         found = loaded_child.found(json.loads(command[-1]))
     return CompletedProcess(command, 0, json.dumps(found), "")
+
+
+def run_apart(command: list[str], **options: Any) -> CompletedProcess[str]:
+    """In a process of its own, which begins as this one did."""
+    return subprocess.run([command[0], "-m", "tests.driver.rehearsal", command[-1]], **options)
 
 
 def _by_turns(request: PlanRequest, rows: int) -> Plan:
