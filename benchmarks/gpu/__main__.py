@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -180,11 +181,7 @@ def main() -> int:
     if cuda and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA GPU", file=sys.stderr)
         return 1
-    driver = False
-    if not cuda:
-        from tests.driver import rehearsal
-
-        driver = rehearsal.begin()
+    driver = not cuda and import_module("tests.driver.rehearsal").begin()
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = machine_facts(args.device)
     # Compiled during the first phases: it takes a minute.
@@ -252,4 +249,5 @@ def version_of(package: str) -> str | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no files behind
     sys.exit(main())

@@ -1,6 +1,6 @@
 """A process that loads a model as any program does, answers, and reports time and memory.
 
-Run by ``loaded.py`` with a JSON job. A separate process has the GPU's memory to itself and no
+Run by ``loaded.py``; a job comes as JSON. A separate process has the GPU's memory to itself and no
 kernels compiled or loaded by another.
 """
 
@@ -33,9 +33,9 @@ _LOGIT_ROWS = 72
 _COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Run one job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
-    print(json.dumps(found(json.loads(arguments[0]))))
+    print(json.dumps(found(json.load(sys.stdin))))
 
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,4 +230,4 @@ def placed_as(fields: Mapping[str, Any]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.random_store import RandomStore
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import loaded
 from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
+from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result
 from benchmarks.gpu.towers import check_towers
@@ -52,6 +55,22 @@ def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     phases = " ".join(call.phases for call in command.CALLS.values()).split()
     assert sorted({*phases, *command.PHASES}) == sorted(phases)
     assert all(call.minutes < 8 for call in command.CALLS.values())
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:4] for line in page if line.startswith("| `")]
+    told = [(name.strip(" `"), minutes.strip(), disk.strip()) for name, minutes, disk in rows]
+    assert told == [
+        (name, str(call.minutes), f"{call.disk_gb} GB" if call.disk_gb else "")
+        for name, call in command.CALLS.items()
+    ]
+
+
+def test_room_on_a_disk_is_enough() -> None:
+    """What a call says that it needs."""
+    for call in command.CALLS.values():
+        models = [phase.partition("-")[2] for phase in call.phases.split()]
+        for size in (LARGE[name] for name in models if name in LARGE):
+            store = RandomStore(size.architecture, size.config, "int4-g32", ROOT)
+            assert loaded._ROOM * store.nbytes < 1e9 * call.disk_gb
 
 
 def test_python_without_torch(tmp_path: Path) -> None:

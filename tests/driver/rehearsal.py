@@ -1,7 +1,7 @@
 """A rehearsal of ``scripts/gpu_check`` on the driver of this folder: the same phases with tiny
 models, placed by turns in all places, and no rate of the machine measured.
 
-``python -m tests.driver.rehearsal JOB`` is ``benchmarks.gpu.loaded_child`` on that driver.
+``python -m tests.driver.rehearsal`` is ``benchmarks.gpu.loaded_child`` on that driver.
 """
 
 from __future__ import annotations
@@ -98,16 +98,19 @@ def _no_rates(device: str) -> dict[str, Any]:
     return {}
 
 
-def run_here(command: list[str], *, env: dict[str, str], **_: Any) -> CompletedProcess[str]:
+def run_here(
+    command: list[str], *, input: str, env: dict[str, str], **_: Any
+) -> CompletedProcess[str]:
     """In this process: another one takes seconds to begin."""
     with patch.dict(os.environ, env):
-        found = loaded_child.found(json.loads(command[-1]))
+        found = loaded_child.found(json.loads(input))
     return CompletedProcess(command, 0, json.dumps(found), "")
 
 
 def run_apart(command: list[str], **options: Any) -> CompletedProcess[str]:
     """In a process of its own, which begins as this one did."""
-    return subprocess.run([command[0], "-m", "tests.driver.rehearsal", command[-1]], **options)
+    assert command[1:] == ["-m", loaded_child.__name__]
+    return subprocess.run([command[0], "-m", "tests.driver.rehearsal"], **options)
 
 
 def _by_turns(request: PlanRequest, rows: int) -> Plan:
@@ -142,4 +145,4 @@ def tiny(size: loaded.Size) -> loaded.Size:
 
 if __name__ == "__main__":
     begin()
-    loaded_child.main(sys.argv[1:])
+    loaded_child.main()
