@@ -201,9 +201,10 @@ class Loaded:
     @cached_property
     def on_disk(self) -> Path:
         """The files on a disk: copied, if they are in memory."""
-        model, disk = self.folder / "model", find_disk(round(_ROOM * self.nbytes))
+        model = self.folder / "model"
         if not self.folder.is_relative_to(MEMORY):
             return model
+        disk = find_disk(round(_ROOM * self.nbytes))
         folder = self.held.enter_context(tempfile.TemporaryDirectory(dir=disk))
         copied = shutil.copytree(model, Path(folder, "model"))
         os.sync()  # else it would be written while it is read

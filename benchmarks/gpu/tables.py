@@ -112,6 +112,7 @@ def _loaded(results: Sequence[Record]) -> str:
         "first token of 512, s": ("first_token_512_s", "{:.2f}"),
         "at first, s": ("first_token_512_at_first_s", "{:.2f}"),
         "of 2048, s": ("first_token_2048_s", "{:.2f}"),
+        "prompt tok/s, forecast": ("predicted_prefill_tok_s", "{:.0f}"),
         "kernels a token": ("kernels_per_token", "{:.0f}"),
         "launches": ("launches_per_token", "{:.0f}"),
         "waits": ("waits_per_token", "{:.1f}"),
@@ -124,7 +125,7 @@ def _loaded(results: Sequence[Record]) -> str:
         [name, *(show.format(values[key]) if key in values else "" for key, show in keys.values())]
         for name, values in found
     ]
-    return _table(["within 8 GB", *keys], rows)
+    return _table(["within 8 GB, or as named", *keys], rows)
 
 
 def _whole(results: Sequence[Record]) -> str:

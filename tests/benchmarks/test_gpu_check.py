@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.common.random_store import RandomStore
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import loaded
@@ -159,6 +160,9 @@ def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "gpu_check-facts.json": "scripts/gpu_check --only copy",
         "gpu_check-facts-2.json": "scripts/gpu_check --only copy",
     }
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = tables.filled("<!-- table: gpu_check-kernels-2 -->\n<!-- end -->")
+    assert "`scripts/gpu_check --only batches` on " in page
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,13 @@ def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not results[f"from the SSD as compiled, {UNMOVED}"].ok, "its weights are copied from RAM"
 
 
-def test_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied there if they are in memory."""
+    assert checked(tmp_path, monkeypatch, room=False)["from the SSD"].ok, "they are on one"
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(loaded, "MEMORY", tmp_path)
+    assert "not run" not in checked(tmp_path, monkeypatch)["from the SSD"].values
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"], "for a while"
     results = checked(tmp_path, monkeypatch, room=False)
     assert results["from the SSD"].values["not run"].startswith("11.0 GB of a disk are needed")
     assert "from the SSD as compiled" not in results
