@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -36,9 +37,9 @@ _STAGED = 256 << 10
 class Event:
     """A place in a stream's work."""
 
-    def __init__(self, gpu: Cuda, handle: Any) -> None:
+    def __init__(self, gpu: Cuda, handle: Any, spare: deque[Any]) -> None:
         self._gpu, self.handle = gpu, handle
-        weakref.finalize(self, gpu.end, "cuEventDestroy", handle)
+        weakref.finalize(self, spare.append, handle)
 
     def record(self, stream: Any = None) -> None:
         """It happens once what has been given to the stream until now is done."""
@@ -79,6 +80,7 @@ class Cuda(Device):
         self.cache_nbytes = attribute("L2_CACHE_SIZE")
         self.version = int(self.call("cuDriverGetVersion", enter=False))
         self._context = self.call("cuDevicePrimaryCtxRetain", handle, enter=False)
+        self._events: defaultdict[int, deque[Any]] = defaultdict(deque)  # spare ones, by kind
         self._main = self.call("cuStreamCreate", _NON_BLOCKING)
         self._staging = _Staging(self)
         self._folder = Settings.from_environment().cache_dir / "kernels"
@@ -118,9 +120,7 @@ class Cuda(Device):
 
     def end(self, name: str, *args: Any) -> None:
         """Call what ends a handle, whatever it says: nobody needs it any more."""
-        # Events end by the hundred, and may end in a recording; what else is garbage may not.
-        there = nullcontext() if name == "cuEventDestroy" else self._unrecorded()
-        with suppress(LocalrtError), there:
+        with suppress(LocalrtError), self._unrecorded():
             self.enter()
             getattr(self._driver, name)(*args)
 
@@ -210,7 +210,13 @@ class Cuda(Device):
         return stream
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
-        return Event(self, self.call("cuEventCreate", _SLEEPS * sleeps | _UNTIMED * (not timed)))
+        kind = _SLEEPS * sleeps | _UNTIMED * (not timed)
+        spare = self._events[kind]  # what waits for one has taken note of its place
+        try:
+            handle = spare.pop()
+        except IndexError:
+            handle = self.call("cuEventCreate", kind)
+        return Event(self, handle, spare)
 
     def wait(self, stream: Any, event: Event) -> None:
         """What the stream is given from now on waits for the event."""
