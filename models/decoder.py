@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Layer, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
 from localrt.models.layers.parts import (
     Embedding,
@@ -50,18 +50,21 @@ def load_attention(
 
 
 def load_mlp(
-    config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts | None
+    config: DecoderConfig,
+    layer: int,
+    weights: WeightLoader,
+    experts: Experts | None,
+    mlp: Layer | None = None,
 ) -> Part:
-    """Build a layer's MLP; a sparse one calls ``experts``.
+    """Build a layer's MLP, or what is around ``mlp``; a sparse one calls ``experts``.
 
     The last layer's includes the parts that run once, after it.
     """
-    mlp = (
-        GatedMlp(config, layer, weights)
-        if experts is None
-        else SparseMlp(config, layer, weights, experts)
-    )
-    part = config.block.mlp(config, layer, weights, mlp)
+    if experts is not None:
+        layer_mlp: Layer = SparseMlp(config, layer, weights, experts)
+    else:
+        layer_mlp = mlp or GatedMlp(config, layer, weights)
+    part = config.block.mlp(config, layer, weights, layer_mlp)
     first = () if config.memory_of(layer) else (Tap(layer),)
     after = config.block.after(config, weights) if layer == config.layers - 1 else ()
     return joined([*first, part, *after])

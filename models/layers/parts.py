@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Pass, Vector, Weight, copy_to_host, large_floats
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.protocol import Batch, MlpWeights, Ops
+from localrt.quant.ops.protocol import Batch, HostRows, MlpWeights, Ops, SplitOps
 
 Logits = npt.NDArray[np.float32]
 
@@ -232,14 +232,21 @@ class GatedMlp:
     """``down(activation(gate(norm(x))) * up(norm(x)))``, or without a gate
     ``down(activation(up(norm(x))))``.
 
-    ``post_norm`` names the output's norm if it is not the layer's.
+    ``post_norm`` names the output's norm if it is not the layer's. ``rows`` are those of gate and
+    of down where the matrices are pieces.
     """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, weights: WeightLoader, post_norm: str = ""
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: WeightLoader,
+        post_norm: str = "",
+        rows: tuple[int, int] | None = None,
     ) -> None:
         self._names = names = config.names_of(layer)
         hidden, inner, offset = config.hidden_size, config.inner_size(layer), config.norm_offset
+        gates, outputs = rows or (inner, hidden)
         prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
         self.spec = config.mlp_of(layer)
         self.weights = MlpWeights(
@@ -247,10 +254,10 @@ class GatedMlp:
             if names.mlp_norm
             else None,
             gate_up=weights.matrix(
-                ((2 if self.spec.gated else 1) * inner, hidden),
+                ((2 if self.spec.gated else 1) * gates, hidden),
                 *(f"{prefix}{n}.weight" for n in names.gate_up),
             ),
-            down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
+            down=weights.matrix((outputs, inner), f"{prefix}{names.down}.weight"),
             post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)
             if post_norm
             else None,
@@ -262,6 +269,23 @@ class GatedMlp:
     def matrices(self) -> dict[str, Weight]:
         names = self._names
         return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitMlp:
+    """A ``GatedMlp`` in ``pieces`` of its rows, one after another; see ``SplitOps``, which a pass's
+    ``Ops`` must be.
+    """
+
+    pieces: Sequence[GatedMlp]
+    host: HostRows | None
+
+    def __call__(self, state: PassState) -> Array:
+        ops, weights = cast(SplitOps, state.ops), [piece.weights for piece in self.pieces]
+        return ops.norm_split_mlp(state.x, weights, self.pieces[0].spec, self.host)
+
+    def matrices(self) -> dict[str, Weight]:
+        return {}
 
 
 class Head:

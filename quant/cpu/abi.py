@@ -29,7 +29,7 @@ from localrt.common.errors import MissingExtraError
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
-_ABI_VERSION = 25
+_ABI_VERSION = 26
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:

@@ -37,6 +37,7 @@ from localrt.quant.cpu.passes import (
     NativePass,
     Turns,
     attention_args,
+    gate_args,
     index_args,
     latent_args,
     mlp_args,
@@ -362,6 +363,15 @@ class NativeOps(StreamSteps):
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         return self._gated_mlp(x, weights, spec, None)
+
+    def norm_gate_rows(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
+        """What an MLP's down multiplies: (R, rows of gate)."""
+        rows = weights.gate_up.stack.rows // (2 if spec.gated else 1)
+        out = np.empty((len(x), rows), np.float32)
+        args = kept_args(weights.gate_up, weights, spec, gate_args)
+        args.x, args.out, args.rows = self._locate(x), locate(out), len(x)
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
 
     def norm(self, x: Floats, weight: NativeVector, eps: float) -> Floats:
         self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)

@@ -21,6 +21,7 @@ from localrt.quant.cpu.abi import (
     MlpArgs,
     RecurrentArgs,
     SpanArgs,
+    Stack,
     StateSpanArgs,
 )
 from localrt.quant.cpu.kv import NativeKVCache
@@ -191,6 +192,13 @@ def _attention_args(weights: AttentionWeights, spec: AttentionSpec) -> Attention
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
     )
+
+
+def gate_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
+    """Constant arguments of an MLP's step up to what down multiplies."""
+    args = mlp_args(weights, spec)
+    args.down = Stack()
+    return args
 
 
 def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:

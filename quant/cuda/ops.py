@@ -38,6 +38,7 @@ from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
+from localrt.quant.cuda.split import Handover, split_mlp
 from localrt.quant.cuda.steps import converted, move_rows, norm, rotate_blocks
 from localrt.quant.cuda.stream import (
     CudaPass,
@@ -61,7 +62,14 @@ from localrt.quant.ops.experts import (
 )
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
-from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
+from localrt.quant.ops.protocol import (
+    Batch,
+    Forward,
+    HostRows,
+    LayerSpec,
+    MlpSpec,
+    MlpWeights,
+)
 
 
 def _missing(self: object, *args: Any) -> NoReturn:
@@ -94,6 +102,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self._adapters = CudaAdapters(self._device)
         self._tile: Tile | None = None
         self.recording: Recording | None = None
+        self._handovers: dict[tuple[int, int, int], Handover] = {}
 
     @property
     def adapters(self) -> AdapterTable[CudaLowRank]:
@@ -212,10 +221,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         h = normed_for(x, weights.norm, spec.eps, weights.gate_up)
         inner = gate_up(h, weights.gate_up, spec)
-        y = linear(inner, weights.down, dtype=FLOAT32)
-        if weights.post_norm is None:
-            return y
-        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
+        return _post_normed(linear(inner, weights.down, dtype=FLOAT32), weights, spec)
+
+    def norm_split_mlp(
+        self, x: Stream, pieces: Sequence[MlpWeights], spec: MlpSpec, host: HostRows | None
+    ) -> Tensor:
+        y = split_mlp(x, pieces, spec, host, self.recording, self._handovers)
+        return _post_normed(y, pieces[0], spec)
 
     # -- a draft head, which reads another model's features ----------------------------------------
 
@@ -359,3 +371,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             self.recording.logits = logits
             return np.zeros((len(rows), weight.shape[0]), np.float32)
         return logits.to_host()
+
+
+def _post_normed(y: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+    if weights.post_norm is None:
+        return y
+    return norm(y, weights.post_norm, spec.eps, out=FLOAT32)

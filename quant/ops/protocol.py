@@ -93,6 +93,16 @@ class MlpWeights:
     post_norm: Vector | None = None
 
 
+class HostRows(Protocol):
+    """The host's rows of an MLP that a GPU computes the others of, from the first on."""
+
+    def gate(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """What down multiplies, of the residual stream ``x`` (R, D): (R, its rows of gate)."""
+
+    def down(self, inner: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The products with all of those, ``inner`` (R, F): (R, its rows of down)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive rows of a pass that extend one sequence.
@@ -520,3 +530,25 @@ class Ops(Protocol):
 
         The weight's rows are the vocabulary's from ``first_row`` on.
         """
+
+
+class SplitOps(Protocol):
+    """What a GPU's ``Ops`` may have besides: MLPs that it shares with the host."""
+
+    def norm_split_mlp(
+        self, x: Array, pieces: Sequence[MlpWeights], spec: MlpSpec, host: HostRows | None
+    ) -> Array:
+        """``norm_gated_mlp`` where each of ``pieces`` has some rows of gate, up and down, one after
+        another, and the first one the norms. ``host`` has the last rows, if any, and computes them
+        meanwhile.
+        """
+
+
+class HostOps(Protocol):
+    """What the CPU's ``Ops`` have for its rows of such an MLP."""
+
+    def norm_gate_rows(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
+        """What down multiplies: (R, rows of gate)."""
+
+    def projected(self, x: Array, weight: Weight) -> Array:
+        """x (R, D) times the weight's rows: (R, rows)."""

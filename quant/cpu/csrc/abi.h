@@ -161,7 +161,7 @@ struct MlpArgs {
     const float* x;
     float* out;
     const float *norm, *post_norm;  // or null
-    Stack gate_up, down;
+    Stack gate_up, down;            // without parts of `down`, what it would multiply is the result
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
     int32_t cut;                    // gates are set off by their mean and `cutoff` deviations, and none is below 0

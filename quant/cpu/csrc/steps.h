@@ -262,10 +262,16 @@ inline void cut_gates(float* gates, int inner, float cutoff) {
 }
 
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
-    const int inner = args.down.cols;
+    const bool gates = has_gate(args.activation);
+    const int inner = args.gate_up.rows / (gates ? 2 : 1);
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
     const Gate gate = {args.activation, 0.f, args.gate_scale};
-    const bool gates = has_gate(args.activation);
+    if (args.down.count == 0) {
+        float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
+        matmul(context, args.gate_up, acts, wide);
+        gate_rows(context, wide, args.rows, inner, gate, args.out);
+        return;
+    }
     Acts gated;
     Halves halves;
     if (gates && !args.cut && can_gate(args.gate_up, args.down, halves)) {

@@ -1,0 +1,134 @@
+"""An MLP whose matrices are pieces, by rows: on the GPU, and the last one maybe on the host, which
+computes it at the same time.
+
+What GPU and host hand each other lies in pinned RAM, which kernels read and write as it is: no copy
+is a call of the driver. Each processor computes its rows of gate and up, gets the other's values,
+and computes its rows of down. A recording is cut where the host has its turn. Layers of a pass
+share that RAM, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.linear import gate_up, linear, normed_for
+from localrt.quant.cuda.steps import move_rows
+from localrt.quant.cuda.stream import Between, Recording, Stream
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty
+from localrt.quant.ops.protocol import HostRows, MlpSpec, MlpWeights
+
+Floats = npt.NDArray[np.float32]
+Check = Callable[[], None]
+_Key = tuple[int, int, int]  # rows, D, F
+
+
+class Handover:
+    """Rows, in pinned RAM, of the residual stream (R, D), of what down multiplies (R, F), and of
+    the result (R, D): for the host as arrays, for kernels as tensors.
+    """
+
+    def __init__(self, device: Device, rows: int, hidden: int, inner: int) -> None:
+        shapes = (rows, hidden), (rows, inner), (rows, hidden)
+        self.x, self.inner, self.y = (device.pinned(shape, np.float32) for shape in shapes)
+        self.x_rows, self.inner_rows, self.y_rows = (
+            Tensor(device, None, each.ctypes.data, each.shape, (each.shape[1], 1), FLOAT32)
+            for each in (self.x, self.inner, self.y)
+        )
+        self._sent = device.event(), device.event()
+
+    def sent(self, number: int) -> None:
+        """Note that the GPU has been given all that writes the rows (0), or its values (1)."""
+        event = self._sent[number]
+        if event is not None:
+            event.record()
+
+    def receive(self, number: int) -> None:
+        """Wait until they are there."""
+        event = self._sent[number]
+        if event is not None:
+            event.synchronize()
+
+
+def split_mlp(
+    x: Stream,
+    pieces: Sequence[MlpWeights],
+    spec: MlpSpec,
+    host: HostRows | None,
+    recording: Recording | None,
+    kept: dict[_Key, Handover],
+) -> Tensor:
+    """See ``SplitOps``: (R, D) float32. ``kept`` are the handovers so far, by shape."""
+    first = pieces[0]
+    h = normed_for(x, first.norm, spec.eps, first.gate_up)
+    device, (rows, hidden) = x.values.device, x.values.shape
+    inner = first.down.shape[1]
+    values = empty(rows, inner, dtype=BFLOAT16, device=device)
+    y = empty(rows, hidden, dtype=FLOAT32, device=device)
+
+    def cut(between: Between) -> None:
+        if recording is None:
+            between(None)
+        else:
+            recording.cut(between)
+
+    turn = None if host is None else _turn(host, kept, device, (rows, hidden, inner))
+    if turn is not None:
+        move_rows(x.values, turn.hand.x_rows)
+        cut(turn.begin)
+    at = 0
+    for piece in pieces:
+        given = gate_up(h, piece.gate_up, spec)
+        stop = at + given.shape[1]
+        move_rows(given, values[:, at:stop])
+        at = stop
+    if turn is not None:
+        move_rows(values[:, :at], turn.hand.inner_rows[:, :at])
+        cut(partial(turn.gate, at))
+        move_rows(turn.hand.inner_rows[:, at:], values[:, at:])
+    at = 0
+    for piece in pieces:
+        stop = at + piece.down.shape[0]
+        linear(values, piece.down, out=y[:, at:stop])
+        at = stop
+    if turn is not None:
+        cut(partial(turn.down, at))
+        move_rows(turn.hand.y_rows[:, at:], y[:, at:])
+    return y
+
+
+def _turn(host: HostRows, kept: dict[_Key, Handover], device: Device, key: _Key) -> _Turn:
+    if key not in kept:
+        kept[key] = Handover(device, *key)
+    return _Turn(host, kept[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the host does for a layer, between what the GPU is given."""
+
+    host: HostRows
+    hand: Handover
+
+    def begin(self, check: Check | None) -> None:
+        """The GPU has been given all that writes the rows."""
+        self.hand.sent(0)
+
+    def gate(self, first: int, check: Check | None) -> None:
+        """Compute what down multiplies from row ``first`` of gate on, while the GPU does."""
+        hand = self.hand
+        hand.sent(1)
+        if check is not None:
+            check()
+        hand.receive(0)
+        hand.inner[:, first:] = self.host.gate(hand.x)
+        hand.receive(1)
+
+    def down(self, first: int, check: Check | None) -> None:
+        """The same of down."""
+        self.hand.y[:, first:] = self.host.down(self.hand.inner)
