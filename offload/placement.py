@@ -7,7 +7,7 @@ without a GPU uses ``RAM`` and ``SSD`` alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -15,6 +15,17 @@ LEAST_GPU_ROWS = 65
 """Rows from which on a pass may have another placement: more than decoding and verifying have, so
 that what was measured never changes which processor computes an answer.
 """
+
+
+def link_piece(name: str) -> str:
+    """Of a split unit: what is copied to the GPU in each pass."""
+    return f"{name}.link"
+
+
+def host_piece(name: str) -> str:
+    """Of a split unit: what the CPU computes."""
+    return f"{name}.host"
+
 
 UnitKind = Literal["embedding", "attention", "mlp", "expert", "norm", "head"]
 KvPlace = Literal["vram", "ram", "ssd"]
@@ -59,7 +70,8 @@ class PlacedUnit:
     ``nbytes`` are packed bytes, ``macs`` multiply-accumulates per row of a pass, ``format`` is the
     format of most bytes. ``use`` is the share of one-row passes that touch it: an expert's top-k
     over experts, 0 for an embedding, whose rows are read one by one. ``unpacked`` are the bytes of
-    bf16 that an expert takes on a GPU besides, if no kernel there reads its format.
+    bf16 that an expert takes on a GPU besides, if no kernel there reads its format. A piece of a
+    unit that is split has ``only`` one place.
     """
 
     name: str
@@ -70,6 +82,7 @@ class PlacedUnit:
     layer: int | None = None
     use: float = 1.0
     unpacked: int = 0
+    only: Where | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,10 @@ class Placement:
     In passes of ``gpu_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
     computes otherwise, are copied over the link and computed by the GPU, and so are the experts of
     a mixture that it does not hold. Attention never crosses: its keys and values do not move.
+
+    Of the MLPs in ``split``, GPU and CPU compute the rows at once. They have pieces of about these
+    shares: one in VRAM, under the unit's own name; the ``link_piece`` in RAM, copied in each pass,
+    which may be 0; and the rest for the CPU, the ``host_piece``, which crosses like others.
     """
 
     where: Mapping[str, Where]
@@ -92,6 +109,7 @@ class Placement:
     prefill_rows: int = 512
     gpu_rows: int = 0
     crossing: frozenset[str] = frozenset()
+    split: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("ram_ring", "vram_ring"):
@@ -99,6 +117,9 @@ class Placement:
                 raise ValueError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.prefill_rows < 1:
             raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
+        for name, (gpu, link) in self.split.items():
+            if not (gpu > 0 and link >= 0 and gpu + link < 1):
+                raise ValueError(f"{name}: {gpu} and {link} are no shares of GPU and link")
         if self.gpu_rows and self.gpu_rows < LEAST_GPU_ROWS:
             raise ValueError(f"gpu_rows must be 0 or at least {LEAST_GPU_ROWS}, is {self.gpu_rows}")
 

@@ -121,7 +121,7 @@ class Balance(WeightMemory):
         experts = 0 if self._experts is None else self._experts.reclaimable
         if self._ram_ring == 0:
             return experts
-        return experts + sum(stage.ram_nbytes for stage in self._stages)
+        return experts + sum(s.ram_nbytes for s in self._stages if not s.stays)
 
     # -- the budget ------------------------------------------------------------------------------
 
@@ -346,16 +346,18 @@ class Balance(WeightMemory):
         limit = min(self._ram_ring, self._vram_ring)
         slabs: dict[int, list[Stage]] = {}
         for stage in self._stages:
-            if stage.slab is not None:
+            if stage.slab is not None and not stage.stays:
                 slabs.setdefault(id(stage.slab), []).append(stage)
         return [slab for slab in slabs.values() if all(s.unit.nbytes <= limit for s in slab)]
 
     def _able(self) -> list[Stage]:
-        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring]
+        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring and not s.stays]
 
     def _widen(self, missing: int) -> bool:
         """Free ``missing`` bytes with an enlarged ring, through which larger units pass too."""
-        size = growing_ring_nbytes(max((stage.ram_nbytes for stage in self._stages), default=0))
+        size = growing_ring_nbytes(
+            max((s.ram_nbytes for s in self._stages if not s.stays), default=0)
+        )
         more = size - self._ram_ring
         if more <= 0 or self._ram_ring == 0:
             return False

@@ -34,6 +34,7 @@ from localrt.offload.pipeline.balance import Balance, host_ring
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.setup import Setup
+from localrt.offload.pipeline.split import HostPiece, PieceStage, SplitStage, split_unit
 from localrt.offload.pipeline.stage import (
     CrossingStage,
     Joined,
@@ -44,7 +45,7 @@ from localrt.offload.pipeline.stage import (
 )
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
-from localrt.offload.placement import Where
+from localrt.offload.placement import Where, link_piece
 from localrt.offload.reading.files import DiskSource, StoreFiles
 from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
@@ -140,7 +141,7 @@ class _Opening:
             placement=setup.placement,
             cpu=cpu,
             gpu=gpu,
-            layers=stages[: len(stages) - len(head)],
+            layers=[s for s in stages[: len(stages) - len(head)] if not isinstance(s, PieceStage)],
             head=head,
             segments=segments,
             joined_head=joined_head,
@@ -302,6 +303,10 @@ class _Opening:
                 self.stages[unit.name] = Stage(unit, setup.where(unit), lane, load, moved)
             if (unit := mlps.get(layer)) is None:
                 continue
+            if unit.name in placement.split:
+                assert gpu is not None, "it has a piece"
+                self._make_split(layer, unit, cpu, gpu, segments)
+                continue
             sparse, lane = config.mixture(layer) is not None, self._lane(unit, cpu, gpu)
             experts = runners[lane.resource] if sparse else None
             load = partial(load_mlp, config, layer, experts=experts)
@@ -315,6 +320,19 @@ class _Opening:
                 moved = _layer_moved(lane, segments)
                 stage = Stage(unit, setup.where(unit), lane, load, moved, experts=experts)
                 self.stages[unit.name] = stage
+
+    def _make_split(
+        self, layer: int, unit: StoredUnit, cpu: Lane, gpu: Lane, segments: Joined
+    ) -> None:
+        """Stages for the pieces of an MLP, of which one computes all of it."""
+        config, placement = self.setup.config, self.setup.placement
+        pieces = split_unit(config, layer, unit, placement.split[unit.name])
+        host = HostPiece(pieces[-1], cpu, gpu, config, layer, self.setup.clock)
+        rows = placement.gpu_rows if host.name in placement.crossing else 0
+        resident = placement.where.get(link_piece(unit.name)) is Where.VRAM
+        moved = _layer_moved(gpu, segments)
+        stage = SplitStage(pieces, gpu, host, rows, moved, resident=resident)
+        self.stages |= {each.name: each for each in stage.stages}
 
     def _make_head(self, cpu: Lane, gpu: Lane | None, joined: Joined) -> list[Stage]:
         """A stage for every slice of the head."""
@@ -367,23 +385,37 @@ class _Opening:
             with setup.gpu.ops.scope():
                 stage.put(memory, slab)
 
+        def buffer(stage: Stage) -> Bytes:
+            staged = stage.where is Where.VRAM
+            return aligned_buffer(stage.unit.nbytes) if staged else stage.host_buffer()
+
+        def put_pieces(stage: SplitStage, whole: Bytes) -> None:
+            for each in stage.stages:
+                data = buffer(each)
+                each.piece.take(whole, data)
+                put(each, data)
+
         late = deque[tuple[Future[None], Stage, Bytes]]()
 
         def put_next() -> None:
             verified, stage, data = late.popleft()
             verified.result()
-            put(stage, data)
+            put_pieces(stage, data) if isinstance(stage, SplitStage) else put(stage, data)
 
         with (
             ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool,
             ThreadPoolExecutor(_VERIFIED, thread_name_prefix="localrt-verify") as beside,
         ):
             for stage in stages:
+                if isinstance(stage, PieceStage):
+                    continue  # it comes with what it is a piece of
                 if not stage.where.read:
-                    staged = stage.where is Where.VRAM
-                    data = aligned_buffer(stage.unit.nbytes) if staged else stage.host_buffer()
-                    self._fill(stage.unit, data, pool)
-                    late.append((beside.submit(self.verify, stage.unit, data), stage, data))
+                    unit, split = stage.unit, isinstance(stage, SplitStage)
+                    if isinstance(stage, SplitStage):
+                        unit = setup.unit(stage.whole)
+                    data = aligned_buffer(unit.nbytes) if split else buffer(stage)
+                    self._fill(unit, data, pool)
+                    late.append((beside.submit(self.verify, unit, data), stage, data))
                     if len(late) > _VERIFIED:
                         put_next()
                 elif stage.place(crossing=True) is Where.SSD_LINK:
@@ -415,10 +447,11 @@ class _Opening:
         stages = self.stages.values()
         sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
         head = [unit.name for unit in self.setup.head() if unit.name in sizes]
-        layers = {name: size for name, size in sizes.items() if name not in head}
+        split = {name: size for name, size in sizes.items() if self.stages[name].stays}
+        layers = {n: size for n, size in sizes.items() if n not in head and n not in split}
         slabs: dict[str, Slab] = {}
         # The head's slices lie next to one another: they are one matrix.
-        for names in (*share_slabs(layers), *([head] if head else [])):
+        for names in (*share_slabs(layers), *share_slabs(split), *([head] if head else [])):
             slab = Slab(gpu, sum(sizes[name] for name in names), len(names))
             self.held.callback(slab.free)
             slabs |= dict.fromkeys(names, slab)

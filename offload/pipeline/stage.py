@@ -79,9 +79,11 @@ class Stage:
     ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is made on
     them if they are used in place. With ``keep`` the unit is copied as it passes through the ring:
     to ``copy``, which becomes its resident memory after the pass, in RAM or in the slab that it is
-    ``returning`` to. ``experts`` runs those of a sparse layer, and times the layer on a GPU, as it
-    sees the router's choice.
+    ``returning`` to. One that ``stays`` is where it is for good. ``experts`` runs those of a sparse
+    layer, and times the layer on a GPU, as it sees the router's choice.
     """
+
+    stays = False
 
     def __init__(
         self,

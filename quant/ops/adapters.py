@@ -23,6 +23,8 @@ from localrt.quant.formats.packed import Floats
 
 _MIXES = 8  # combined adapters, kept for the next pass
 
+Rows: TypeAlias = npt.NDArray[np.intp]
+
 Mix: TypeAlias = tuple[tuple[str, float], ...]
 """Adapters by their keys, and what each one's change is times; empty: none."""
 
@@ -37,6 +39,11 @@ class LowRank:
     a: Floats
     b: Floats
     factors: Floats | None = None
+
+    def of_rows(self, rows: Rows) -> LowRank:
+        """The change of these rows alone."""
+        factors = None if self.factors is None else self.factors[rows]
+        return LowRank(self.a, np.ascontiguousarray(self.b[rows]), factors)
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +83,7 @@ class AdapterTable(Generic[Part]):
     """The adapters that a model has loaded, by their keys.
 
     ``pack`` makes the implementation's parts; ``joined`` combines several, each with its weight.
+    ``pieces`` of matrices, under names of their own, have some rows of a matrix's.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class AdapterTable(Generic[Part]):
     ) -> None:
         self._pack, self._joined = pack, joined
         self.used = False  # whether it has ever held an adapter
+        self.pieces: dict[str, dict[str, Rows]] = {}  # by the matrix
         self._known: dict[str, Adapter[Part]] = {}
         self._mixed: dict[Mix, Adapter[Part]] = {}  # the latest is the last
 
@@ -93,8 +102,11 @@ class AdapterTable(Generic[Part]):
 
     def packed(self, adapter: Adapter[LowRank]) -> Adapter[Part]:
         """The adapter in the implementation's form."""
-        matrices = self._pack(adapter.matrices)
-        return Adapter(adapter.key, matrices, adapter.embedding, adapter.head)
+        matrices = dict(adapter.matrices)
+        for name, part in adapter.matrices.items():
+            for piece, rows in self.pieces.get(name, {}).items():
+                matrices[piece] = part.of_rows(rows)
+        return Adapter(adapter.key, self._pack(matrices), adapter.embedding, adapter.head)
 
     def add(self, packed: Adapter[Part]) -> None:
         """Make an adapter available to passes."""

@@ -38,7 +38,8 @@ Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 class UnitMemory:
     """A unit's tensors in ``data``, its whole range. See ``TensorSource``.
 
-    ``vectors`` holds the unit's vectors if the CPU cannot read ``data``.
+    ``vectors`` holds the unit's vectors if the CPU cannot read ``data``. A piece of a tensor, whose
+    name ends in brackets, is found under the tensor's name.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class UnitMemory:
         vectors: Mapping[str, PackedTensor] | None = None,
     ) -> None:
         self.path, self.architecture = path, architecture
-        self._tensors = {tensor.name: tensor for tensor in unit.tensors}
+        self._tensors = {tensor.name.partition("[")[0]: tensor for tensor in unit.tensors}
         self._data = data
         self._vectors = vectors or {}
 
@@ -58,8 +59,8 @@ class UnitMemory:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """The unit's tensors; a slice of a matrix has the slice's rows."""
         return {
-            tensor.name: TensorInfo(tensor.name, tensor.shape, tensor.format, tensor.nbytes)
-            for tensor in self._tensors.values()
+            name: TensorInfo(name, tensor.shape, tensor.format, tensor.nbytes)
+            for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
@@ -79,7 +80,7 @@ class UnitMemory:
             return
         shape = (tensor.shape[0], tensor.shape[1])
         data = self._bytes(tensor)
-        yield TiledTensor(name, tensor.format, shape, data, tensor.scale, tensor.hadamard)
+        yield TiledTensor(tensor.name, tensor.format, shape, data, tensor.scale, tensor.hadamard)
 
     def vectors(self) -> dict[str, PackedTensor]:
         """Copies of all vectors."""

@@ -1,0 +1,274 @@
+"""A dense MLP whose matrices GPU and CPU share by rows, so that both compute at once.
+
+The unit is cut into pieces: the first rows of gate, up and down stay on the GPU, some may be copied
+there in each pass, and the CPU computes the others from RAM. Each row is summed by one processor,
+in its usual order. Passes that are worth it (a prompt's) copy the CPU's piece too, and the GPU then
+computes all rows. Pieces stay where they are: no range of the file has one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT, StoredUnit, UnitTensor
+from localrt.models.config import DecoderConfig, Part
+from localrt.models.decoder import load_mlp
+from localrt.models.layers.parts import GatedMlp, PassState, SplitMlp
+from localrt.models.weights import VectorKey, WeightLoader
+from localrt.offload.device.gpu import Clock, Slab
+from localrt.offload.pipeline.lane import Lane, StreamedState
+from localrt.offload.pipeline.stage import PassingParts, Stage
+from localrt.offload.placement import Where, host_piece, link_piece
+from localrt.quant.formats.packed import Bytes
+from localrt.quant.formats.tiled import TILE_ROWS
+from localrt.quant.ops.adapters import Rows
+from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.protocol import HostOps, Ops
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A unit of some rows of a whole one: ``ranges`` of its bytes, one after another. ``rows`` are
+    those of gate (and of up), and of down; ``taken`` which ones, by tensor.
+    """
+
+    unit: StoredUnit
+    rows: tuple[int, int]
+    ranges: tuple[tuple[int, int], ...]
+    taken: Mapping[str, Rows]
+
+    def adapt(self, ops: Ops) -> None:
+        """Have adapters find its tensors."""
+        if ops.adapters is None:
+            return
+        for name, rows in self.taken.items():
+            ops.adapters.pieces.setdefault(name.partition("[")[0], {})[name] = rows
+
+    def take(self, whole: Bytes, out: Bytes) -> None:
+        """Copy the piece out of the unit's bytes."""
+        at = 0
+        for start, stop in self.ranges:
+            out[at : at + stop - start] = whole[start:stop]
+            at += stop - start
+
+
+def split_unit(
+    config: DecoderConfig, layer: int, unit: StoredUnit, shares: tuple[float, float]
+) -> list[Piece]:
+    """The pieces of the GPU, of the link (of no rows if its share is 0), and of the CPU. GPU and
+    link get about these ``shares`` of the rows, but no more.
+
+    All have the unit's vectors; what else it has is on the GPU.
+    """
+    inner, hidden = config.inner_size(layer), config.hidden_size
+    names, prefix = config.names_of(layer), f"model.layers.{layer}."
+    gates = [f"{prefix}{name}.weight" for name in names.gate_up]
+    stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)  # in each of these tensors
+    down = f"{prefix}{names.down}.weight"
+    assert stacked == 1 or not inner % TILE_ROWS, "tiles would have rows of both"
+    cuts = [_cuts(rows, shares) for rows in (inner, hidden)]
+    if any(stop == start for _, start, stop, _ in cuts):
+        cuts = [_cuts(rows, (shares[0], 0.0)) for rows in (inner, hidden)]
+
+    def piece(number: int, name: str) -> Piece:
+        tensors, ranges, taken, at = list[UnitTensor](), list[tuple[int, int]](), {}, 0
+        (first, stop), (first_down, stop_down) = (cut[number : number + 2] for cut in cuts)
+        for tensor in unit.tensors:
+            own, begins = replace(tensor, offset=at), [tensor.offset]
+            cut = tensor.name == down or tensor.name in gates
+            if cut:
+                spans = [(first_down, stop_down)]
+                if tensor.name in gates:
+                    spans = [(n * inner + first, n * inner + stop) for n in range(stacked)]
+                rows = np.concatenate([np.arange(*span) for span in spans])
+                called = f"{tensor.name}[{spans[0][0]}:{spans[0][1]}]"
+                own = replace(own, name=called, shape=(len(rows), tensor.shape[1]))
+                row_bytes = tensor.nbytes // -(-tensor.shape[0] // TILE_ROWS * TILE_ROWS)
+                begins = [tensor.offset + start * row_bytes for start, _ in spans]
+                taken[called] = rows
+            elif len(tensor.shape) > 1 and number:
+                continue
+            ranges += [(begin, begin + own.nbytes // len(begins)) for begin in begins]
+            tensors.append(own)
+            at += own.nbytes
+        nbytes = -(-at // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+        own_unit = replace(unit, name=name, nbytes=nbytes, sha256="", tensors=tuple(tensors))
+        return Piece(own_unit, (stop - first, stop_down - first_down), tuple(ranges), taken)
+
+    called = unit.name, link_piece(unit.name), host_piece(unit.name)
+    return [piece(number, name) for number, name in enumerate(called)]
+
+
+def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:
+    """Where pieces begin and end, at whole tiles; GPU and CPU have some rows each."""
+    tiles = rows // TILE_ROWS
+    gpu = min(max(int(tiles * shares[0]), 1), tiles - 1)
+    link = min(int(tiles * shares[1]), tiles - 1 - gpu)
+    return [0, gpu * TILE_ROWS, (gpu + link) * TILE_ROWS, rows]
+
+
+class PieceStage(Stage):
+    """A piece that another stage computes with: no step of a pass by itself."""
+
+    stays = True
+    mlp: GatedMlp
+
+    def __init__(
+        self, piece: Piece, where: Where, lane: Lane, config: DecoderConfig, layer: int
+    ) -> None:
+        super().__init__(piece.unit, where, lane, _no_part)
+        self.piece, self.config, self.layer = piece, config, layer
+        piece.adapt(lane.ops)
+        self._mlp = partial(GatedMlp, config, layer, rows=piece.rows)
+
+    def put(self, memory: Any, slab: Slab | None = None) -> None:
+        self.memory, self.slab = memory, slab
+        self.mlp = self._mlp(self.lane.weights(self.unit, memory))
+
+    def free(self) -> None:
+        if self.memory is not None:
+            self.memory = self.slab = None
+            del self.mlp
+
+
+def _no_part(weights: WeightLoader) -> Part:
+    raise AssertionError("it is no step of a pass")
+
+
+class HostPiece(PieceStage):
+    """The CPU's piece, in RAM that copies read from; see ``HostRows``."""
+
+    def __init__(
+        self, piece: Piece, lane: Lane, gpu: Lane, config: DecoderConfig, layer: int, clock: Clock
+    ) -> None:
+        super().__init__(piece, Where.RAM, lane, config, layer)
+        assert gpu.gpu is not None, "the CPU's lane is the other one"
+        self._gpu, self._to, self._clock = gpu.gpu, gpu, clock
+        self._ops = cast(HostOps, lane.ops)
+        piece.adapt(gpu.ops)
+        self._vectors_there: dict[VectorKey, Vector] = {}
+
+    def place(self, *, crossing: bool) -> Where:
+        return Where.LINK if crossing else Where.RAM
+
+    def host_buffer(self) -> Bytes:
+        return self._gpu.host_buffer(self.unit.nbytes)
+
+    def remember_vectors(self, data: Bytes) -> None:
+        self._to.remember_vectors(self.unit, data)
+
+    def on_gpu(self, memory: Any) -> GatedMlp:
+        """Its rows in the GPU's ring."""
+        return self._mlp(self._to.weights(self.unit, memory, self._vectors_there))
+
+    def free(self) -> None:
+        if self.memory is not None:
+            self._gpu.free_host(self.memory)
+        super().free()
+        self._vectors_there.clear()
+
+    def gate(self, x: Floats) -> Floats:
+        with self._clock.task("cpu", self.name):
+            rows: Floats = self._ops.norm_gate_rows(x, self.mlp.weights, self.mlp.spec)
+            return rows
+
+    def down(self, inner: Floats) -> Floats:
+        with self._clock.task("cpu", self.name):
+            rows: Floats = self._ops.projected(inner, self.mlp.weights.down)
+            return rows
+
+
+class SplitStage(Stage):
+    """The MLP: its link piece or, if that has no rows, the GPU's, with the others. The link piece
+    is copied in each pass, unless it is ``resident`` on the GPU too.
+
+    In passes of ``crossing`` rows or more (0: in none) the CPU's piece comes to the GPU as well.
+    """
+
+    stays = True
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        gpu: Lane,
+        host: HostPiece,
+        crossing: int,
+        moved: Callable[[], None],
+        *,
+        resident: bool = False,
+    ) -> None:
+        own, link, _ = pieces
+        parted = link.rows[0] > 0
+        self.whole = own.unit.name
+        self.piece = link if parted else own
+        self.piece.adapt(gpu.ops)
+        self.host, self._crossing = host, crossing
+        self.beside = [PieceStage(own, Where.VRAM, gpu, host.config, host.layer)] if parted else []
+        self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
+        where = Where.LINK if parted and not resident else Where.VRAM
+        super().__init__(self.piece.unit, where, gpu, self._part, moved)
+        self.stages: list[SplitStage | PieceStage] = [*self.beside, self, host]
+        self._whole = _WholeMlp(self)
+
+    def _part(self, weights: WeightLoader) -> Part:
+        """The part that a pass calls."""
+        shared = self.made(weights, None)
+
+        def part(state: PassState) -> None:
+            (self._cross if self._crosses(state) else shared)(state)
+
+        return part
+
+    def made(self, weights: WeightLoader, rest: Any) -> Part:
+        """The layer's MLP, with the CPU's piece on the GPU if ``rest`` is its memory there."""
+        mlps = [*(piece.mlp for piece in self.beside), self._mlp(weights)]
+        if rest is not None:
+            mlps.append(self.host.on_gpu(rest))
+        split = SplitMlp(mlps, self.host if rest is None else None)
+        return load_mlp(self.host.config, self.host.layer, weights, None, split)
+
+    def of(self, memories: Sequence[Any]) -> Part:
+        """The part on the GPU alone, with the other pieces in the ring."""
+        *copied, rest = memories
+        memory = copied[0] if copied else self.memory
+        return self.made(self.lane.weights(self.unit, memory, self._vectors), rest)
+
+    def _crosses(self, state: PassState) -> bool:
+        rows = state.rows if isinstance(state, StreamedState) else 0  # few are recorded
+        return 0 < self._crossing <= rows
+
+    def _cross(self, state: PassState) -> None:
+        self.lane.run(self._whole, cast(StreamedState, state))
+
+    def __call__(self, state: StreamedState) -> None:
+        if self.where.copied and self._crosses(state):
+            self._cross(state)
+        else:
+            super().__call__(state)
+
+    def free(self) -> None:
+        super().free()
+        self._whole.parts.clear()
+
+
+class _WholeMlp:
+    """A step of the GPU alone: see ``Step``."""
+
+    timed = True
+
+    def __init__(self, stage: SplitStage) -> None:
+        copied = [stage.unit] if stage.where.copied else []
+        self.name, self.passing = stage.whole, [*copied, stage.host.unit]
+        self.parts, self._make = PassingParts(), stage.of
+
+    def part_of(self, memories: Sequence[Any]) -> Part:
+        """The part on the units of the ring."""
+        return self.parts.at(memories, lambda: self._make(memories))

@@ -1,0 +1,206 @@
+"""MLPs whose rows GPU and CPU share: recorded as step by step, and close to either processor's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from localrt.common.errors import CancelledError
+from localrt.models.decoder import Decoder
+from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
+from localrt.offload.ring import PAGE
+from localrt.quant.ops.adapters import Adapter, LowRank
+from localrt.quant.ops.protocol import Batch, Span
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import made
+from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.placed import (
+    Model,
+    assert_same,
+    cancel_after,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    tokens,
+)
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+
+LAYERS = 3
+once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["int4-g32", "q8_0"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    folder = pack_synthetic(
+        tmp_path_factory.mktemp("llama"),
+        vocab=300,
+        hidden=128,
+        inner=256,
+        layers=LAYERS,
+        formats={"": request.param},
+    )
+    with closing(Model(folder)) as model:
+        yield model
+
+
+Shares = tuple[float, float]
+HALVES: Shares = (0.5, 0.0)
+THIRDS: Shares = (0.4, 0.3)
+
+
+def placement(model: Model, split: Mapping[int, Shares], crossing: int = 0) -> Placement:
+    """Everything on the GPU but pieces of these layers' MLPs."""
+    units = {unit.name: unit for unit in model.store.manifest.units}
+    names = {f"layers.{layer}.mlp": shares for layer, shares in split.items()}
+    where = dict.fromkeys(units, Where.VRAM)
+    where |= dict.fromkeys(("embedding", "norm"), Where.RAM)
+    for name, (_, link) in names.items():
+        where[host_piece(name)] = Where.RAM
+        if link:
+            where[link_piece(name)] = Where.LINK
+    copies = crossing or any(link for _, link in split.values())
+    ring = max(unit.nbytes for unit in units.values()) + PAGE if copies else 0
+    return Placement(
+        where=where,
+        kv=("vram",) * LAYERS,
+        vram_ring=ring,
+        gpu_rows=crossing,
+        crossing=frozenset(map(host_piece, names)) if crossing else frozenset(),
+        split=names,
+    )
+
+
+def unmoved(plan: Placement) -> Placement:
+    """The same with what is copied in the GPU's memory."""
+    where = {n: Where.VRAM if w is Where.LINK else w for n, w in plan.where.items()}
+    return replace(plan, where=where)
+
+
+def opened(
+    model: Model, plan: Placement, *, device: str = "cuda", recorded: bool = True
+) -> AbstractContextManager[Decoder]:
+    return on_gpu(model, {}, placement=plan, make=made(device, recorded=recorded))
+
+
+def talk(decoder: Decoder) -> list[np.ndarray]:
+    """A prompt, tokens, trees, and two sequences at once."""
+    one, two = decoder.cache(120), decoder.cache(40)
+    seen = [extend(decoder, one, tokens(7), [6])]
+    seen += [extend(decoder, one, [token]) for token in tokens(4, seed=1)]
+    mask = np.tril(np.ones((3, 3), bool))
+    mask[2, 1] = False
+    for _ in range(3):
+        held = one.length
+        batch = Batch(np.array([7, 8, 9]), held + mask.sum(1) - 1, (Span(one, 3, mask),))
+        seen.append(decoder.forward(batch, rows=[0, 2]))
+        one.trim(held)
+    seen.append(decoder.forward(Batch.extend([(one, [3]), (two, tokens(4, seed=2))])))
+    return seen
+
+
+def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """As near as two processors are whose activations have other bits."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert np.abs(mine - other).max() < 0.1 * np.abs(other).max()
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict.fromkeys(range(LAYERS), HALVES),
+        dict.fromkeys(range(LAYERS), THIRDS),
+        {0: (0.01, 0.0), 2: (0.98, 0.0)},
+        {0: THIRDS, 1: (0.01, 0.98)},
+    ],
+    ids=["halves", "thirds", "least and most", "one whole"],
+)
+def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: Kernels) -> None:
+    plan = placement(model, split)
+    with opened(model, plan, device="cpu", recorded=False) as plain:
+        wanted = talk(plain)
+    assert "replay" not in gpu.launches
+    with opened(model, plan) as decoder:
+        assert_same(talk(decoder), wanted)
+    assert "replay" in gpu.launches
+    with opened(model, unmoved(plan)) as decoder:
+        assert_same(talk(decoder), wanted)
+    with opened(model, placement(model, {}), device="cpu", recorded=False) as whole:
+        assert_close(wanted, talk(whole))
+
+
+@once
+def test_long_passes_are_the_gpus(model: Model, gpu: Kernels) -> None:
+    """To the bit: in them every row is the GPU's, as where all of the model is there."""
+    prompt = tokens(LEAST_GPU_ROWS + 20)
+    seen = []
+    for split, moves in (
+        ({0: HALVES, 2: THIRDS}, True),
+        ({0: HALVES, 2: THIRDS}, False),
+        ({}, True),
+    ):
+        plan = placement(model, split, crossing=LEAST_GPU_ROWS if split else 0)
+        with opened(model, plan if moves else unmoved(plan)) as decoder:
+            cache = decoder.cache(300)
+            rows = [extend(decoder, cache, prompt, [5, 70]) for _ in range(2)]
+            seen.append(rows)
+            if split:
+                few = extend(decoder, cache, [5])  # the CPU has its piece again
+                assert few.shape == (1, 300)
+    for each in seen[:-1]:
+        assert_same(each, seen[-1])
+
+
+def test_cancelled(model: Model, gpu: Kernels) -> None:
+    """At any part of a pass: the next one has the tokens that it would have had."""
+    plan = placement(model, {0: HALVES, 1: THIRDS, 2: THIRDS})
+    with opened(model, plan) as decoder:
+        cache = decoder.cache(60)
+        for token in tokens(3):
+            extend(decoder, cache, [token])
+        wanted = extend(decoder, cache, [9])
+        for calls in range(1, 6):
+            cache.trim(3)
+            with pytest.raises(CancelledError):
+                decoder.forward(Batch.extend([(cache, [9])]), check=cancel_after(calls))
+            assert cache.length == 3
+            assert_same([extend(decoder, cache, [9])], [wanted])
+
+
+@once
+def test_adapters(model: Model, gpu: Kernels) -> None:
+    """Each processor adds the changes of its rows, in short passes and long ones."""
+    rng = np.random.default_rng(0)
+
+    def part(rows: int, columns: int) -> LowRank:
+        a, b = rng.normal(0, 1, (4, columns)), rng.normal(0, 1, (rows, 4))
+        return LowRank(a.astype(np.float32), b.astype(np.float32))
+
+    shapes = {n: i.shape for n, i in model.store.tensors.items() if ".mlp." in n}
+    changes = {n: part(s[0], s[1]) for n, s in shapes.items()}
+    seen = []
+    for split in ({0: HALVES, 1: THIRDS, 2: THIRDS}, {}):
+        plan = placement(model, split, crossing=LEAST_GPU_ROWS if split else 0)
+        with opened(model, plan) as decoder:
+            for ops in decoder.weights.implementations:
+                table = ops.adapters
+                assert table is not None
+                table.add(table.packed(Adapter("key", changes)))
+            plain, changed, long = (decoder.cache(100) for _ in range(3))
+            changed.mix = long.mix = (("key", 1.0),)
+            few = [(plain, tokens(3)), (changed, tokens(3))]
+            rows = [decoder.forward(Batch.extend(few)), extend(decoder, changed, [7])]
+            rows.append(extend(decoder, long, tokens(LEAST_GPU_ROWS + 4), [3]))
+            seen.append(rows)
+            for ops in decoder.weights.implementations:
+                assert ops.adapters is not None
+                ops.adapters.remove("key")
+    assert_close(*seen)
+    assert np.abs(seen[0][0][:3] - seen[0][0][3:]).max() > 0.3 * np.abs(seen[0][0]).max()
+    assert_same(seen[0][2:], seen[1][2:])
