@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import CancelledError
 from localrt.common.free_memory import return_free_memory
@@ -24,11 +26,12 @@ from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part, memory_places
-from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
+from localrt.models.decoder import load_attention, load_mlp, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import Embedding, Head, PassState
+from localrt.models.layers.parts import Embedding, GatedMlp, Head, PassState, SplitMlp
 from localrt.models.weights import WeightLoader
-from localrt.offload.placement import Placement
+from localrt.offload.pipeline.split import split_unit
+from localrt.offload.placement import Placement, host_piece
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.arrays import Array
@@ -52,7 +55,8 @@ class RehearsedOps(Ops, Protocol):
 class Share:
     """The part of a model that a GPU computes: layer numbers, and the rows of each head piece.
 
-    ``longest``: layers whose MLP is computed there only in the longest passes.
+    ``longest``: layers whose MLP is computed there only in the longest passes. ``split``: the rows
+    of each piece of MLPs that the CPU shares, its own last.
     """
 
     attention: frozenset[int]
@@ -60,6 +64,7 @@ class Share:
     longest: frozenset[int] = frozenset()
     embedding: bool = False
     head: tuple[int, ...] = ()
+    split: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, config: DecoderConfig) -> Share:
@@ -89,6 +94,19 @@ class _Outline:
         shape = self.tensors[name].shape
         return PackedTensor(name, F32, shape, np.zeros((1, 4 * shape[-1]), np.uint8))
 
+    def piece(self, config: DecoderConfig, layer: int, rows: tuple[int, int]) -> _Outline:
+        """Return the same with so many rows of a layer's gate and down."""
+        names, prefix = config.names_of(layer), f"model.layers.{layer}."
+        gates = [f"{prefix}{name}.weight" for name in names.gate_up]
+        stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)
+        counts = dict.fromkeys(gates, stacked * rows[0])
+        counts[f"{prefix}{names.down}.weight"] = rows[1]
+        other, infos = copy(self), dict(self.tensors)
+        for name, count in counts.items():
+            infos[name] = replace(infos[name], shape=(count, infos[name].shape[1]))
+        other.tensors = infos
+        return other
+
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
         """Yield the whole matrix without its bytes."""
         yield self.matrix(name)
@@ -110,7 +128,13 @@ class _Outline:
         for layer in range(config.layers):
             sides = [layer in side for side in (share.attention, share.mlp, share.longest)]
             if any(sides):
-                own = (*sides, config.memory_of(layer), config.mixture(layer), *tensors[layer])
+                own = (
+                    *sides,
+                    share.split.get(layer),
+                    config.memory_of(layer),
+                    config.mixture(layer),
+                    *tensors[layer],
+                )
                 kinds.setdefault(own, layer)
         return list(kinds.values())
 
@@ -133,10 +157,20 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         mlps = {
             layer: load_resident_mlp(config, layer, weights, ops, experts)
             for layer in layers
-            if layer in share.mlp | share.longest
+            if layer in share.mlp | share.longest and layer not in share.split
         }
         always += [part for layer, part in mlps.items() if layer in share.mlp]
         long = [part for layer, part in mlps.items() if layer in share.longest]
+        for layer in share.split.keys() & set(layers):
+            loaders = (
+                (WeightLoader(outline.piece(config, layer, rows), ops), rows)
+                for rows in share.split[layer]
+            )
+            pieces = [GatedMlp(config, layer, loader, rows=rows) for loader, rows in loaders]
+            shared = SplitMlp(pieces[:-1], _Idle())
+            always.append(load_mlp(config, layer, weights, None, shared))
+            if layer in share.longest:
+                long.append(load_mlp(config, layer, weights, None, SplitMlp(pieces, None)))
         head = _head(outline, config, weights, ops, share)
         for rows in ops.lengths:
             last = rows == max(ops.lengths)
@@ -160,6 +194,15 @@ def _head(
         piece = replace(whole, shape=(rows, config.hidden_size))
         parts.append(Head(config, norm, ops.weight(piece.shape, [piece])))
     return parts
+
+
+class _Idle:
+    """A host that computes nothing: see ``HostRows``."""
+
+    def gate(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.zeros((1, 1), np.float32)
+
+    down = gate
 
 
 _MOST_THREADS = 4  # each thread takes a core and 30 MB of RAM
@@ -210,7 +253,19 @@ def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Place
         return frozenset(n for n, name in names.items() if name in on_gpu)
 
     on_gpu = {name for name, where in placement.where.items() if where.on_gpu}
-    crossing = frozenset(n for n in range(config.layers) if f"layers.{n}.mlp" in placement.crossing)
+    mlps = {f"layers.{layer}.mlp": layer for layer in range(config.layers)}
+    crossing = frozenset(
+        layer for name, layer in mlps.items() if {name, host_piece(name)} & placement.crossing
+    )
+    units = {unit.name: unit for unit in store.manifest.units}
+    split = {
+        mlps[name]: tuple(
+            piece.rows
+            for piece in split_unit(config, mlps[name], units[name], shares)
+            if piece.rows[0]
+        )
+        for name, shares in placement.split.items()
+    }
     matrix = EMBEDDING if config.tied_head else HEAD
     head = [unit.tensors[0] for unit in store.manifest.units if unit.name in on_gpu]
     return Share(
@@ -218,6 +273,7 @@ def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Place
         mlp=layers("mlp"),
         longest=crossing,
         head=tuple(tensor.shape[0] for tensor in head if tensor.name == matrix),
+        split=split,
     )
 
 

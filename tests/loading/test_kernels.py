@@ -23,7 +23,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
-from localrt.offload.placement import Placement, Where
+from localrt.offload.placement import Placement, Where, host_piece, link_piece
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.memory import Block, Pool
@@ -171,8 +171,9 @@ def test_mixtures_latents_and_states(
 
 
 @needs_kernels
-def test_part_on_gpu(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Attention of one layer, MLPs of long passes of the other, the head."""
+@pytest.mark.parametrize("split", [{}, {"layers.0.mlp": (0.5, 0.25)}, {"layers.0.mlp": (0.5, 0.0)}])
+def test_part_on_gpu(split: dict[str, tuple[float, float]], gpu: FakeGpu, tmp_path: Path) -> None:
+    """Attention of one layer, MLPs of long passes of the other, the head; pieces of an MLP."""
     from localrt.offload.store import pack_store
     from localrt.quant.formats.tiled import tile_tensor
 
@@ -180,14 +181,18 @@ def test_part_on_gpu(gpu: FakeGpu, tmp_path: Path) -> None:
     with closing(Model(folder)) as model:
         where = {"layers.0.attention": Where.VRAM}
         where |= {u.name: Where.LINK for u in model.store.manifest.units if "head" in u.name}
+        for name, (_, link) in split.items():
+            where |= {name: Where.VRAM, host_piece(name): Where.RAM}
+            where |= {link_piece(name): Where.LINK} if link else {}
         plain = place_on_gpu(model.store, where)
         placement = Placement(
-            where=plain.where,
+            where={**plain.where, **where},
             kv=plain.kv,
             ram_ring=plain.ram_ring,
             vram_ring=plain.vram_ring,
-            crossing=frozenset(["layers.1.mlp"]),
+            crossing=frozenset(["layers.1.mlp", *map(host_piece, split)]),
             gpu_rows=65,
+            split=split,
         )
         ops, clock = CudaOps(device="cpu"), Clock()
         share = share_of_gpu(model.store, model.config, placement)
