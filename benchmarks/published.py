@@ -126,7 +126,9 @@ def rows() -> Iterator[Record]:
 
 
 def forecast(published: Published, settings: Settings) -> Plan:
-    """Our plan for the PC of ``published``: what was not named of it is a usual PC's."""
+    """Our plan for the PC of ``published``: what was not named of it is a usual PC's. As in other
+    engines, a layer's MLP is computed by one processor.
+    """
     wanted = Hardware(pc=published.pc, ram_speed=published.ram_speed)
     machine, budgets, _ = planned_hardware(wanted, settings)
     known = find_known(published.model)
@@ -143,6 +145,7 @@ def forecast(published: Published, settings: Settings) -> Plan:
         ctx=published.ctx,
         held=published.held,
         kv_format=published.kv_format,
+        splits=False,
     )
     return make_plan(request)
 

@@ -344,7 +344,7 @@ def placed_account(
     ``rows`` is the most rows of a pass.
     """
     weights = dict.fromkeys(Where, 0)
-    for unit in shape.units:
+    for unit in shape.split(placement.split).units:
         where = placement.where[unit.name]
         weights[where] += unit.nbytes + (unit.unpacked if where is Where.VRAM else 0)
     caches = {"ram": 0, "vram": 0, "ssd": 0}
@@ -391,7 +391,8 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
 
     An existing ring grows until every unit fits through it.
     """
-    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
+    units = shape.split(placement.split).units
+    in_ram = [u for u in units if placement.where[u.name] in (Where.RAM, Where.LINK)]
     stays = sum(u.nbytes for u in in_ram if u.kind in _TABLES or not placement.ram_ring)
     largest = max((u.nbytes for u in in_ram if u.kind not in _TABLES), default=0)
     if largest > placement.ram_ring > 0:
@@ -402,7 +403,8 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
 def unstreamable_gpu_nbytes(shape: ModelShape, placement: Placement) -> int:
     """Bytes of weights on the GPU that cannot be evicted. Experts do not count."""
     limit = min(placement.ram_ring, placement.vram_ring)
-    on_gpu = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
+    units = shape.split(placement.split).units
+    on_gpu = [u for u in units if placement.where[u.name] is Where.VRAM]
     return sum(u.nbytes for u in on_gpu if u.kind != "expert" and u.nbytes > limit)
 
 

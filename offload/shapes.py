@@ -18,9 +18,10 @@ from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
-from localrt.offload.placement import PlacedUnit, UnitKind
+from localrt.offload.placement import PlacedUnit, UnitKind, Where, host_piece, link_piece
 from localrt.quant.choose import missing_on_gpu
 from localrt.quant.cuda.formats import is_packed
+from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, LATENT_FORMATS, KvFormat, block_nbytes
@@ -176,6 +177,36 @@ class ModelShape:
         routed = tuple(unit for unit in self.units if unit.kind == "expert")
         object.__setattr__(self, "routed", routed)
         object.__setattr__(self, "steps", tuple(tuple(step) for _, step in steps))
+
+    def split(self, shares: Mapping[str, tuple[float, float]]) -> ModelShape:
+        """The same with MLPs in pieces: see ``Placement.split``. In a pass they follow one another:
+        what is copied, the rest of the GPU, and the CPU's.
+        """
+        units = list[PlacedUnit]()
+        for unit in self.units:
+            if unit.name not in shares or unit.only is not None:
+                units.append(unit)
+                continue
+            gpu, link = shares[unit.name]
+            # Rows are whole tiles, and the CPU gets what is left over of two.
+            tiles = 2 * TILE_ROWS / self.inner
+            pieces = (
+                (link_piece(unit.name), link, Where.LINK),
+                (unit.name, gpu, Where.VRAM),
+                (host_piece(unit.name), 1 - gpu - link + tiles, Where.RAM),
+            )
+            units += (
+                replace(
+                    unit,
+                    name=name,
+                    nbytes=aligned(round(unit.nbytes * share)),
+                    macs=round(unit.macs * share),
+                    only=place,
+                )
+                for name, share, place in pieces
+                if share
+            )
+        return replace(self, units=tuple(units))
 
     @property
     def layers(self) -> int:

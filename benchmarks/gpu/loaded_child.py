@@ -74,7 +74,7 @@ def placed(model: Model) -> dict[str, Any]:
     where = plan.placement.where
     nbytes: Counter[str] = Counter()
     computed = 0
-    for unit in plan.request.shape.units:
+    for unit in plan.shape.units:
         place = where[unit.name]
         nbytes[place.value] += unit.nbytes
         # The embedding and the last norm follow the layers: they are not counted.
@@ -217,6 +217,7 @@ def placed_as(fields: Mapping[str, Any]) -> Iterator[None]:
     first_plan = placing.first_plan
     where = {name: Where(place) for name, place in fields["where"].items()}
     known = {"where": where, "kv": tuple(fields["kv"]), "crossing": frozenset(fields["crossing"])}
+    known |= {"split": {name: tuple(shares) for name, shares in fields["split"].items()}}
     placement = Placement(**{**fields, **known})
 
     def plan(request: PlanRequest, rows: int) -> Plan:

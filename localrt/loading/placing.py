@@ -178,6 +178,7 @@ def load_placed(
         budgets=budgets(LOADING_NBYTES),
         ctx=options.ctx or shape.context_length,
         kv_format=parse_kv_format(options.kv_format or "bf16"),
+        splits=opened.gpu is not None and hasattr(opened.gpu.ops, "norm_split_mlp"),
     )
     request = choose_context(request, options.ctx, notes)
     config = read_config(checkpoint, context=request.ctx)

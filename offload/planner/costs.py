@@ -8,13 +8,13 @@ measured faster. This module does not know how tasks overlap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
-from localrt.offload.placement import PlacedUnit, UnitKind
+from localrt.offload.placement import PlacedUnit, Placement, UnitKind
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.offload.shapes import ModelShape
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
@@ -52,11 +52,26 @@ class Costs:
         assert self.machine.link_bytes_s is not None, "there is no link without a GPU"
         return nbytes / self.machine.link_bytes_s
 
-    def crossing(self) -> float:
-        """Return the seconds of moving the activations to the other device."""
+    def of(self, placement: Placement) -> Costs:
+        """Return the costs of the model as it is placed."""
+        if not placement.split or any(unit.only is not None for unit in self.shape.units):
+            return self
+        return replace(self, shape=self.shape.split(placement.split), _cached={})
+
+    def crossing(self, width: int | None = None) -> float:
+        """Return the seconds of moving the activations (rows of ``width`` numbers) to the other
+        device.
+        """
         if self.machine.link_bytes_s is None:
             return 0.0
-        return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
+        width = self.shape.hidden if width is None else width
+        return self.machine.link_latency_s + self.copy(4.0 * self.rows * width)
+
+    def splitting(self) -> float:
+        """Return the seconds of an MLP whose rows GPU and CPU share, beside what both compute: the
+        host's, and moving its input, what down multiplies, and its output.
+        """
+        return self.sharing() + self.crossing(2 * self.shape.hidden + self.shape.inner)
 
     def of_host(self, seconds: float) -> float:
         """Return ``seconds`` of the host beside a GPU; none without one, or beside an ideal GPU."""
@@ -69,8 +84,10 @@ class Costs:
 
     def streaming(self, unit: PlacedUnit) -> float:
         """Return the host's seconds for a dense unit that is streamed to the GPU: a layer takes as
-        long as one that is shared, and has two.
+        long as one that is shared, and has two. A piece's are the shared MLP's.
         """
+        if unit.only is not None:
+            return 0.0
         return self.sharing() / 2 / self._calling(unit)
 
     def visit(self) -> float:

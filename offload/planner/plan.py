@@ -115,7 +115,7 @@ class PlanRequest:
     sequence has its own cache. ``prefill_rows``: the most rows of a prompt's pass (None: 512, with
     a GPU 2,048); a tight budget takes fewer.
     ``held``: tokens that the forecast assumes in the cache. ``kv_on_ssd``: if KV caches do not fit,
-    keep those of as few layers as needed on the SSD.
+    keep those of as few layers as needed on the SSD. ``splits``: GPU and CPU may share MLPs.
 
     The rest is for the report: ``called`` is the user's name for the model; a model that ``thinks``
     before it answers must be faster to be good for chat; ``quantization`` is the planned file of a
@@ -136,6 +136,7 @@ class PlanRequest:
     kv_format: KvFormat = "bf16"
     held: int | None = None
     kv_on_ssd: bool = False
+    splits: bool = True
     called: str = ""
     thinks: bool = False
     quantization: str = ""
@@ -266,6 +267,11 @@ class Plan:
         return self.request.shape.name
 
     @property
+    def shape(self) -> ModelShape:
+        """The model as it is placed: MLPs that GPU and CPU share are in pieces."""
+        return self.request.shape.split(self.placement.split)
+
+    @property
     def ctx(self) -> int:
         """Context in tokens."""
         return self.request.ctx
@@ -330,7 +336,7 @@ class Plan:
         """The few numbers from which the verdict follows."""
         if self.estimated is not None:
             return self.estimated
-        shape, where = self.request.shape, self.placement.where
+        shape, where = self.shape, self.placement.where
         in_ram = [unit for unit in shape.units if where[unit.name] is Where.RAM]
         return Expected(
             tok_s=self.tok_s,
@@ -372,7 +378,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. A mixture's experts are counted by place, not listed."""
-        shape, request = self.request.shape, self.request
+        shape, request = self.shape, self.request
         where: dict[str, str] = {}
         experts: dict[str, int] = {}
         for unit in shape.units:
@@ -410,6 +416,7 @@ class Plan:
                 "prefill_rows": self.placement.prefill_rows,
                 "gpu_rows": self.placement.gpu_rows,
                 "crossing": sorted(self.placement.crossing),
+                "split": {name: list(share) for name, share in self.placement.split.items()},
             },
             "prediction": asdict(self.prediction),
             "memory": [asdict(part) for part in self.memory.parts],

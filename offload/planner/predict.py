@@ -9,6 +9,7 @@ The plan of a model that is not on this machine has the estimate's placement and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from localrt.common.formatting import format_bytes
 from localrt.offload.account import PREFILL_ROWS, placed_account
@@ -25,6 +26,7 @@ from localrt.offload.planner.search import (
     prepare,
     quick_solutions,
     rows_choices,
+    split_solutions,
 )
 from localrt.offload.planner.simulate import RESOURCES, simulate
 from localrt.offload.planner.solve import Counts, Problem, bound
@@ -61,17 +63,20 @@ def _estimated(request: PlanRequest) -> _Estimate | None:
     for most in rows_choices(request):
         placed, rooms, rows = prepare(request, most)
         costs = placed.costs()
+        whole = (
+            (costs, each) for each in quick_solutions(costs, rooms, _expert_times(placed.shape))
+        )
         tried = (
             _Estimate(
                 request=placed,
-                costs=costs,
+                costs=own,
                 rooms=rooms,
                 rows=rows,
                 solution=each,
                 pass_s=_seconds(each.problem, each.counts),
-                prompt_s=_prompt_seconds(costs, each, rows) / rows if placed.uses_gpu else 0.0,
+                prompt_s=_prompt_seconds(own, each, rows) / rows if placed.uses_gpu else 0.0,
             )
-            for each in quick_solutions(costs, rooms, _expert_times(placed.shape))
+            for own, each in chain(whole, split_solutions(costs, rooms) if request.splits else ())
         )
         if (best := min(tried, key=lambda each: each.seconds, default=None)) is not None:
             found[most] = best

@@ -158,7 +158,7 @@ def figures(machine: MachineProfile) -> Iterator[str]:
 
 def _placement(plan: Plan) -> Iterator[str]:
     units: dict[Where, list[PlacedUnit]] = {}
-    for unit in plan.request.shape.units:
+    for unit in plan.shape.units:
         where = plan.placement.where[unit.name]
         if unit.kind == "embedding" and where.read:
             table = _TABLES.get(unit.name, "embedding")
@@ -169,8 +169,10 @@ def _placement(plan: Plan) -> Iterator[str]:
         here = units.get(where, [])
         if any(unit.kind != "norm" for unit in here):
             size = format_bytes(sum(unit.nbytes for unit in here))
-            what = ", ".join(_parts(plan.request.shape, here))
+            what = ", ".join(_parts(plan.shape, here))
             yield f"  {size:>7}  {_PLACES[where]}  ({what})"
+    if plan.placement.split:
+        yield "  GPU and CPU compute each MLP at once, by rows of its matrices"
     places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
     kv = Counter(place for layer, place in places if layer.width or layer.states)
     if set(kv) - {"ram"}:
@@ -188,6 +190,9 @@ def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
         all_of_it = [unit for unit in shape.units if unit.kind == kind]
         if len(here) == len(all_of_it):
             yield name
+        elif any(unit.only for unit in here):
+            share = sum(u.nbytes for u in here) / sum(u.nbytes for u in all_of_it)
+            yield f"{100 * share:.0f} % of each MLP"
         elif kind in ("attention", "mlp"):
             layers, whole = (len({u.layer for u in each}) for each in (here, all_of_it))
             yield f"{name} of {layers} of {whole} layers"
@@ -256,7 +261,7 @@ def _loss(size: PlannedSize) -> str:
 
 def _long_passes(plan: Plan) -> Iterator[str]:
     """Yield how passes of many rows differ."""
-    placement, shape = plan.placement, plan.request.shape
+    placement, shape = plan.placement, plan.shape
     if not placement.gpu_rows:
         return
     what, moved = "MLPs", [unit for unit in shape.units if unit.name in placement.crossing]

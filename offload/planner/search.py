@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from localrt.offload.account import (
     PREFILL_ROWS,
@@ -35,8 +35,10 @@ from localrt.offload.planner.solve import (
     arrange,
     bound,
     classes_of,
+    is_feasible,
     solve_greedily,
 )
+from localrt.quant.formats.tiled import TILE_ROWS
 
 _NEARLY = 1.1  # times the least
 _ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
@@ -57,12 +59,13 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
             return placement
         crossing = frozenset[str]()
     else:
+        copied = {u.layer: u.nbytes for u in shape.units if u.only is Where.LINK}
         crossing = frozenset(
             unit.name
             for unit in shape.units
             if unit.kind == "mlp"
             and not where[unit.name].on_gpu
-            and unit.nbytes <= placement.vram_ring
+            and unit.nbytes + copied.get(unit.layer, 0) <= placement.vram_ring
         )
         if not crossing:
             return placement
@@ -115,6 +118,8 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
 
 _PAGE = 4096
 _MOST_SLOTS = 6
+_LEAST_SHARE = 0.01  # of an MLP, to be worth the exchange between GPU and CPU
+_LINK_PARTS = (1.0, 0.9, 0.8)  # of what a link could copy without a gap
 # Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
 
@@ -168,6 +173,7 @@ class Solution:
     counts: Counts
     ram: Ring
     vram: Ring
+    split: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def placement(self, costs: Costs, rooms: Rooms, prefill_rows: int) -> Placement:
         """Arrange the counts in the order of a pass."""
@@ -182,6 +188,7 @@ class Solution:
                 ram_ring=self.ram.nbytes if moved else 0,
                 vram_ring=self.vram.nbytes,
                 prefill_rows=prefill_rows,
+                split=self.split,
             ),
         )
         if not (copied or placement.crossing):  # leave out an unused ring
@@ -201,6 +208,60 @@ def quick_solutions(costs: Costs, rooms: Rooms, expert_times: int = 1) -> Iterat
         yield from found
         if found:
             return
+
+
+def split_solutions(
+    costs: Costs, rooms: Rooms, parts: Sequence[float] = (1.0,)
+) -> Iterator[tuple[Costs, Solution]]:
+    """Yield placements in which GPU and CPU share all MLPs of a dense model, with the costs of its
+    pieces: nothing copied, or ``parts`` of what the link has time for.
+
+    Everything else is on the GPU, and what its memory has left is the GPU's share. The ring holds
+    what long passes copy of one layer, or of two.
+    """
+    shape, machine = costs.shape, costs.machine
+    mlps = [unit for unit in shape.units if unit.kind == "mlp"]
+    able = not (shape.hidden % TILE_ROWS or shape.inner % TILE_ROWS) and not rooms.kv_ssd
+    if machine.gpu is None or machine.link_bytes_s is None or shape.experts or not (mlps and able):
+        return
+    whole, largest = sum(unit.nbytes for unit in mlps), max(unit.nbytes for unit in mlps)
+    others = [unit for unit in shape.units if unit.kind in ("attention", "head")]
+    room = rooms.vram - sum(unit.nbytes for unit in others) - sum(rooms.kv)
+    if not largest < room < whole:
+        return
+    # What a pass takes beside the CPU's and the link's pieces.
+    fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
+    fixed += len(mlps) * costs.splitting()
+    by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), whole / machine.link_bytes_s
+    edges = 3 * _PAGE + 3 * TILE_ROWS / shape.inner * largest  # of a layer's pieces
+    for layers in (1, 2):
+        gpu = (room - layers * (largest + edges)) / (whole - layers * largest)
+        ring = layers * ((1 - gpu) * largest + edges)
+        gpu = (room - ring - len(mlps) * _PAGE) / whole
+        most = (fixed + by_cpu * (1 - gpu)) / (copying + by_cpu)
+        for link in (0.0, *(part * most for part in parts)):
+            if gpu > 0 and 1 - gpu - link >= _LEAST_SHARE:
+                shares = {unit.name: (gpu, link) for unit in mlps}
+                found = _split(costs, rooms, shares, int(ring))
+                if found is not None:
+                    yield found
+
+
+def _split(
+    costs: Costs, rooms: Rooms, shares: Mapping[str, tuple[float, float]], ring: int
+) -> tuple[Costs, Solution] | None:
+    """Return the placement with these pieces, if they fit."""
+    costs = replace(costs, shape=costs.shape.split(shares), _cached={})
+    size = ring // _PAGE * _PAGE
+    search = _Search(costs, rooms, prefill_rows=1)
+    problem = replace(search.problem(Ring(0, 0), Ring(size, size)), attention="gpu")
+    tables = {"embedding": Where.RAM}
+    counts = [
+        {group.only or tables.get(group.kind, Where.VRAM): group.count} for group in problem.classes
+    ]
+    if not is_feasible(problem, counts):
+        return None
+    return costs, Solution(problem, counts, Ring(0, 0), Ring(size, size), shares)
 
 
 class _Search:
@@ -245,7 +306,7 @@ class _Search:
         Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
         or the number that is best for a token.
         """
-        problem = self._problem(ram, vram)
+        problem = self.problem(ram, vram)
         ways: list[AttentionPlace] = ["anywhere"]
         if self._gpu:
             on_gpu = (group for group in self._classes if problem.attends(group))
@@ -260,7 +321,8 @@ class _Search:
                 if way == "gpu":
                     return
 
-    def _problem(self, ram: Ring, vram: Ring) -> Problem:
+    def problem(self, ram: Ring, vram: Ring) -> Problem:
+        """Return the placement problem that these rings leave."""
         costs, gpu = self._costs, self._gpu
         machine, (link, cpu) = costs.machine, costs.beside()
         return Problem(
@@ -285,12 +347,13 @@ class _Search:
             shared = any(group.shared for group in each.problem.classes)
             if not shared and bound(each.problem, each.counts) >= fastest:
                 continue  # a replay is never faster than the bound
-            found = self._replay(each)
+            found = self.replay(each)
             if (ram, vram) not in self.tried or found.seconds < fastest:
                 self.tried[ram, vram] = found
         return self.tried.get((ram, vram))
 
-    def _replay(self, solution: Solution) -> Candidate:
+    def replay(self, solution: Solution) -> Candidate:
+        """Return the solution's placement with its times."""
         costs = self._costs
         placement = solution.placement(costs, self._rooms, self._prefill_rows)
         passes = 2 if costs.shape.experts else 3
@@ -424,7 +487,7 @@ def _search(
     """Find the best placement with as few layers' KV caches on the SSD as possible."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return None
-    best = _Search(request.costs(), rooms, prefill_rows).best()
+    best = best_of(request, rooms, prefill_rows)
     attending = request.shape.on_ssd
     if best is not None or not request.kv_on_ssd or request.uses_gpu or not attending:
         return best
@@ -435,6 +498,20 @@ def _search(
         low, high = (low, middle) if enough else (middle, high)
     notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
     return _Search(request.costs(), _with_kv_on_ssd(request, rooms, high), prefill_rows).best()
+
+
+def best_of(request: PlanRequest, rooms: Rooms, prefill_rows: int) -> Candidate | None:
+    """Find the best placement of whole units or, where some are the CPU's, with shared MLPs."""
+    costs = request.costs()
+    best = _Search(costs, rooms, prefill_rows).best()
+    if best is None:
+        return None
+    found = [best]
+    if request.splits:
+        for own, each in split_solutions(costs, rooms, _LINK_PARTS):
+            if bound(each.problem, each.counts) < best.seconds:
+                found.append(_Search(own, rooms, prefill_rows).replay(each))
+    return min(found, key=lambda each: each.seconds)
 
 
 def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:

@@ -202,7 +202,7 @@ class _Replay:
     """Replays passes under one placement. Times are seconds from the first token's beginning."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
-        self.costs = costs
+        self.costs = costs = costs.of(placement)
         self.where = placement.on(costs.rows)
         self.crossing = placement.crosses(costs.rows)
         self.kv = placement.kv
@@ -235,12 +235,14 @@ class _Replay:
         self.clock = 0.0  # the end of the latest computing
         self.on_gpu = False
         self.router = 0.0  # the end of the latest unit other than an expert
+        self.pieces = -1, 0.0  # the layer of the latest split MLP, and when it began
         self.asked = 0.0  # when copies for the next layer of experts could begin
         self.sums = _Sums()
 
     def one_pass(self) -> None:
         """Replay one pass through all units."""
         begin, self.worked = self.clock, {"link": 0.0, "cpu": 0.0}
+        self.pieces = -1, 0.0
         if self.on_gpu:
             self._cross(self.costs.crossing())
         extra = self.costs.per_pass()
@@ -253,6 +255,8 @@ class _Replay:
             elif step[0].kind == "expert":
                 for unit, rows, where in self._chosen(step):
                     self._unit(unit, where, rows)
+            elif step[0].only is self.where[step[0].name] is Where.RAM:
+                self._beside(step[0])
             else:
                 self._unit(step[0], self.where[step[0].name])
                 self.router = self.clock
@@ -385,6 +389,8 @@ class _Replay:
         start = max(self.clock, ready)
         if start > self.clock:
             sums.waits["link" if where.copied else "ssd"] += start - self.clock
+        if unit.only is not None and self.pieces[0] != unit.layer:
+            self.pieces = -1 if unit.layer is None else unit.layer, start
         compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows) if unit.macs else 0.0
         if not where.on_gpu:
             self.worked["cpu"] += compute
@@ -401,6 +407,20 @@ class _Replay:
             sums.nbytes["vram" if where.on_gpu else "ram"] += unit.nbytes
         if slot is not None:
             slot[0].release(slot[1], self.clock)
+
+    def _beside(self, unit: PlacedUnit) -> None:
+        """Compute the CPU's piece of an MLP since the GPU has begun with its own. Where the GPU is
+        later, it has been given the next work meanwhile.
+        """
+        _, began = self.pieces
+        host, cpu = self.costs.splitting(), self.costs.cpu(unit)
+        self.worked["cpu"] += cpu
+        cpu *= self.times["cpu"]
+        end = max(self.clock, began + cpu + host)
+        self.sums.busy["cpu"] += cpu + host
+        self.sums.nbytes["ram"] += unit.nbytes
+        self.sums.chain += end - self.clock
+        self.clock = end
 
     def _read(
         self, unit: PlacedUnit, where: Where, asked: float

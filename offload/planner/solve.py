@@ -30,7 +30,8 @@ class UnitClass:
     ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed;
     ``unpacked`` as in ``PlacedUnit``.
     ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s`` and ``gpu_s`` are an
-    equal part of the layer's seconds with none of them on the GPU, and with all.
+    equal part of the layer's seconds with none of them on the GPU, and with all. Pieces of split
+    MLPs have ``only`` one place; ``cpu_s`` of the CPU's is what it takes longer than the GPU.
     """
 
     names: tuple[str, ...]
@@ -44,6 +45,7 @@ class UnitClass:
     kv: int = 0
     unpacked: int = 0
     shared: bool = False
+    only: Where | None = None
 
     @property
     def count(self) -> int:
@@ -88,6 +90,8 @@ class Problem:
 
     def places(self, group: UnitClass) -> tuple[Where, ...]:
         """Return the places where a class may go, the fastest first."""
+        if group.only is not None:
+            return (group.only,)
         readable = group.nbytes <= self.ram_slot or group.use == 0
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
@@ -118,7 +122,11 @@ def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
             continue
         layer_kv = kv[unit.layer] if unit.kind == "attention" and unit.layer is not None else 0
         groups.setdefault(
-            (unit.kind, unit.nbytes, unit.unpacked, unit.macs, unit.format, unit.use, layer_kv), []
+            (
+                *(unit.kind, unit.nbytes, unit.unpacked, unit.macs, unit.format, unit.use),
+                *(unit.only, layer_kv),
+            ),
+            [],
         ).append(unit)
     return tuple(_class(costs, units, kv) for units in groups.values())
 
@@ -134,6 +142,10 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
     else:
         cpu_s = costs.cpu(first, rows)
         gpu_s = costs.gpu(first, rows) if costs.machine.gpu else 0.0
+        if first.only is Where.RAM:
+            beside = (u for u in costs.shape.units if u.layer == first.layer and u.only)
+            gpu_s = sum(costs.gpu(u, rows) for u in beside if u is not first)
+            cpu_s = max(0.0, cpu_s + costs.splitting() - gpu_s)
     attends = first.kind == "attention" and first.layer is not None
     return UnitClass(
         names=tuple(unit.name for unit in units),
@@ -147,6 +159,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
         kv=kv[first.layer or 0] if attends else 0,
         unpacked=first.unpacked,
         shared=hybrid is not None,
+        only=first.only,
     )
 
 
@@ -182,7 +195,7 @@ def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
     if where.on_gpu:
         return group.gpu_s + (group.copying_s if where.copied else 0.0)
     seconds = group.cpu_s + (group.reading_s if where is Where.SSD else 0.0)
-    if not problem.link_bytes_s or group.shared:
+    if not problem.link_bytes_s or group.shared or group.only is not None:
         return seconds
     if group.kind == "head":  # its slices are one product
         return seconds + problem.visit_s / group.count

@@ -31,7 +31,7 @@ CODER = published("qwen2.5-coder-1.5b")
 
 def assert_within(plan: Plan) -> None:
     """Accounts within budgets, rings large enough, every unit placed."""
-    budgets, placement, shape_ = plan.request.budgets, plan.placement, plan.request.shape
+    budgets, placement, shape_ = plan.request.budgets, plan.placement, plan.shape
     assert plan.memory.total("ram") <= budgets.ram
     assert plan.memory.total("vram") <= budgets.vram
     assert list(placement.where) == [unit.name for unit in shape_.units]

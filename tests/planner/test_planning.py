@@ -166,7 +166,7 @@ def test_smaller_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")  # as if in four and a half bits
     for place, options in (
         ("memory", {"ram": "900MB"}),
-        ("gpu", {"ram": "3GB", "gpu": "virtual:1GB@12GB/s,256GB/s,20TFLOPS"}),
+        ("gpu", {"ram": "3GB", "gpu": "virtual:0.9GB@12GB/s,256GB/s,20TFLOPS"}),
     ):
         found = localrt.plan(folder, **options)  # type: ignore[arg-type]
         as_they_are, *_, smaller = found.sizes
