@@ -16,10 +16,14 @@ from typing import Any
 from localrt.models.weight_store import Resource
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
+
+_TIMED = 8
+"""One of so many short passes is timed, and stands for the others: events cost the host time."""
 
 
 class CudaGpu(Gpu):
@@ -31,6 +35,9 @@ class CudaGpu(Gpu):
         self._times = copies.is_gpu
         self._copied, self._computed = _Spans("link", clock), _Spans("gpu", clock)
         self._within = False  # a task
+        self._short = 0  # short passes so far
+        self._stands_for = 1  # passes, for which the present one is timed; 0: it is not
+        self._copies_stand_for = 1  # the same for the copy that is being queued
 
     def free(self, memory: Any, unpacked: int = 0) -> None:
         """Give memory back to the GPU at once."""
@@ -53,9 +60,10 @@ class CudaGpu(Gpu):
 
     def end_copy(self, name: str) -> Event | None:
         """A timed event."""
-        began, ended = self._copies.end_copy()
-        if self._times:
-            self._copied.add(name, began, ended)
+        began, ended = self._copies.end_copy(timed=bool(self._stands_for))
+        times, self._copies_stand_for = self._copies_stand_for, self._stands_for
+        if self._times and began is not None:
+            self._copied.add(name, began, ended, times)
         event: Event | None = ended
         return event
 
@@ -63,6 +71,15 @@ class CudaGpu(Gpu):
         """Wait for the stream that copies."""
         self._copies.settle()
         self.count_times()
+
+    def begin_pass(self, rows: int) -> None:
+        """Choose whether it is timed."""
+        if rows > MOST_ROWS or self._clock.keeps:
+            self._stands_for = 1
+            return
+        first, due = not self._short, self._short % _TIMED == 0
+        self._stands_for = 0 if not due else 1 if first else _TIMED
+        self._short += 1
 
     def count_times(self) -> None:
         """Tell the clock of copies and tasks that have ended."""
@@ -76,7 +93,7 @@ class CudaGpu(Gpu):
             with super().task(name):
                 yield
             return
-        if self._within:
+        if self._within or not self._stands_for:
             yield
             return
         began, self._within = self._copies.record(timed=True), True
@@ -84,7 +101,7 @@ class CudaGpu(Gpu):
             yield
         finally:
             self._within = False
-        self._computed.add(name, began, self._copies.record(timed=True))
+        self._computed.add(name, began, self._copies.record(timed=True), self._stands_for)
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
@@ -123,20 +140,20 @@ class _Spans:
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock
-        self._open: deque[tuple[str, Any, Any]] = deque()
+        self._open: deque[tuple[str, Any, Any, int]] = deque()
         self._last: tuple[Any, float] | None = None  # an event, and when it has happened
         self._counting = threading.Lock()
 
-    def add(self, name: str, began: Any, ended: Any) -> None:
-        self._open.append((name, began, ended))
+    def add(self, name: str, began: Any, ended: Any, times: int) -> None:
+        self._open.append((name, began, ended, times))
 
     def count(self) -> None:
         """Tell the clock of those that have ended. Any thread may."""
         with self._counting:
             while self._open and self._open[0][2].query():
-                name, began, ended = self._open.popleft()
+                name, began, ended, times = self._open.popleft()
                 now, seconds = time.perf_counter(), began.ms_until(ended) / 1e3
                 last, at = self._last or (ended, now)
                 at = min(now, at + last.ms_until(ended) / 1e3)
                 self._last = ended, at
-                self._clock.span(self._resource, name, at - seconds, seconds)
+                self._clock.span(self._resource, name, at - seconds, seconds, times)

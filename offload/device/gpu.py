@@ -56,10 +56,14 @@ class Clock:
             if self._tasks.maxlen:
                 self._tasks.append(Task(resource, name, max(started, since), now))
 
-    def span(self, resource: Resource, name: str, start: float, seconds: float) -> None:
-        """Count a task that something else has timed, beside which the resource has no other."""
+    def span(
+        self, resource: Resource, name: str, start: float, seconds: float, times: int = 1
+    ) -> None:
+        """Count a task that something else has timed, beside which the resource has no other; it
+        stands for as many as ``times``.
+        """
         with self._lock:
-            self._busy[resource] = self._busy.get(resource, 0.0) + seconds
+            self._busy[resource] = self._busy.get(resource, 0.0) + times * seconds
             if self._tasks.maxlen:
                 self._tasks.append(Task(resource, name, start, start + seconds))
 
@@ -89,6 +93,11 @@ class Clock:
                 if count:
                     busy[resource] = busy.get(resource, 0.0) + now - since
             return busy
+
+    @property
+    def keeps(self) -> bool:
+        """Whether tasks are remembered."""
+        return bool(self._tasks.maxlen)
 
     def keep(self, count: int) -> None:
         """Remember the latest ``count`` tasks from now on."""
@@ -213,6 +222,9 @@ class Gpu:
     def task(self, name: str) -> AbstractContextManager[None]:
         """A context that times the kernels started in it."""
         return self._clock.task("gpu", name)
+
+    def begin_pass(self, rows: int) -> None:
+        """A pass of so many rows begins: what is started from now on is its."""
 
     def count_times(self) -> None:
         """Tell the clock of the work that has ended on the GPU."""

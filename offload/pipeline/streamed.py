@@ -108,6 +108,8 @@ class StreamedWeights(WeightStore):
         self._before_pass()
         if any(lane.failed for lane in self._lanes):
             self.abandon()  # the failed read may be old: the disk may work again
+        if self.gpu is not None and self.gpu.gpu is not None:
+            self.gpu.gpu.begin_pass(len(batch.tokens))
         self.memory.follow(crossing=self._placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
         caches = self._caches

@@ -48,6 +48,7 @@ class CudaCopies:
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
         self._copying: Any = None  # an event: the beginning of copies that go on
+        self._timed = True
         if self.is_gpu:  # what comes back is written in order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
 
@@ -121,17 +122,20 @@ class CudaCopies:
         with self._lock:
             if after is not None:
                 self._device.wait(self._stream, after)
-            if self._copying is None:
+            if self._copying is None and self._timed:
                 self._copying = self._stamp()
             self._device.copy_in(out.address, source, self._stream)
 
-    def end_copy(self) -> tuple[Any, Any]:
-        """Timed events before and after what has been queued since the last call, if anything."""
+    def end_copy(self, *, timed: bool = True) -> tuple[Any, Any]:
+        """Events before and after what has been queued since the last call, if anything; the first
+        only of what is ``timed``, from the next on.
+        """
         if not self.is_gpu:
             return None, None
         with self._lock:
             ended = self._stamp()
-            began, self._copying = self._copying or ended, None
+            began = self._copying or ended if self._timed else None
+            self._copying, self._timed = None, timed
             return began, ended
 
     def _stamp(self) -> Any:

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from localrt.offload.pipeline.lane import Lane
+from localrt.offload.pipeline.split import HostPiece
 from localrt.offload.reading import files, queued, reader
+from localrt.quant.cuda import linear
 from localrt.quant.cuda.driver import Cuda
 
 _SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC
@@ -51,6 +53,8 @@ class Machine:
     spins: float = 0.9e-3
     crossing: float = 0.6e-3
     """What the host does around a unit that the CPU computes."""
+    turn: float = 20e-6
+    """The same for its part of an MLP that it shares, of which there are two."""
     burst: float = 0.0
     """Kernels begin at multiples of this, and copies so late after they are queued, as where a
     system hands what programs start to the GPU in bursts.
@@ -95,8 +99,8 @@ class VirtualTime:
         self._events: defaultdict[int, float] = defaultdict(float)
         self._sleeping: set[int] = set()  # events
         self._engines: defaultdict[str, float] = defaultdict(float)
-        self._kernels: dict[int, int] = {}  # of each recording
-        self._recorded = 0
+        self._graphs: dict[int, tuple[int, float]] = {}  # kernels of each, and bytes they read
+        self._recorded, self._recorded_bytes = 0, 0.0
         self._bytes = 0.0  # of weights that the next launch reads
         self._computing: list[tuple[float, float]] = []
 
@@ -244,8 +248,9 @@ class VirtualTime:
         if actor is None:
             return
         self.spend(self.machine.call)
-        if gpu.recording:
+        if gpu.recording and name != "cuGraphInstantiate":
             self._recorded += name == "cuLaunchKernel"
+            self._recorded_bytes, self._bytes = self._recorded_bytes + self._bytes, 0.0
             return
         if (note := _NOTED.get(name)) is not None:
             note(self, args, result)
@@ -284,10 +289,12 @@ class VirtualTime:
         self._start(args[8], 1)
 
     def _make_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        self._kernels[int(result)], self._recorded = self._recorded, 0
+        self._graphs[int(result)] = self._recorded, self._recorded_bytes
+        self._recorded, self._recorded_bytes = 0, 0.0
 
     def _launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        self._start(args[1], self._kernels.get(int(args[0]), 0))
+        kernels, self._bytes = self._graphs.get(int(args[0]), (0, 0.0))
+        self._start(args[1], kernels)
 
     def _make_event(self, args: tuple[Any, ...], result: Any) -> None:
         self._events[int(result)] = 0.0
@@ -326,10 +333,11 @@ _WEIGHTS = 4096  # bytes: no activation of the model in the tests is larger
 @contextmanager
 def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[VirtualTime]:
     """Virtual time for the pipelines that are opened within; ``weights`` says how many bytes the
-    step of a name reads.
+    CPU's unit of a name has.
     """
     time = VirtualTime(machine)
     call, compute, fetch = Cuda.call, Lane.compute, files.DiskSource.fetch
+    product, turns = linear.product, (HostPiece.gate, HostPiece.down)
 
     def timed_call(gpu: Cuda, name: str, *args: Any, **options: Any) -> Any:
         result = call(gpu, name, *args, **options)
@@ -339,15 +347,25 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         return result
 
     def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:
-        nbytes = weights(name) * machine.scale
-        if lane.gpu is not None:
-            time._bytes += nbytes
-            compute(lane, part, name, state, **options)
-            return
         compute(lane, part, name, state, **options)
+        nbytes = 0 if lane.gpu is not None else weights(name)
         if nbytes:
             time.spend(machine.crossing)
-            time.compute(name, nbytes / machine.cpu)
+            time.compute(name, nbytes * machine.scale / machine.cpu)
+
+    def timed_product(x: Any, weight: Any, out: Any, **options: Any) -> None:
+        time._bytes += weight.data.nbytes * machine.scale
+        product(x, weight, out, **options)
+
+    def timed_turn(number: int) -> Callable[[HostPiece, Any], Any]:
+        def turn(piece: HostPiece, x: Any) -> Any:
+            weight = piece.mlp.weights.down if number else piece.mlp.weights.gate_up
+            y = turns[number](piece, x)
+            time.spend(machine.turn)
+            time.compute(piece.name, weight.nbytes * machine.scale / machine.cpu)
+            return y
+
+        return turn
 
     def timed_fetch(source: Any, unit: Any, start: int, out: Any, after: Any) -> None:
         fetch(source, unit, start, out, after)  # once ``after`` has happened
@@ -357,6 +375,9 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cuda, "call", timed_call)
         patch.setattr(Lane, "compute", timed_compute)
+        patch.setattr(linear, "product", timed_product)
+        for number, name in enumerate(("gate", "down")):
+            patch.setattr(HostPiece, name, timed_turn(number))
         patch.setattr(files.DiskSource, "fetch", timed_fetch)
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
