@@ -27,6 +27,7 @@ from localrt.hub.names import shown_path
 from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.passes import measured
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
@@ -66,6 +67,7 @@ from localrt.offload.planner.shapes import check_shapes
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.store.cached import cached_store, mend_unit
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.gpu_file import damage
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
@@ -154,6 +156,8 @@ def load_placed(
         StorageError: there is no room on disk for the packed form.
     """
     shape = shape_from_checkpoint(checkpoint)
+    if ops.free_memory() is not None and (line := damage(settings.cache_dir)):
+        notes.append(line)
     opened = open_gpu(
         ops,
         threads=options.threads,
@@ -183,7 +187,7 @@ def load_placed(
     request = choose_context(request, options.ctx, notes)
     config = read_config(checkpoint, context=request.ctx)
     store = _packed(checkpoint, shape, options, settings, progress, cancel)
-    shape = shape_from_checkpoint(store)
+    shape = replace(shape_from_checkpoint(store), name=shape.name)
     # The measuring process runs beside this one, within the same budget.
     room = ram_budget(options.ram) - current_rss()
     formats = {unit.format for unit in shape.units}
@@ -232,6 +236,8 @@ def load_placed(
             f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
             f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
+    if options.threads is None and not options.gentle:
+        plan = measured(plan, streamed, settings.cache_dir, notes, cancel)
     engine = NativeEngine(
         Decoder(streamed),
         describe(config, True),

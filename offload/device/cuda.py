@@ -60,10 +60,11 @@ class CudaGpu(Gpu):
 
     def end_copy(self, name: str) -> Event | None:
         """A timed event."""
-        began, ended = self._copies.end_copy(timed=bool(self._stands_for))
+        copied = self._copies.end_copy(timed=bool(self._stands_for))
         times, self._copies_stand_for = self._copies_stand_for, self._stands_for
+        began, ended = copied[-1]
         if self._times and began is not None:
-            self._copied.add(name, began, ended, times)
+            self._copied.add(name, copied, times)
         event: Event | None = ended
         return event
 
@@ -101,7 +102,8 @@ class CudaGpu(Gpu):
             yield
         finally:
             self._within = False
-        self._computed.add(name, began, self._copies.record(timed=True), self._stands_for)
+        parts = [(began, self._copies.record(timed=True))]
+        self._computed.add(name, parts, self._stands_for)
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
@@ -136,23 +138,26 @@ class CudaGpu(Gpu):
 
 
 class _Spans:
-    """Tasks of one stream between timed events, for the clock once they have ended."""
+    """Tasks of one stream, the parts of each between timed events, for the clock once they have
+    ended.
+    """
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock
-        self._open: deque[tuple[str, Any, Any, int]] = deque()
+        self._open: deque[tuple[str, list[tuple[Any, Any]], int]] = deque()
         self._last: tuple[Any, float] | None = None  # an event, and when it has happened
         self._counting = threading.Lock()
 
-    def add(self, name: str, began: Any, ended: Any, times: int) -> None:
-        self._open.append((name, began, ended, times))
+    def add(self, name: str, parts: list[tuple[Any, Any]], times: int) -> None:
+        self._open.append((name, parts, times))
 
     def count(self) -> None:
         """Tell the clock of those that have ended. Any thread may."""
         with self._counting:
-            while self._open and self._open[0][2].query():
-                name, began, ended, times = self._open.popleft()
-                now, seconds = time.perf_counter(), began.ms_until(ended) / 1e3
+            while self._open and self._open[0][1][-1][1].query():
+                name, parts, times = self._open.popleft()
+                now, ended = time.perf_counter(), parts[-1][1]
+                seconds = sum(began.ms_until(end) for began, end in parts) / 1e3
                 last, at = self._last or (ended, now)
                 at = min(now, at + last.ms_until(ended) / 1e3)
                 self._last = ended, at

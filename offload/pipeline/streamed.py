@@ -89,6 +89,7 @@ class StreamedWeights(WeightStore):
                 self._embed.insert(0, partial(_ask_ngrams, rows, cpu, table))
         self.body: Sequence[Part] = [*self._embed, *layers]
         self._lanes = [lane for lane in (cpu, gpu) if lane is not None]
+        self._uncounted: PipelineCounts | None = None
         self._passes = self._decode_passes = 0
         self._cpu_before = self._decode_cpu_s = 0.0
 
@@ -176,7 +177,7 @@ class StreamedWeights(WeightStore):
     def counts(self) -> PipelineCounts:
         gpu = None if self.gpu is None else self.gpu.gpu
         read = sum(each.bytes_read for each in self._reading)
-        return PipelineCounts(
+        totals = PipelineCounts(
             ssd_read_bytes=read + (0 if self._kv_tier is None else self._kv_tier.read_bytes),
             link_bytes=0 if gpu is None else gpu.link_bytes,
             busy_s=self._clock.busy(),
@@ -188,6 +189,12 @@ class StreamedWeights(WeightStore):
             expert_hits=sum(each.hits for each in self.sparse.values()),
             expert_uses=sum(each.uses for each in self.sparse.values()),
         )
+        return totals if self._uncounted is None else totals.since(self._uncounted)
+
+    def forget_counts(self) -> None:
+        """Count from here on."""
+        self._uncounted = None
+        self._uncounted = self.counts()
 
     def close(self) -> None:
         self.memory.drop_returning()

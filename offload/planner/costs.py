@@ -15,7 +15,7 @@ from typing import TypeAlias
 from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind
-from localrt.offload.planner.machine import GpuProfile, MachineProfile
+from localrt.offload.planner.machine import Corrections, GpuProfile, MachineProfile
 from localrt.offload.shapes import ModelShape
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
@@ -26,6 +26,7 @@ _COPY_LAYERS = 2
 # between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4
+_EXACT = Corrections()  # where no pass was measured
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -45,18 +46,27 @@ class Costs:
     sequences: int = 1
     kv_format: KvFormat = "bf16"
     expert_hits: float | None = None
-    _cached: dict[_Key, float] = field(default_factory=dict, repr=False)
+    _cached: dict[_Key, float] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def corrections(self) -> Corrections:
+        """What passes were measured to take, as multiples of what single rates give."""
+        return self.machine.corrections[self.shape.experts is not None] or _EXACT
+
+    @property
+    def link_bytes_s(self) -> float:
+        """The rate of copies of units over the link; 0 without a GPU."""
+        return (self.machine.link_bytes_s or 0.0) / self.corrections.link
 
     def copy(self, nbytes: float) -> float:
         """Return the seconds of copying ``nbytes`` over the link."""
-        assert self.machine.link_bytes_s is not None, "there is no link without a GPU"
-        return nbytes / self.machine.link_bytes_s
+        return nbytes / self.link_bytes_s
 
     def of(self, placement: Placement) -> Costs:
         """Return the costs of the model as it is placed."""
         if not placement.split or any(unit.only is not None for unit in self.shape.units):
             return self
-        return replace(self, shape=self.shape.split(placement.split), _cached={})
+        return replace(self, shape=self.shape.split(placement.split))
 
     def crossing(self, width: int | None = None) -> float:
         """Return the seconds of moving the activations (rows of ``width`` numbers) to the other
@@ -80,7 +90,7 @@ class Costs:
 
     def sharing(self) -> float:
         """Return the host's seconds for a layer whose experts CPU and GPU share."""
-        return self.of_host(self.machine.shared_s)
+        return self.of_host(self.machine.shared_s * self.corrections.visit)
 
     def streaming(self, unit: PlacedUnit) -> float:
         """Return the host's seconds for a dense unit that is streamed to the GPU: a layer takes as
@@ -92,7 +102,7 @@ class Costs:
 
     def visit(self) -> float:
         """Return the host's seconds for units that the CPU computes between the GPU's."""
-        return self.of_host(_VISIT_S)
+        return self.of_host(_VISIT_S * self.corrections.visit)
 
     def beside(self) -> tuple[float, float]:
         """Return the shares of their rates that copies and the CPU keep while both read RAM.
@@ -124,7 +134,7 @@ class Costs:
     def per_pass(self) -> float:
         """Return the CPU's seconds besides units: the embedding's row, sampling, the loop."""
         own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
-        return own + self.of_host(_GPU_PASS_S)
+        return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
 
     def kv_held(self, layer: int) -> int:
         """Return the bytes that attention reads of its KV cache, or moves for a recurrent state."""
@@ -145,6 +155,10 @@ class Costs:
         seconds = self._cached.get(key)
         if seconds is None:
             seconds = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
+            if not on_gpu:
+                seconds *= self.corrections.cpu
+            elif rows <= PACKED_ROWS:  # other kernels compute longer passes
+                seconds *= self.corrections.gpu
             self._cached[key] = seconds
         return seconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from localrt.quant.formats import FORMATS
@@ -93,6 +93,29 @@ class GpuProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Corrections:
+    """What passes of a placed model took, each as a multiple of what single rates give.
+
+    ``link``: copies of units; ``cpu`` and ``gpu``: their computing; ``visit``: the host's part of a
+    visit to the CPU, or of a layer whose experts CPU and GPU share; ``token``: its part of a token.
+    Others are taken for errors of measuring: they are held to a quarter and to four times.
+    """
+
+    link: float = 1.0
+    cpu: float = 1.0
+    gpu: float = 1.0
+    visit: float = 1.0
+    token: float = 1.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not math.isfinite(value):
+                raise ValueError(f"{each.name} must be a number, is {value}")
+            object.__setattr__(self, each.name, min(4.0, max(0.25, value)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
     """A machine's rates in bytes and operations per second, and times in seconds.
 
@@ -102,7 +125,8 @@ class MachineProfile:
     or a dense layer that is streamed to the GPU. ``token_s``: a pass's overhead besides its units,
     per entry of the vocabulary.
     ``sources`` says of each figure whether it was measured, given, or typical (as a GPU's published
-    figures are).
+    figures are). ``corrections`` are those of dense models and of mixtures beside a GPU, if passes
+    were measured.
     """
 
     name: str
@@ -120,6 +144,7 @@ class MachineProfile:
     link_latency_s: float = 1e-5
     gpu: GpuProfile | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    corrections: tuple[Corrections | None, Corrections | None] = (None, None)
 
     def __post_init__(self) -> None:
         for name in ("ssd_bytes_s", "ram_bytes_s"):
@@ -158,7 +183,7 @@ class MachineProfile:
 
     def without_gpu(self) -> MachineProfile:
         """Return the machine without its GPU."""
-        return replace(self, gpu=None, link_bytes_s=None)
+        return replace(self, gpu=None, link_bytes_s=None, corrections=(None, None))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

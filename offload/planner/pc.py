@@ -35,7 +35,7 @@ from localrt.offload.planner.gpus import (
     parse_gpu,
 )
 from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.measure import known_machine, machine_profile
+from localrt.offload.planner.measure import known_machine, machine_profile, with_corrections
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_file import known_rates
 
@@ -488,6 +488,8 @@ def with_gpu(
         profile = measured_profile(gpu.name, gpu.vram_bytes, rates)
         rate, latency, source = rates.to_gpu_bytes_s, rates.crossing_s, "measured"
     machine = replace(machine, gpu=profile, link_bytes_s=link or rate, link_latency_s=latency)
+    if rates is not None and cache is not None:
+        machine = with_corrections(machine, cache)
     return _with_source(machine, gpu=source, link_bytes_s="given" if link else source), vram
 
 

@@ -221,7 +221,8 @@ class Plan:
     is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
     it is empty if there is nothing to run. ``draft`` is what drafts for it by default,
     ``picture`` what one costs a model that sees. ``estimated`` is the forecast of a model that is
-    not on this machine, as in tables of many models.
+    not on this machine, as in tables of many models; ``measured_tok_s`` is what the model last made
+    on this one.
     """
 
     request: PlanRequest
@@ -236,6 +237,7 @@ class Plan:
     draft: str = ""
     picture: PlannedPicture | None = None
     estimated: Expected | None = None
+    measured_tok_s: float | None = None
 
     def __str__(self) -> str:
         """Return one line such as ``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -419,6 +421,7 @@ class Plan:
                 "split": {name: list(share) for name, share in self.placement.split.items()},
             },
             "prediction": asdict(self.prediction),
+            "measured_tok_s": self.measured_tok_s,
             "memory": [asdict(part) for part in self.memory.parts],
             "changes": [asdict(change) for change in self.changes],
             "sizes": [asdict(size) for size in self.sizes],

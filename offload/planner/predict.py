@@ -15,6 +15,7 @@ from localrt.common.formatting import format_bytes
 from localrt.offload.account import PREFILL_ROWS, placed_account
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.search import (
     Rooms,
@@ -218,6 +219,12 @@ def _planned(
         notes=notes,
         estimated=estimated,
     )
+
+
+def on_machine(plan: Plan, machine: MachineProfile) -> Plan:
+    """Return the same placement with the forecast for other rates."""
+    request = replace(plan.request, machine=machine)
+    return replace(plan, request=request, prediction=_predicted(request, plan.placement, None))
 
 
 def _predicted(

@@ -20,7 +20,7 @@ from localrt.common.formatting import (
 )
 from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
-from localrt.offload.planner.machine import MachineProfile
+from localrt.offload.planner.machine import Corrections, MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedPicture, PlannedSize, PlanRequest
 from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
@@ -204,6 +204,14 @@ def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
 def _prediction(plan: Plan) -> Iterator[str]:
     prediction = plan.prediction
     yield one_line(plan)
+    if plan.measured_tok_s is not None:
+        yield f"{speed(plan.measured_tok_s)} measured, when it last ran on this machine"
+    if (by := plan.request.costs().corrections) != Corrections():
+        yield (
+            f"from passes that were measured on this GPU: of what single rates say, copies take "
+            f"{by.link:.0%}, the CPU {by.cpu:.0%}, the GPU {by.gpu:.0%}, the host beside them "
+            f"{by.visit:.0%}, and between tokens {by.token:.0%}"
+        ).replace("%", " %")
     shares = {name: plan.busy_share(name) for name in prediction.busy}
     busy = ", ".join(
         f"{_RESOURCES[name]} {share:.0%}" for name, share in shares.items() if share > 0.0005

@@ -232,9 +232,11 @@ def split_solutions(
     # What a pass takes beside the CPU's and the link's pieces.
     fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
     fixed += len(mlps) * costs.splitting()
-    by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), whole / machine.link_bytes_s
+    by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
     edges = 3 * _PAGE + 3 * TILE_ROWS / shape.inner * largest  # of a layer's pieces
     for layers in (1, 2):
+        if whole <= layers * largest:
+            return
         gpu = (room - layers * (largest + edges)) / (whole - layers * largest)
         ring = layers * ((1 - gpu) * largest + edges)
         gpu = (room - ring - len(mlps) * _PAGE) / whole
@@ -251,7 +253,7 @@ def _split(
     costs: Costs, rooms: Rooms, shares: Mapping[str, tuple[float, float]], ring: int
 ) -> tuple[Costs, Solution] | None:
     """Return the placement with these pieces, if they fit."""
-    costs = replace(costs, shape=costs.shape.split(shares), _cached={})
+    costs = replace(costs, shape=costs.shape.split(shares))
     size = ring // _PAGE * _PAGE
     search = _Search(costs, rooms, prefill_rows=1)
     problem = replace(search.problem(Ring(0, 0), Ring(size, size)), attention="gpu")
@@ -332,7 +334,7 @@ class _Search:
             ram_slot=ram.slot,
             vram_slot=vram.slot,
             ssd_bytes_s=machine.ssd_bytes_s,
-            link_bytes_s=(machine.link_bytes_s or 0.0) if gpu else 0.0,
+            link_bytes_s=costs.link_bytes_s if gpu else 0.0,
             visit_s=costs.visit() + 2 * costs.crossing() if gpu else 0.0,
             link_loss=1 / link - 1,
             cpu_loss=1 / cpu - 1,

@@ -212,7 +212,7 @@ class _Replay:
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
-        self.link_bytes_s = costs.machine.link_bytes_s or 1.0
+        self.link_bytes_s = costs.link_bytes_s or 1.0
         self.expert_costs = expert_costs(costs)
         self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
         self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
@@ -336,7 +336,6 @@ class _Replay:
             end = plan.end if missing or not sharing else max(plan.end, known)
             sums.chain += end
             self.clock = begin + end
-        sums.busy["cpu"] += sharing
         by_cpu = len(plan.cpu) + absent
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += by_cpu * cpu_each

@@ -48,6 +48,7 @@ class CudaCopies:
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
         self._copying: Any = None  # an event: the beginning of copies that go on
+        self._copied: list[tuple[Any, Any]] = []  # events around those before them, of one unit
         self._timed = True
         if self.is_gpu:  # what comes back is written in order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
@@ -108,9 +109,9 @@ class CudaCopies:
         be changed.
         """
         self.queue(source, out, after)
-        _, event = self.end_copy()
-        if wait:
-            self.settled(event)
+        _, event = self.end_copy()[-1]
+        if wait and event is not None:
+            event.synchronize()
         return event
 
     def queue(self, source: Bytes, out: Tensor, after: Any) -> None:
@@ -121,22 +122,27 @@ class CudaCopies:
             return
         with self._lock:
             if after is not None:
+                if self._copying is not None:  # what waits is not copied
+                    self._copied.append((self._copying, self._stamp()))
+                    self._copying = None
                 self._device.wait(self._stream, after)
             if self._copying is None and self._timed:
                 self._copying = self._stamp()
             self._device.copy_in(out.address, source, self._stream)
 
-    def end_copy(self, *, timed: bool = True) -> tuple[Any, Any]:
-        """Events before and after what has been queued since the last call, if anything; the first
-        only of what is ``timed``, from the next on.
+    def end_copy(self, *, timed: bool = True) -> list[tuple[Any, Any]]:
+        """Timed events before and after what has been queued since the last call, without waits
+        between copies. The last one is after all of it, if there is anything; from the next call
+        on, there are those before only of what is ``timed``.
         """
         if not self.is_gpu:
-            return None, None
+            return [(None, None)]
         with self._lock:
             ended = self._stamp()
+            copied, self._copied = self._copied, []
             began = self._copying or ended if self._timed else None
             self._copying, self._timed = None, timed
-            return began, ended
+            return [*copied, (began, ended)]
 
     def _stamp(self) -> Any:
         event = self._device.event(timed=True, sleeps=True)
@@ -147,11 +153,6 @@ class CudaCopies:
         """Return when everything queued has been copied."""
         if self.is_gpu:
             self._device.synchronize(self._stream)
-
-    def settled(self, event: Any) -> None:
-        """Return when ``event`` has happened."""
-        if event is not None:
-            event.synchronize()
 
     def ended(self, event: Any) -> bool:
         """Whether ``event`` has happened."""

@@ -28,6 +28,14 @@ def kept_of(folder: Path, name: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def damage(folder: Path) -> str:
+    """A line on the file in ``folder`` if there is one that cannot be read; else empty."""
+    path = folder / _NAME
+    if not path.exists() or _read(path):
+        return ""
+    return f"{path} is damaged and is ignored: the GPU is measured again"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFile:
     """The entry of the GPU ``name`` in ``folder``, as far as it was measured with ``key``."""
@@ -74,24 +82,19 @@ class GpuRates:
     ``products`` are seconds per weight of products with ``ROWS`` rows at once, by format; weights
     come from the GPU's memory. ``memory_bytes_s`` is read and written by a copy within it.
 
-    ``to_gpu_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
-    those to the GPU while others go back. While both read RAM, copies keep the share ``busy_link``
-    of their rate, the CPU ``busy_cpu`` of its own.
+    ``to_gpu_bytes_s`` are copies from pinned RAM. While both read RAM, copies keep the share
+    ``busy_link`` of their rate, the CPU ``busy_cpu`` of its own.
 
     ``crossing_s`` is how long a row of activations takes from one side to the other, with waits.
-    ``replay_s`` is what a small kernel of a recorded pass takes, and ``launch_s`` what the host
-    spends to start one that is not recorded.
+    ``replay_s`` is what a small kernel of a recorded pass takes.
     """
 
     products: Mapping[str, tuple[float, ...]]
     memory_bytes_s: float
     to_gpu_bytes_s: float
-    to_host_bytes_s: float
-    both_bytes_s: float
     busy_link: float
     busy_cpu: float
     crossing_s: float
-    launch_s: float
     replay_s: float
 
     def __post_init__(self) -> None:

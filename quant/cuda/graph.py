@@ -103,6 +103,7 @@ class Recordings:
         self._ops = ops
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
         self._passes = 0
+        self.most_new = RECORDED_PARTS
         self._new_parts = 0  # that are recorded in the running pass
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
@@ -119,7 +120,7 @@ class Recordings:
         if not isinstance(step, StaticStep):
             return False
         if not step.static.has(key):
-            if self._new_parts and self._new_parts + parts > RECORDED_PARTS:
+            if self._new_parts and self._new_parts + parts > self.most_new:
                 return False  # the next pass has time for it
             self._new_parts += parts
         return True

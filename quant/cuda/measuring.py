@@ -132,11 +132,11 @@ def measure_gpu(
         if known is not None:
             return replace(known, products={**known.products, **products})
         memory = _memory_bytes_s(device, stopwatch, size)
-        launch_s, replay_s = _launch_seconds(device, stopwatch, size)
+        replay_s = _replay_seconds(device, stopwatch, size)
         step()
         link = _Link(ops, size)
         try:
-            to_gpu, to_host, both = link.rates()
+            to_gpu = link.to_gpu_bytes_s()
             step()
             busy_link, busy_cpu = link.beside(host or _host(), to_gpu)
             crossing_s = link.crossing_s()
@@ -147,12 +147,9 @@ def measure_gpu(
         products=products,
         memory_bytes_s=memory,
         to_gpu_bytes_s=to_gpu,
-        to_host_bytes_s=to_host,
-        both_bytes_s=both,
         busy_link=busy_link,
         busy_cpu=busy_cpu,
         crossing_s=crossing_s,
-        launch_s=launch_s,
         replay_s=replay_s,
     )
 
@@ -205,8 +202,8 @@ def _memory_bytes_s(device: Any, stopwatch: Stopwatch, size: type[Size]) -> floa
     return 2 * size.copied / stopwatch.seconds(lambda: target.put(source))
 
 
-def _launch_seconds(device: Any, stopwatch: Stopwatch, size: type[Size]) -> tuple[float, float]:
-    """Seconds of a small kernel: on the host, and on the GPU in a recorded pass."""
+def _replay_seconds(device: Any, stopwatch: Stopwatch, size: type[Size]) -> float:
+    """Seconds of a small kernel in a recorded pass."""
     x = upload(np.ones((1, 64), np.float32), device)
 
     def body() -> None:
@@ -214,51 +211,30 @@ def _launch_seconds(device: Any, stopwatch: Stopwatch, size: type[Size]) -> tupl
             quantize(x)
 
     body()
-    device.synchronize()
-    started = time.perf_counter()
-    body()
-    launch_s = (time.perf_counter() - started) / size.launches
     replay = record(lambda cut: body(), Capture(device) if device.is_gpu else None)
-    return launch_s, stopwatch.seconds(replay) / size.launches
+    return stopwatch.seconds(replay) / size.launches
 
 
 class _Link:
-    """Copies between pinned RAM and the GPU, and the RAM and memory for them."""
+    """Copies from pinned RAM to the GPU, and the RAM and memory for them."""
 
     def __init__(self, ops: CudaOps, size: type[Size]) -> None:
         self._device, self._size = device_of(ops.device), size
         self._copies = CudaCopies(ops.device)
         self._source = self._copies.host_buffer(size.copied)
-        self._back = self._copies.host_buffer(size.copied)
         self._source[:] = 1
-        self._back[:] = 1
-        self._there, self._other = (self._copies.alloc(size.copied) for _ in range(2))
+        self._there = self._copies.alloc(size.copied)
 
     def close(self) -> None:
         """Free the RAM and GPU memory."""
         self._device.synchronize()
         self._copies.close()
         self._copies.free(self._there)
-        self._copies.free(self._other)
 
-    def rates(self) -> tuple[float, float, float]:
-        """Bytes per second to the GPU, from it, and to it while others come back."""
-        nbytes = self._size.copied
-        to_gpu = nbytes / _median(lambda: self._copies.copy_in(self._source, self._there, None))
-
-        def back() -> None:
-            self._take_back()
-            self._device.synchronize()
-
-        to_host = nbytes / _median(back)
-        started = time.perf_counter()
-        for _ in range(self._size.copies):
-            end = self._send()
-            self._take_back()
-        self._copies.settled(end)
-        both = self._size.copies * nbytes / (time.perf_counter() - started)
-        self._device.synchronize()
-        return to_gpu, to_host, both
+    def to_gpu_bytes_s(self) -> float:
+        """Bytes per second."""
+        copy = partial(self._copies.copy_in, self._source, self._there, None)
+        return self._size.copied / _median(copy)
 
     def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
         """The shares of their rates that link and CPU keep while both read RAM; 1 without a CPU."""
@@ -269,7 +245,7 @@ class _Link:
         alone = _median(lambda: host.read_all(data))
         started = time.perf_counter()
         for _ in range(self._size.copies):
-            end = self._send()
+            end = self._copies.copy_in(self._source, self._there, None, wait=False)
         count = 0
         while not count or not self._copies.ended(end):
             host.read_all(data)
@@ -282,12 +258,6 @@ class _Link:
         """Seconds that a row takes from one side to the other, the host waiting for it."""
         row = np.zeros((1, self._size.shape[1]), np.float32)
         return _median(lambda: self._copies.to_host(self._copies.to_gpu(row))) / 2
-
-    def _send(self) -> Any:
-        return self._copies.copy_in(self._source, self._there, None, wait=False)
-
-    def _take_back(self) -> None:
-        self._device.copy_out(self._back, self._other.address)
 
 
 def _host() -> NativeOps | None:

@@ -190,8 +190,11 @@ the host about a millisecond for four.
 class Recorder(Protocol):
     """Records segments of a pass's steps, and replays each with one launch when it recurs.
 
-    A recording reads weights at their old places: after moving them, call ``forget``.
+    A recording reads weights at their old places: after moving them, call ``forget``. In one pass
+    at most ``most_new`` parts are recorded, as it is waited for.
     """
+
+    most_new: int
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
         """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""

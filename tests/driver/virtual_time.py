@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from localrt.loading import passes
+from localrt.offload.device import cuda, gpu
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.split import HostPiece
 from localrt.offload.reading import files, queued, reader
@@ -108,8 +110,8 @@ class VirtualTime:
 
     @property
     def now(self) -> float:
-        """The calling thread's clock."""
-        return float(self._local.actor.now)
+        """The calling thread's clock; that of the pass for others."""
+        return float(getattr(self._local, "actor", self._actors[0]).now)
 
     def spend(self, seconds: float) -> None:
         """The calling thread computes, or is at work in Python."""
@@ -339,19 +341,25 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     call, compute, fetch = Cuda.call, Lane.compute, files.DiskSource.fetch
     product, turns = linear.product, (HostPiece.gate, HostPiece.down)
 
-    def timed_call(gpu: Cuda, name: str, *args: Any, **options: Any) -> Any:
-        result = call(gpu, name, *args, **options)
-        time.called(gpu, name, args, result)
+    def timed_call(driver: Cuda, name: str, *args: Any, **options: Any) -> Any:
+        result = call(driver, name, *args, **options)
+        time.called(driver, name, args, result)
         if name == "cuEventElapsedTime":
             return time.between(*args) * 1e3
         return result
 
     def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:
-        compute(lane, part, name, state, **options)
         nbytes = 0 if lane.gpu is not None else weights(name)
-        if nbytes:
-            time.spend(machine.crossing)
+        if not nbytes:
+            compute(lane, part, name, state, **options)
+            return
+
+        def timed_part(state: Any) -> None:
+            part(state)
             time.compute(name, nbytes * machine.scale / machine.cpu)
+
+        time.spend(machine.crossing)
+        compute(lane, timed_part, name, state, **options)
 
     def timed_product(x: Any, weight: Any, out: Any, **options: Any) -> None:
         time._bytes += weight.data.nbytes * machine.scale
@@ -360,9 +368,10 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     def timed_turn(number: int) -> Callable[[HostPiece, Any], Any]:
         def turn(piece: HostPiece, x: Any) -> Any:
             weight = piece.mlp.weights.down if number else piece.mlp.weights.gate_up
-            y = turns[number](piece, x)
             time.spend(machine.turn)
-            time.compute(piece.name, weight.nbytes * machine.scale / machine.cpu)
+            with piece._clock.task("cpu", piece.name):
+                y = turns[number](piece, x)
+                time.compute(piece.name, weight.nbytes * machine.scale / machine.cpu)
             return y
 
         return turn
@@ -381,4 +390,7 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         patch.setattr(files.DiskSource, "fetch", timed_fetch)
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
+        clock = SimpleNamespace(perf_counter=lambda: time.now)
+        for module in (cuda, gpu, passes):
+            patch.setattr(module, "time", clock)
         yield time

@@ -274,12 +274,9 @@ RATE = GpuRates(
     products={"int4-g32": (2e-12, 3e-12, 9e-12, 6e-11, 8e-11, 2e-10)},
     memory_bytes_s=250e9,
     to_gpu_bytes_s=12e9,
-    to_host_bytes_s=11e9,
-    both_bytes_s=9e9,
     busy_link=0.8,
     busy_cpu=0.7,
     crossing_s=3e-5,
-    launch_s=1e-5,
     replay_s=2e-6,
 )
 """A measured GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.common.settings import Settings
 from localrt.offload import hardware
+from localrt.offload.planner.machine import Corrections
+from localrt.offload.planner.measure import keep_corrections
 from localrt.offload.planner.pc import Hardware, with_gpu
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import plan
@@ -62,6 +66,22 @@ def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     found = localrt.plan(folder, format="int4-g32", advise=False)
     assert "memory at 250 GB/s (measured), link to it 12 GB/s (measured)" in found.details
+    assert found.measured_tok_s is None
+    # Then it ran here: passes were measured, and an answer had its speed.
+    assert "from passes that were measured" not in found.details
+    keep_corrections(found.request.machine, Corrections(gpu=2.0, visit=1.5), False, cache)
+    kept = Settings.from_environment().data_dir / "speeds.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({folder.name: 31.41}), encoding="utf-8")
+    again = localrt.plan(folder, format="int4-g32", advise=False)
+    assert again.request.machine.corrections == (Corrections(gpu=2.0, visit=1.5), None)
+    assert again.tok_s < 0.7 * found.tok_s
+    assert "\n  31 tok/s measured, when it last ran on this machine\n" in again.details
+    assert "copies take 100 %, the CPU 100 %, the GPU 200 %, the host beside" in again.details
+    assert again.to_dict()["measured_tok_s"] == 31.41
+    # That is not of another link, nor of a PC that is described.
+    assert localrt.plan(folder, link="8GB/s", advise=False).request.machine.corrections[0] is None
+    assert localrt.plan(folder, pc="gaming-pc", advise=False).measured_tok_s is None
 
 
 def test_pc(tmp_path: Path) -> None:

@@ -276,3 +276,18 @@ def test_kv_on_ssd() -> None:
     weights = sum(unit.nbytes for unit in model.units if unit.kind != "embedding")
     assert both.nbytes["ssd"] == pytest.approx(weights + 2 * costs.kv_held(0), rel=0.01)
     assert both.bound <= both.seconds < float("inf")
+
+
+@pytest.mark.parametrize("shared_s", [0.0, 1e-3])
+def test_host_beside_experts(shared_s: float) -> None:
+    """While the GPU waits for the host the CPU computes nothing: its clock does not run."""
+    model = shape(layers=2, experts=8)
+    where = {u.name: Where.RAM if u.kind == "expert" else Where.VRAM for u in model.units}
+    placement = Placement(where=where, kv=("vram",) * 2, ram_ring=0, vram_ring=0)
+    here = machine(gpu=True, link=1e6)
+    assert here.gpu is not None
+    here = replace(here, shared_s=shared_s, gpu=replace(here.gpu, call_s=1e-6))
+    costs = Costs(shape=model, machine=here)
+    experts = sum(2 * costs.cpu(step[0]) for step in model.steps if step[0].kind == "expert")
+    found = simulate(costs, placement)
+    assert found.busy["cpu"] == pytest.approx(costs.per_pass() + experts)

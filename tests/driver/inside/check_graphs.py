@@ -230,4 +230,4 @@ def test_a_gpu_is_measured(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> Non
     watch = CudaStopwatch(device)
     rates = measure_gpu(CudaOps(), ["q4_0"], stopwatch=watch, size=Small)
     assert all(seconds > 0 for seconds in rates.products["q4_0"])
-    assert min(rates.to_gpu_bytes_s, rates.crossing_s, rates.launch_s, rates.replay_s) > 0
+    assert min(rates.to_gpu_bytes_s, rates.crossing_s, rates.replay_s) > 0

@@ -103,7 +103,7 @@ def test_copies_of_two_threads(copies: CudaCopies) -> None:
     source[:] = 5
     copies.queue(source[:4096], memory[:4096], None)
     copies.copy_in(source[4096:], memory[4096:], None, wait=False)
-    began, ended = copies.end_copy()
+    ((began, ended),) = copies.end_copy()
     ended.synchronize()
     assert began.ms_until(ended) >= 0
     assert seen(memory) == {5}

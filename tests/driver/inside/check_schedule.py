@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from localrt.loading import passes
+from localrt.loading.passes import corrections_of, run_passes
+from localrt.models.decoder import Decoder
 from localrt.offload.account import Budgets
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.offload.planner.machine import Corrections, GpuProfile, KernelRate, MachineProfile
 from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.search import Rooms, best_of
+from localrt.offload.planner.search import Candidate, Rooms, best_of
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.ring import PAGE
 from localrt.offload.shapes import shape_from_checkpoint
@@ -96,8 +100,11 @@ def whole(model: Model, sequence: str, ring: float = 1.25) -> Placement:
     return place_on_gpu(model.store, where, slack=(4 * slack, slack))
 
 
-def decode(model: Model, driver: Driver, machine: Machine, placement: Placement) -> Token:
-    """The last of some tokens, when everything is recorded; of as many, one is timed."""
+@contextmanager
+def opened(
+    model: Model, driver: Driver, machine: Machine, placement: Placement
+) -> Iterator[tuple[VirtualTime, Decoder]]:
+    """A decoder in virtual time."""
     units = {unit.name: unit.nbytes for unit in model.store.manifest.units}
     driver.idle(True)
     try:
@@ -105,17 +112,24 @@ def decode(model: Model, driver: Driver, machine: Machine, placement: Placement)
             virtual_time(machine, lambda name: units.get(name, 0)) as time,
             on_gpu(model, {}, placement=placement, make=made("cuda")) as decoder,
         ):
-            decoder.weights.tasks(keep=0)
-            cache = decoder.cache(40)
-            for token in range(2 * TOKENS + 1):
-                if token == TOKENS + 1:
-                    begin, host, waits = time.now, time.host, Counter(time.waits)
-                    told = Counter(decoder.weights.counts().busy_s)  # type: ignore[union-attr]
-                extend(decoder, cache, [token])
-                time.spend(BETWEEN)
-            told_later = decoder.weights.counts().busy_s  # type: ignore[union-attr]
+            yield time, decoder
     finally:
         driver.idle(False)
+
+
+def decode(model: Model, driver: Driver, machine: Machine, placement: Placement) -> Token:
+    """The last of some tokens, when everything is recorded; of as many, one is timed."""
+    with opened(model, driver, machine, placement) as (time, decoder):
+        weights: Any = decoder.weights
+        weights.tasks(keep=0)
+        cache = decoder.cache(40)
+        for token in range(2 * TOKENS + 1):
+            if token == TOKENS + 1:
+                begin, host, waits = time.now, time.host, Counter(time.waits)
+                told = Counter(weights.counts().busy_s)
+            extend(decoder, cache, [token])
+            time.spend(BETWEEN)
+        told_later = weights.counts().busy_s
     return Token(
         (time.now - begin) / TOKENS,
         time,
@@ -224,6 +238,66 @@ def test_forecasts(
     assert found.seconds == pytest.approx(token.seconds, rel=0.1)
 
 
+def measured(
+    model: Model, driver: Driver, machine: Machine, costs: Costs, placement: Placement
+) -> Corrections:
+    """What loading finds on ``machine``."""
+    choose = passes.distribution
+    with (
+        opened(model, driver, machine, placement) as (time, decoder),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+
+        def chosen(*args: Any) -> Any:
+            time.spend(BETWEEN)
+            return choose(*args)
+
+        patch.setattr(passes, "distribution", chosen)
+        weights: Any = decoder.weights
+        begun = time.now
+        found = corrections_of(run_passes(weights, 40), costs, placement)
+        assert time.now - begun < 1.0
+        return found
+
+
+GEFORCE = Machine(link=12.5e9, gpu=231e9, cpu=50e9, scale=1020)
+"""An RTX 4060 beside DDR5-5600."""
+
+
+@once
+@pytest.mark.parametrize(
+    ("believed", "sequence", "times"),
+    [
+        (card(49e9), FAST, {"link": 0.6}),
+        (card(49e9), FAST, {"cpu": 0.6}),
+        (card(49e9), FAST, {"link": 0.6, "crossing": 2.0}),
+        (card(12e9), SLOW, {"crossing": 3.0}),
+        (card(12e9), SLOW, {"cpu": 0.5, "link": 1.5}),
+        (card(49e9), SLOW, {"cpu": 0.7, "gpu": 0.6, "crossing": 2.0}),
+        (card(49e9), LITTLE, {"link": 0.6, "cpu": 0.7, "gpu": 0.7, "crossing": 2.0}),
+        (card(12e9), LITTLE, {"link": 1.5, "cpu": 0.5}),
+        (GEFORCE, SLOW, {"cpu": 0.6}),
+        (GEFORCE, LITTLE, {"link": 0.6, "crossing": 1.5}),
+    ],
+)
+def test_measured_passes(
+    model: Model,
+    driver: Driver,
+    gpu: Kernels,
+    believed: Machine,
+    sequence: str,
+    times: dict[str, float],
+) -> None:
+    """Of a machine that is not what its rates say, passes are forecast by what some have taken."""
+    real = replace(believed, **{name: by * getattr(believed, name) for name, by in times.items()})
+    costs, placement = profile(model, believed), whole(model, sequence, 1.5)
+    found = measured(model, driver, real, costs, placement)
+    took = decode(model, driver, real, placement).seconds
+    corrected = replace(costs, machine=replace(costs.machine, corrections=(found, None)))
+    assert abs(simulate(costs, placement).seconds / took - 1) > 0.2
+    assert simulate(corrected, placement).seconds == pytest.approx(took, rel=0.1)
+
+
 # -- MLPs that GPU and CPU share -------------------------------------------------------------------
 
 
@@ -272,14 +346,9 @@ CELLS = {
 }
 
 
-@once
-@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
-def test_shared(wide: Model, driver: Driver, gpu: Kernels, cell: Cell) -> None:
-    """GPU and CPU compute each MLP at once: faster than in turns, and as forecast."""
-    nbytes = next(u.nbytes for u in wide.store.manifest.units if u.name.endswith(".mlp"))
-    machine = replace(cell.machine, scale=cell.mlp / nbytes)
-    costs = profile(wide, machine)
-    sizes = [(u.nbytes, cell.room if u.kind == "mlp" else u.macs > 0) for u in costs.shape.units]
+def planned(model: Model, costs: Costs, room: float, *, splits: bool = True) -> Candidate:
+    """The best placement with room on the GPU for so much of the MLPs."""
+    sizes = [(u.nbytes, room if u.kind == "mlp" else u.macs > 0) for u in costs.shape.units]
     vram = sum(round(nbytes * share) for nbytes, share in sizes)
     request = PlanRequest(
         shape=costs.shape,
@@ -287,18 +356,48 @@ def test_shared(wide: Model, driver: Driver, gpu: Kernels, cell: Cell) -> None:
         budgets=Budgets(ram=1 << 40, vram=vram, process=0, cuda_context=0, scratch=0),
         ctx=40,
         held=40,
+        splits=splits,
     )
-    token, found = [], []
-    for splits in (False, True):
-        best = best_of(replace(request, splits=splits), Rooms(ram=1 << 40, vram=vram, kv=KV), 512)
-        assert best is not None
-        assert bool(best.placement.split) is splits
-        token.append(decode(wide, driver, machine, best.placement).seconds)
-        found.append(best.pass_s)
-    whole, split = token
-    assert found == pytest.approx(token, rel=0.1)
+    found = best_of(request, Rooms(ram=1 << 40, vram=vram, kv=(0,) * LAYERS), 512)
+    assert found is not None
+    assert bool(found.placement.split) is splits
+    return found
+
+
+def scaled(model: Model, machine: Machine, nbytes: float) -> Machine:
+    """With MLPs of so many bytes."""
+    units = model.store.manifest.units
+    return replace(machine, scale=nbytes / next(u.nbytes for u in units if ".mlp" in u.name))
+
+
+@once
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_shared(wide: Model, driver: Driver, gpu: Kernels, cell: Cell) -> None:
+    """GPU and CPU compute each MLP at once: faster than in turns, and as forecast."""
+    machine = scaled(wide, cell.machine, cell.mlp)
+    costs = profile(wide, machine)
+    best = [planned(wide, costs, cell.room, splits=splits) for splits in (False, True)]
+    took = [decode(wide, driver, machine, each.placement).seconds for each in best]
+    assert [each.pass_s for each in best] == pytest.approx(took, rel=0.1)
+    whole, split = took
     assert 1 / split > cell.tok_s
     assert whole / split > cell.gain
 
 
-KV = (0,) * LAYERS
+@once
+@pytest.mark.parametrize(
+    "times", [{"cpu": 0.6}, {"link": 0.6}, {"cpu": 0.6, "turn": 4.0}, {"cpu": 1.6, "link": 0.7}]
+)
+@pytest.mark.parametrize("believed", [card(49e9), rtx_4060(50e9)], ids=["H100", "4060"])
+def test_measured_shares(
+    wide: Model, driver: Driver, gpu: Kernels, believed: Machine, times: dict[str, float]
+) -> None:
+    """The same as of whole layers."""
+    believed = scaled(wide, believed, 148e6)
+    real = replace(believed, **{name: by * getattr(believed, name) for name, by in times.items()})
+    costs = profile(wide, believed)
+    placement = planned(wide, costs, 0.65).placement
+    found = measured(wide, driver, real, costs, placement)
+    took = decode(wide, driver, real, placement).seconds
+    corrected = replace(costs, machine=replace(costs.machine, corrections=(found, None)))
+    assert simulate(corrected, placement).seconds == pytest.approx(took, rel=0.1)

@@ -1,0 +1,192 @@
+"""Measures passes of a model where it was placed, once for a GPU in a machine.
+
+Rates are of kernels and copies alone, at full speed. In a pass they work beside one another, and
+the host takes its part around each: what passes take by the pipeline's own clock is kept as
+multiples of what the rates say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from threading import Event
+from typing import NamedTuple
+
+from localrt.common.formatting import format_rate
+from localrt.engine.sampling import Sampling, distribution, draw
+from localrt.models.decoder import Decoder
+from localrt.models.weight_store import Task
+from localrt.offload.pipeline.streamed import StreamedWeights
+from localrt.offload.placement import Placement, Where
+from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner.advice import LEAST_GAIN
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.machine import Corrections
+from localrt.offload.planner.measure import is_busy, keep_corrections
+from localrt.offload.planner.predict import on_machine
+from localrt.offload.planner.simulate import simulate
+from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
+
+_WARM, _MEASURED = 2, 3  # passes: what comes the second time is recorded
+_MOST_S = 0.25  # after which no further pass begins
+_LONG_S = 0.2  # a planned pass that takes too long for it
+_TASKS = 10_000  # of a pass, at most
+_TURNS = ("cpu", "gpu")
+_WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
+_SEEN = 0.02  # of a pass, that the host's part must make to be told from the rest
+
+
+def measured(
+    plan: Plan, streamed: StreamedWeights, cache: Path, notes: list[str], cancel: Event | None
+) -> Plan:
+    """``plan`` with a forecast by what its passes were measured to take, which ``cache`` keeps.
+
+    Nothing is measured that is kept, where no GPU works beside CPU or link, or while other programs
+    compute. ``notes`` say where it fails, and if the next load will place units better.
+    """
+    request, placement = plan.request, plan.placement
+    machine, shape = request.machine, plan.shape
+    known = machine.corrections[shape.experts is not None] is not None
+    places = (placement.where[unit.name] for unit in shape.units if unit.macs)
+    if known or machine.gpu is None or not machine.gpu.kernels:
+        return plan
+    if all(place is Where.VRAM for place in places) or plan.prediction.pass_s > _LONG_S:
+        return plan
+    try:
+        if is_busy() or not (passes := run_passes(streamed, request.ctx, cancel)).seconds:
+            return plan
+        found = corrections_of(passes, request.costs(held=_WARM + _MEASURED), placement)
+        machine = keep_corrections(machine, found, shape.experts is not None, cache)
+        plan = on_machine(plan, machine)
+        if shape.experts is None:  # a mixture's dense part does not move
+            best = make_plan(plan.request).tok_s
+            if best > LEAST_GAIN * plan.tok_s:
+                notes.append(
+                    f"{format_rate(plan.tok_s)} tok/s are expected as measured; when it is loaded "
+                    f"again, with weights in other places, about {format_rate(best)}"
+                )
+    except Exception as error:  # noqa: BLE001 - whatever it is, the model can answer without
+        notes.append(f"its passes could not be measured: {error}")
+    return plan
+
+
+class Passes(NamedTuple):
+    """The tasks of consecutive passes, of which the first only begins the second; the others'
+    seconds from token to token, and the share of experts that were found.
+    """
+
+    tasks: Sequence[Sequence[Task]]
+    seconds: Sequence[float]
+    expert_hits: float | None
+
+
+def run_passes(weights: StreamedWeights, capacity: int, cancel: Event | None = None) -> Passes:
+    """Decode some tokens that nobody sees, in a cache of their own, and count none of it."""
+    assert weights.gpu is not None, "they are of a GPU"
+    assert weights.gpu.gpu is not None, "it is the GPU's lane"
+    gpu, recorder, decoder = weights.gpu.gpu, weights.gpu.recorder, Decoder(weights)
+    cache, token, tasks, ended = decoder.cache(capacity), 0, list[list[Task]](), list[float]()
+    before, begun = weights.counts(), time.perf_counter()
+    if recorder is not None:
+        recorder.most_new = _TASKS  # nobody waits for these passes
+    try:
+        while len(tasks) < _WARM + _MEASURED and not (cancel and cancel.is_set()):
+            if len(tasks) > _WARM and ended[-1] - begun > _MOST_S:
+                break
+            weights.tasks(keep=0)
+            weights.tasks(keep=_TASKS)
+            logits = decoder.forward(Batch.extend([(cache, [token])]), rows=[0])
+            token = draw(distribution(logits[0], Sampling()), 0.5)
+            if (last := gpu.record()) is not None:
+                last.synchronize()
+            gpu.count_times()
+            tasks.append(weights.tasks())
+            ended.append(time.perf_counter())
+            before = weights.counts() if len(tasks) <= _WARM else before
+        used = weights.counts().since(before)
+    finally:
+        weights.tasks(keep=0)
+        weights.forget_counts()
+        if recorder is not None:
+            recorder.most_new = RECORDED_PARTS
+    seconds = [later - earlier for earlier, later in pairwise(ended[_WARM - 1 :])]
+    hits = used.expert_hits / used.expert_uses if used.expert_uses else None
+    return Passes(tasks[_WARM - 1 :], seconds, hits)
+
+
+def corrections_of(passes: Passes, costs: Costs, placement: Placement) -> Corrections:
+    """What these passes took, as multiples of what ``costs`` say of the ``placement``.
+
+    Within a recorded part of a mixture, or of MLPs that are split, GPU and host take turns, with
+    one time for both: the GPU is taken to be as planned, and the host to have what is left of a
+    pass.
+    """
+    mixture, costs = costs.shape.experts is not None, costs.of(placement)
+    shared = mixture or bool(placement.split)
+    plain = replace(costs, expert_hits=passes.expert_hits)
+    plain = replace(plain, machine=replace(costs.machine, shared_s=0.0))
+    planned, later = simulate(plain, placement), passes.tasks[1:]
+    nbytes = {unit.name: unit.nbytes for unit in costs.shape.units}
+    copies = [each for tasks in later for each in tasks if each.resource == "link"]
+    copied = sum(nbytes[each.name] for each in copies)
+    visits, tokens = _host_seconds(passes.tasks, list(nbytes), placement)
+    ways = 2 * plain.crossing()
+
+    def busy(resource: str) -> float:
+        return median(_seconds(t for t in tasks if t.resource == resource) for tasks in later)
+
+    link = _ratio(planned.busy["link"], planned.nbytes["link"])
+    found = Corrections(
+        link=_ratio(_seconds(copies), copied * link),
+        cpu=_ratio(busy("cpu"), planned.busy["cpu"] - plain.per_pass()),
+        gpu=1.0 if shared else _ratio(busy("gpu"), planned.busy["gpu"]),
+        visit=_ratio(median(visits) - ways, plain.visit()) if visits else 1.0,
+        token=_ratio(median(tokens) - ways, plain.per_pass()) if tokens else 1.0,
+    )
+    if shared:
+        here = replace(costs.machine, corrections=(None, found) if mixture else (found, None))
+        without, planned_s = (
+            simulate(replace(plain, machine=each), placement).seconds
+            for each in (replace(here, shared_s=0.0), here)
+        )
+        rest, planned_rest = median(passes.seconds) - without, planned_s - without
+        if planned_rest > _SEEN * planned_s:  # else the host works while something else does
+            found = replace(found, visit=rest / planned_rest)
+    return found
+
+
+def _ratio(measured: float, planned: float) -> float:
+    return measured / planned if measured > 0 and planned > 0 else 1.0
+
+
+def _seconds(tasks: Iterable[Task]) -> float:
+    return sum(task.end - task.start for task in tasks)
+
+
+def _host_seconds(
+    passes: Sequence[Sequence[Task]], order: Sequence[str], placement: Placement
+) -> tuple[list[float], list[float]]:
+    """The host's seconds around what the CPU computes between two tasks of the GPU, and from a
+    token's last task to the next one's first.
+    """
+    places = {name: number for number, name in enumerate(order)}
+    visits, tokens, before, by_cpu = list[float](), list[float](), None, 0.0
+    for number, tasks in enumerate(passes):
+        chain = [t for t in tasks if t.resource in _TURNS and not t.name.endswith(_WITHIN)]
+        chain.sort(key=lambda task: places.get(task.name.partition(" to ")[0], len(places)))
+        begins = True
+        for task in chain:
+            where = placement.where.get(task.name, Where.VRAM)
+            if task.resource == "cpu":  # of a unit that is read nothing is known: it waits for it
+                by_cpu += float("inf") if where.read else task.end - task.start
+                continue
+            host = 0.0 if before is None else task.start - before.end - by_cpu
+            # A copied unit may have waited for its copy, and a token for the CPU's head.
+            if number and host > 0 and not where.copied and begins is not (by_cpu > 0):
+                (tokens if begins else visits).append(host)
+            before, by_cpu, begins = task, 0.0, False
+    return visits, tokens
