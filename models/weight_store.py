@@ -7,7 +7,7 @@ waiting or eviction: ``ResidentWeights``. ``offload/pipeline`` streams weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,18 @@ class PipelineCounts:
     expert_uses: int = 0
     expert_hits: int = 0
     memory_note: str = ""
+
+    def since(self, before: PipelineCounts) -> PipelineCounts:
+        """What was counted after ``before``."""
+        busy = {name: s - before.busy_s.get(name, 0.0) for name, s in self.busy_s.items()}
+        less = {name: getattr(self, name) - getattr(before, name) for name in _TOTALS}
+        return replace(self, busy_s=busy, **less)
+
+
+_TOTALS = (
+    *("ssd_read_bytes", "link_bytes", "passes", "decode_passes", "decode_cpu_s"),
+    *("expert_uses", "expert_hits"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def _copies(device: str) -> dict[str, Any]:
             for number in range(_DEEP):
                 start = number * piece % _COPIED
                 copies.queue(source[start : start + piece], memory[start : start + piece], None)
-            began, ended = copies.end_copy()
+            ((began, ended),) = copies.end_copy()
             ended.synchronize()
             return _DEEP * piece / began.ms_until(ended) / 1e6
 

@@ -165,6 +165,7 @@ def _percent(share: float | None) -> str:
 # Columns shown only if a result has them: header, and how to show a value.
 _DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_tok_s": ("predicted", format_rate),
+    "of_predicted": ("of predicted", _percent),
     "pipeline_efficiency": ("pipeline busy", _percent),
     "read_bytes_per_token": ("read/token", _size),
     "peak_vram_bytes": ("peak VRAM", _size),

@@ -229,6 +229,8 @@ def _result(running: _Running) -> Result:
     metrics = dict(samples[-1])
     for name in _MEDIANS:
         metrics[name] = _median(samples, name)
+    if metrics["predicted_tok_s"] and metrics["decode_tok_s"]:
+        metrics["of_predicted"] = metrics["decode_tok_s"] / metrics["predicted_tok_s"]
     reads = _median(samples, "decode_read_bytes")
     steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
     metrics.pop("decode_read_bytes", None)

@@ -366,15 +366,11 @@ class Meter:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s
         if counts is None or self._before is None or self._decoding is None:
             return
-        m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes
-        m.link_bytes = counts.link_bytes - self._before.link_bytes
+        whole, decoded = counts.since(self._before), counts.since(self._decoding)
+        m.ssd_read_bytes, m.link_bytes = whole.ssd_read_bytes, whole.link_bytes
         m.memory = counts.memory_note or None
-        uses = counts.expert_uses - self._decoding.expert_uses
-        if uses:
-            m.expert_hit_rate = (counts.expert_hits - self._decoding.expert_hits) / uses
+        if decoded.expert_uses:
+            m.expert_hit_rate = decoded.expert_hits / decoded.expert_uses
         if self._first is not None and m.completion_tokens > 1:
-            busy = (
-                seconds - self._decoding.busy_s.get(resource, 0.0)
-                for resource, seconds in counts.busy_s.items()
-            )
-            m.pipeline_efficiency = min(1.0, max(busy, default=0.0) / (now - self._first))
+            busy = max(decoded.busy_s.values(), default=0.0)
+            m.pipeline_efficiency = min(1.0, busy / (now - self._first))

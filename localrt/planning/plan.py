@@ -57,6 +57,7 @@ from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import FORMATS, pack
 from localrt.quant.ops.kv_formats import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
+from localrt.service.status import known_speed
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
@@ -173,6 +174,8 @@ def plan(
             note=note,
         )
     )
+    if not found.hypothetical:
+        found = replace(found, measured_tok_s=known_speed(settings.data_dir, path.name))
     if has_weights(path):
         resolved = resolve(name, settings=settings, revision=revision, download=False)
         found = _with_picture(_with_draft(found, path, settings), resolved)

@@ -178,7 +178,7 @@ class Core:
         self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
-        self.watch = Watch(parts.engine, ctx=parts.ctx)
+        self.watch = Watch(parts.engine, ctx=parts.ctx, name=parts.path.name)
         self._chats: WeakSet[KvChatCache] = WeakSet()
 
     def stream(self, request: Request) -> Iterator[Chunk]:

@@ -9,21 +9,28 @@ takes no lock that a pass holds.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError
+from localrt.common.files import write_text
+from localrt.common.settings import Settings
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.models.weight_store import Task
 from localrt.offload.memory import current_rss, ram_budget
 
 _NAMES = {"ssd": "The disk", "link": "The link to the GPU", "cpu": "The CPU", "gpu": "The GPU"}
+_SPEEDS = "speeds.json"
+_ENOUGH_TOKENS = 32  # of an answer whose speed is kept there
+_DRAFTED = 1.05  # tokens per pass from which drafts matter
 _BUSY = 0.6  # a resource that is busy for a smaller share does not set the pace
 
 
@@ -215,11 +222,25 @@ _COMPUTE = ("cpu", "gpu")
 _FINEST = 400  # closer spans, as a share of a pass, are joined
 
 
-class Watch:
-    """Watches one model."""
+def known_speed(folder: Path, model: str) -> float | None:
+    """Return the tokens per second of the last answer of ``model`` that ``folder`` has kept."""
+    value = _speeds(folder / _SPEEDS).get(model)
+    return value if isinstance(value, float) and value > 0 else None
 
-    def __init__(self, engine: Engine, *, ctx: int) -> None:
-        self._engine = engine
+
+def _speeds(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+class Watch:
+    """Watches one model; the speed of its answers is kept by its ``name``."""
+
+    def __init__(self, engine: Engine, *, ctx: int, name: str = "") -> None:
+        self._engine, self._name = engine, name
         self._ctx = ctx
         self.token_bytes: int | None = None
         self.ceiling_tok_s: float | None = None
@@ -251,11 +272,22 @@ class Watch:
                     if metrics.predicted_tok_s and metrics.ceiling_tok_s:
                         self._forecast = metrics.predicted_tok_s, metrics.ceiling_tok_s
                 yield chunk
+                if chunk.finish_reason is not None:
+                    self._keep_speed(metrics)
         finally:
             with self._lock:
                 self._running -= 1
             if isinstance(chunks, Generator):
                 chunks.close()
+
+    def _keep_speed(self, metrics: Metrics) -> None:
+        """Keep the speed of an answer that was alone, and without drafts, for later plans."""
+        enough = metrics.completion_tokens >= _ENOUGH_TOKENS and self._running == 1
+        if self._name and enough and (metrics.accepted_per_pass or 1.0) < _DRAFTED:
+            path = Settings.from_environment().data_dir / _SPEEDS
+            kept = {**_speeds(path), self._name: metrics.decode_tok_s}
+            with suppress(OSError):
+                write_text(path, json.dumps(kept, indent=1), private=True, sync=False, folder=True)
 
     def status(self, *, lanes: bool | None = None) -> Status:
         engine = self._engine

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
+from localrt.common.settings import Settings
 from localrt.models.weight_store import Task, WeightStore
-from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
+from localrt.service.status import LaneUse, MemoryUse, Status, known_speed, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
 
@@ -55,6 +58,32 @@ def test_status(tiny: localrt.Model) -> None:
     assert "memory" in flow.why
     chat.close()
     assert tiny.status().kv.used <= after.kv.used  # type: ignore[union-attr]
+
+
+def test_speed_is_kept(
+    tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the last answer which had enough tokens and the model for itself."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    folder, options = Settings.from_environment().data_dir, {"ignore_eos": True, "seed": 1}
+    name = tiny.info.path.name
+
+    def answer(tokens: int) -> float | None:
+        return tiny.generate("Hi", max_tokens=tokens, **options).metrics.decode_tok_s
+
+    answer(31)
+    assert known_speed(folder, name) is None
+    first = answer(32)
+    assert known_speed(folder, name) == first
+    with closing(tiny.stream("Ho", max_tokens=50, **options)) as other:
+        next(other)
+        answer(40)
+        assert known_speed(folder, name) == first
+    assert known_speed(folder, name) == first  # it was closed before its end
+    for damaged in ("", "[]", json.dumps({name: -1.0}), json.dumps({name: "fast"})):
+        (folder / "speeds.json").write_text(damaged, encoding="utf-8")
+        assert known_speed(folder, name) is None
+        assert answer(32) == known_speed(folder, name)
 
 
 def test_status_of_closed_stream(tiny: localrt.Model) -> None:

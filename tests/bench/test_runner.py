@@ -201,12 +201,15 @@ def test_pipeline_columns(tmp_path: Path) -> None:
     text = to_table(outcome, options, name="m", machine=probe())
     assert "native (simulated)" in text
     assert "not measured on one" in text
-    assert "predicted" in text
+    assert "predicted  of predicted" in text
     assert "97%" in text
     report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
     assert report["ram"] == 10**9
     assert report["device"] == "cuda:1"
-    assert report["results"][0]["simulated"] is True
+    (result,) = report["results"]
+    assert result["simulated"] is True
+    assert result["of_predicted"] == result["decode_tok_s"] / 21
+    assert f"{result['of_predicted']:.0%}" in text
     plain = _options(tmp_path, "good", "native")
     text = to_table(_run(plain), plain, name="m", machine=probe())
     assert "predicted" not in text

@@ -156,6 +156,6 @@ def test_gpu_tells_what_was_compiled_and_measured(
     text = _doctor(capsys, as_json=False)
     assert "1 compiled (driver for CUDA 12.8, NVRTC 12.8)" in text
     assert "memory 250 GB/s, link 12 GB/s, products in int4-g32" in text
-    assert _doctor(capsys)["gpu"]["rates"]["launch_s"] == RATE.launch_s
+    assert _doctor(capsys)["gpu"]["rates"]["replay_s"] == RATE.replay_s
     (cache / "cards.json").write_text('{"RTX 4060": {"rates": [], "key": 3}}')
     assert "1 compiled\n" in _doctor(capsys, as_json=False)

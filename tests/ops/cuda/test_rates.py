@@ -82,7 +82,7 @@ def test_kept_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another driver's figures, or damaged ones, are as good as none.
     gpu_rates(ops, ["q4_k"], file=GpuFile(tmp_path, "GPU", ["another"]))
     damaged = GpuFile(tmp_path, "GPU", ["key"])
-    damaged.write(RATES, {**RATE.to_dict(), "launch_s": 0.0})
+    damaged.write(RATES, {**RATE.to_dict(), "replay_s": 0.0})
     gpu_rates(ops, ["q4_k"], file=damaged)
     assert [known for _, known in asked[2:]] == [False, False]
 
