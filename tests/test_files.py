@@ -20,6 +20,7 @@ from localrt.common.files import (
     write_bytes,
     write_text,
 )
+from localrt.common.speeds import keep_speed, known_speed
 
 _DIES = """
 import os, sys
@@ -176,3 +177,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def rights(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_speeds_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """An answer goes on without."""
+    folder = tmp_path / "file"
+    folder.write_text("")
+    keep_speed(folder, "model", 3.0)
+    assert known_speed(folder, "model") is None

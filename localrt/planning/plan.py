@@ -21,6 +21,7 @@ import numpy as np
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
 from localrt.common.option_names import on_command_line, option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.common.speeds import known_speed
 from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.names import HubRef, looks_like_path
@@ -57,7 +58,6 @@ from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import FORMATS, pack
 from localrt.quant.ops.kv_formats import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
-from localrt.service.status import known_speed
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5

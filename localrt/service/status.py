@@ -9,26 +9,23 @@ takes no lock that a pass holds.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError
-from localrt.common.files import write_text
 from localrt.common.settings import Settings
+from localrt.common.speeds import keep_speed
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.models.weight_store import Task
 from localrt.offload.memory import current_rss, ram_budget
 
 _NAMES = {"ssd": "The disk", "link": "The link to the GPU", "cpu": "The CPU", "gpu": "The GPU"}
-_SPEEDS = "speeds.json"
 _ENOUGH_TOKENS = 32  # of an answer whose speed is kept there
 _DRAFTED = 1.05  # tokens per pass from which drafts matter
 _BUSY = 0.6  # a resource that is busy for a smaller share does not set the pace
@@ -222,20 +219,6 @@ _COMPUTE = ("cpu", "gpu")
 _FINEST = 400  # closer spans, as a share of a pass, are joined
 
 
-def known_speed(folder: Path, model: str) -> float | None:
-    """Return the tokens per second of the last answer of ``model`` that ``folder`` has kept."""
-    value = _speeds(folder / _SPEEDS).get(model)
-    return value if isinstance(value, float) and value > 0 else None
-
-
-def _speeds(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 class Watch:
     """Watches one model; the speed of its answers is kept by its ``name``."""
 
@@ -284,10 +267,7 @@ class Watch:
         """Keep the speed of an answer that was alone, and without drafts, for later plans."""
         enough = metrics.completion_tokens >= _ENOUGH_TOKENS and self._running == 1
         if self._name and enough and (metrics.accepted_per_pass or 1.0) < _DRAFTED:
-            path = Settings.from_environment().data_dir / _SPEEDS
-            kept = {**_speeds(path), self._name: metrics.decode_tok_s}
-            with suppress(OSError):
-                write_text(path, json.dumps(kept, indent=1), private=True, sync=False, folder=True)
+            keep_speed(Settings.from_environment().data_dir, self._name, metrics.decode_tok_s)
 
     def status(self, *, lanes: bool | None = None) -> Status:
         engine = self._engine

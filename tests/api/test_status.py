@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
+from localrt.common.speeds import known_speed
 from localrt.models.weight_store import Task, WeightStore
-from localrt.service.status import LaneUse, MemoryUse, Status, known_speed, last_pass
+from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
 
