@@ -266,8 +266,9 @@ class Watch:
     def _keep_speed(self, metrics: Metrics) -> None:
         """Keep the speed of an answer that was alone, and without drafts, for later plans."""
         enough = metrics.completion_tokens >= _ENOUGH_TOKENS and self._running == 1
-        if self._name and enough and (metrics.accepted_per_pass or 1.0) < _DRAFTED:
-            keep_speed(Settings.from_environment().data_dir, self._name, metrics.decode_tok_s)
+        speed, plain = metrics.decode_tok_s, (metrics.accepted_per_pass or 1.0) < _DRAFTED
+        if self._name and enough and plain and speed is not None:
+            keep_speed(Settings.from_environment().data_dir, self._name, speed)
 
     def status(self, *, lanes: bool | None = None) -> Status:
         engine = self._engine
