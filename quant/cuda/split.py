@@ -10,6 +10,7 @@ share that RAM, one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,23 +35,32 @@ class Handover:
     """
 
     def __init__(self, device: Device, rows: int, hidden: int, inner: int) -> None:
+        self._device, self.rows = device, rows
         shapes = (rows, hidden), (rows, inner), (rows, hidden)
         self.x, self.inner, self.y = (device.pinned(shape, np.float32) for shape in shapes)
-        self.x_rows, self.inner_rows, self.y_rows = (
-            Tensor(device, None, each.ctypes.data, each.shape, (each.shape[1], 1), FLOAT32)
-            for each in (self.x, self.inner, self.y)
-        )
-        self._sent = device.event(), device.event()
+        self._events = device.event(), device.event()
+
+    def first(self, rows: int) -> Handover:
+        """The same of the first rows."""
+        other = copy(self)
+        other.rows = rows
+        other.x, other.inner, other.y = (each[:rows] for each in (self.x, self.inner, self.y))
+        return other
+
+    def tensor(self, values: Floats) -> Tensor:
+        """One of the arrays."""
+        strides = values.shape[1], 1
+        return Tensor(self._device, None, values.ctypes.data, values.shape, strides, FLOAT32)
 
     def sent(self, number: int) -> None:
         """Note that the GPU has been given all that writes the rows (0), or its values (1)."""
-        event = self._sent[number]
+        event = self._events[number]
         if event is not None:
             event.record()
 
     def receive(self, number: int) -> None:
         """Wait until they are there."""
-        event = self._sent[number]
+        event = self._events[number]
         if event is not None:
             event.synchronize()
 
@@ -63,7 +73,7 @@ def split_mlp(
     recording: Recording | None,
     kept: dict[_Key, Handover],
 ) -> Tensor:
-    """See ``SplitOps``: (R, D) float32. ``kept`` are the handovers so far, by shape."""
+    """See ``SplitOps``: (R, D) float32. ``kept`` are the handovers so far."""
     first = pieces[0]
     h = normed_for(x, first.norm, spec.eps, first.gate_up)
     device, (rows, hidden) = x.values.device, x.values.shape
@@ -77,20 +87,23 @@ def split_mlp(
         else:
             recording.cut(between)
 
-    turn = None if host is None else _turn(host, kept, device, (rows, hidden, inner))
-    if turn is not None:
-        move_rows(x.values, turn.hand.x_rows)
+    turn = None
+    if host is not None:
+        turn = _Turn(host, _handover(kept, device, rows, hidden, inner))
+        hand = turn.hand
+        given, seen, made = map(hand.tensor, (hand.x, hand.inner, hand.y))
+        move_rows(x.values, given)
         cut(turn.begin)
     at = 0
     for piece in pieces:
-        given = gate_up(h, piece.gate_up, spec)
-        stop = at + given.shape[1]
-        move_rows(given, values[:, at:stop])
+        own = gate_up(h, piece.gate_up, spec)
+        stop = at + own.shape[1]
+        move_rows(own, values[:, at:stop])
         at = stop
     if turn is not None:
-        move_rows(values[:, :at], turn.hand.inner_rows[:, :at])
+        move_rows(values[:, :at], seen[:, :at])
         cut(partial(turn.gate, at))
-        move_rows(turn.hand.inner_rows[:, at:], values[:, at:])
+        move_rows(seen[:, at:], values[:, at:])
     at = 0
     for piece in pieces:
         stop = at + piece.down.shape[0]
@@ -98,14 +111,18 @@ def split_mlp(
         at = stop
     if turn is not None:
         cut(partial(turn.down, at))
-        move_rows(turn.hand.y_rows[:, at:], y[:, at:])
+        move_rows(made[:, at:], y[:, at:])
     return y
 
 
-def _turn(host: HostRows, kept: dict[_Key, Handover], device: Device, key: _Key) -> _Turn:
+def _handover(
+    kept: dict[_Key, Handover], device: Device, rows: int, hidden: int, inner: int
+) -> Handover:
+    """One for so many rows, of few sizes: the GPU may still read what a pass before has left."""
+    key = 1 << (rows - 1).bit_length(), hidden, inner
     if key not in kept:
         kept[key] = Handover(device, *key)
-    return _Turn(host, kept[key])
+    return kept[key].first(rows)
 
 
 @dataclass(frozen=True, slots=True)
