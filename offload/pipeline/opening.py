@@ -410,10 +410,11 @@ class _Opening:
                 if isinstance(stage, PieceStage):
                     continue  # it comes with what it is a piece of
                 if not stage.where.read:
-                    unit, split = stage.unit, isinstance(stage, SplitStage)
+                    unit, data = stage.unit, None
                     if isinstance(stage, SplitStage):
                         unit = setup.unit(stage.whole)
-                    data = aligned_buffer(unit.nbytes) if split else buffer(stage)
+                        data = aligned_buffer(unit.nbytes)
+                    data = buffer(stage) if data is None else data
                     self._fill(unit, data, pool)
                     late.append((beside.submit(self.verify, unit, data), stage, data))
                     if len(late) > _VERIFIED:

@@ -206,28 +206,29 @@ class SplitStage(Stage):
         resident: bool = False,
     ) -> None:
         own, link, _ = pieces
-        parted = link.rows[0] > 0
+        has_link = link.rows[0] > 0
         self.whole = own.unit.name
-        self.piece = link if parted else own
+        self.piece = link if has_link else own
         self.piece.adapt(gpu.ops)
         self.host, self._crossing = host, crossing
-        self.beside = [PieceStage(own, Where.VRAM, gpu, host.config, host.layer)] if parted else []
+        own_stage = PieceStage(own, Where.VRAM, gpu, host.config, host.layer)
+        self.beside = [own_stage] if has_link else []
         self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
-        where = Where.LINK if parted and not resident else Where.VRAM
+        where = Where.LINK if has_link and not resident else Where.VRAM
         super().__init__(self.piece.unit, where, gpu, self._part, moved)
         self.stages: list[SplitStage | PieceStage] = [*self.beside, self, host]
         self._whole = _WholeMlp(self)
 
     def _part(self, weights: WeightLoader) -> Part:
         """The part that a pass calls."""
-        shared = self.made(weights, None)
+        shared = self.build(weights, None)
 
         def part(state: PassState) -> None:
             (self._cross if self._crosses(state) else shared)(state)
 
         return part
 
-    def made(self, weights: WeightLoader, rest: Any) -> Part:
+    def build(self, weights: WeightLoader, rest: Any) -> Part:
         """The layer's MLP, with the CPU's piece on the GPU if ``rest`` is its memory there."""
         mlps = [*(piece.mlp for piece in self.beside), self._mlp(weights)]
         if rest is not None:
@@ -235,11 +236,11 @@ class SplitStage(Stage):
         split = SplitMlp(mlps, self.host if rest is None else None)
         return load_mlp(self.host.config, self.host.layer, weights, None, split)
 
-    def of(self, memories: Sequence[Any]) -> Part:
-        """The part on the GPU alone, with the other pieces in the ring."""
+    def build_whole(self, memories: Sequence[Any]) -> Part:
+        """The part of the GPU alone, with the pieces that are copied for it in ``memories``."""
         *copied, rest = memories
         memory = copied[0] if copied else self.memory
-        return self.made(self.lane.weights(self.unit, memory, self._vectors), rest)
+        return self.build(self.lane.weights(self.unit, memory, self._vectors), rest)
 
     def _crosses(self, state: PassState) -> bool:
         rows = state.rows if isinstance(state, StreamedState) else 0  # few are recorded
@@ -267,7 +268,7 @@ class _WholeMlp:
     def __init__(self, stage: SplitStage) -> None:
         copied = [stage.unit] if stage.where.copied else []
         self.name, self.passing = stage.whole, [*copied, stage.host.unit]
-        self.parts, self._make = PassingParts(), stage.of
+        self.parts, self._make = PassingParts(), stage.build_whole
 
     def part_of(self, memories: Sequence[Any]) -> Part:
         """The part on the units of the ring."""
