@@ -199,13 +199,14 @@ def throttled(link_bytes_s: float) -> Iterator[None]:
 
 @contextmanager
 def with_ring(times: float) -> Iterator[None]:
-    """Plan with one size of the GPU's ring: so many of the largest unit."""
+    """Plan whole layers with one size of the GPU's ring: so many of the largest unit."""
     from localrt.offload.planner import search
 
     def rings(slots: Sequence[int], *_: Any, **__: Any) -> Iterator[search.Ring]:
         yield search.Ring(-(-int(times * slots[-1]) // PAGE) * PAGE, slots[-1])
 
-    with patch.object(search, "_vram_rings", rings):
+    whole = patch.object(search, "split_solutions", lambda *_: iter(()))
+    with patch.object(search, "_vram_rings", rings), whole:
         yield
 
 
