@@ -25,6 +25,7 @@ from localrt.api import Model
 from localrt.engine.types import Chunk
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner import Plan, PlanRequest
+from localrt.offload.planner.plan import placed_shape
 from localrt.offload.ring import PAGE
 from localrt.quant.cuda.device import device_of
 
@@ -74,7 +75,7 @@ def placed(model: Model) -> dict[str, Any]:
     where = plan.placement.where
     nbytes: Counter[str] = Counter()
     computed = 0
-    for unit in plan.shape.units:
+    for unit in placed_shape(plan).units:
         place = where[unit.name]
         nbytes[place.value] += unit.nbytes
         # The embedding and the last norm follow the layers: they are not counted.

@@ -27,6 +27,7 @@ from localrt.offload.planner.advice import LEAST_GAIN
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import Corrections
 from localrt.offload.planner.measure import is_busy, keep_corrections
+from localrt.offload.planner.plan import placed_shape
 from localrt.offload.planner.predict import on_machine
 from localrt.offload.planner.simulate import simulate
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
@@ -49,7 +50,7 @@ def measured(
     compute. ``notes`` say where it fails, and if the next load will place units better.
     """
     request, placement = plan.request, plan.placement
-    machine, shape = request.machine, plan.shape
+    machine, shape = request.machine, placed_shape(plan)
     known = machine.corrections[shape.experts is not None] is not None
     places = (placement.where[unit.name] for unit in shape.units if unit.macs)
     if known or machine.gpu is None or not machine.gpu.kernels:

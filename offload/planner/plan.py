@@ -269,11 +269,6 @@ class Plan:
         return self.request.shape.name
 
     @property
-    def shape(self) -> ModelShape:
-        """The model as it is placed: MLPs that GPU and CPU share are in pieces."""
-        return self.request.shape.split(self.placement.split)
-
-    @property
     def ctx(self) -> int:
         """Context in tokens."""
         return self.request.ctx
@@ -338,7 +333,7 @@ class Plan:
         """The few numbers from which the verdict follows."""
         if self.estimated is not None:
             return self.estimated
-        shape, where = self.shape, self.placement.where
+        shape, where = placed_shape(self), self.placement.where
         in_ram = [unit for unit in shape.units if where[unit.name] is Where.RAM]
         return Expected(
             tok_s=self.tok_s,
@@ -380,7 +375,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. A mixture's experts are counted by place, not listed."""
-        shape, request = self.shape, self.request
+        shape, request = placed_shape(self), self.request
         where: dict[str, str] = {}
         experts: dict[str, int] = {}
         for unit in shape.units:
@@ -431,3 +426,8 @@ class Plan:
             "picture": None if self.picture is None else asdict(self.picture),
             "hypothetical": list(self.hypothetical),
         }
+
+
+def placed_shape(plan: Plan) -> ModelShape:
+    """The model as it is placed: MLPs that GPU and CPU share are in pieces."""
+    return plan.request.shape.split(plan.placement.split)

@@ -21,7 +21,13 @@ from localrt.common.formatting import (
 from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import Corrections, MachineProfile
-from localrt.offload.planner.plan import Plan, PlannedPicture, PlannedSize, PlanRequest
+from localrt.offload.planner.plan import (
+    Plan,
+    PlannedPicture,
+    PlannedSize,
+    PlanRequest,
+    placed_shape,
+)
 from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.planner.verdict import (
@@ -158,7 +164,7 @@ def figures(machine: MachineProfile) -> Iterator[str]:
 
 def _placement(plan: Plan) -> Iterator[str]:
     units: dict[Where, list[PlacedUnit]] = {}
-    for unit in plan.shape.units:
+    for unit in placed_shape(plan).units:
         where = plan.placement.where[unit.name]
         if unit.kind == "embedding" and where.read:
             table = _TABLES.get(unit.name, "embedding")
@@ -169,7 +175,7 @@ def _placement(plan: Plan) -> Iterator[str]:
         here = units.get(where, [])
         if any(unit.kind != "norm" for unit in here):
             size = format_bytes(sum(unit.nbytes for unit in here))
-            what = ", ".join(_parts(plan.shape, here))
+            what = ", ".join(_parts(placed_shape(plan), here))
             yield f"  {size:>7}  {_PLACES[where]}  ({what})"
     if plan.placement.split:
         yield "  GPU and CPU compute each MLP at once, by rows of its matrices"
@@ -269,7 +275,7 @@ def _loss(size: PlannedSize) -> str:
 
 def _long_passes(plan: Plan) -> Iterator[str]:
     """Yield how passes of many rows differ."""
-    placement, shape = plan.placement, plan.shape
+    placement, shape = plan.placement, placed_shape(plan)
     if not placement.gpu_rows:
         return
     what, moved = "MLPs", [unit for unit in shape.units if unit.name in placement.crossing]

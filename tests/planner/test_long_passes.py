@@ -13,6 +13,7 @@ from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.offload.planner import Budgets, Plan
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import KernelRate, MachineProfile
+from localrt.offload.planner.plan import placed_shape
 from localrt.offload.planner.report import explain
 from localrt.offload.planner.search import with_long_passes
 from localrt.offload.planner.simulate import simulate
@@ -114,7 +115,7 @@ def test_crossing_units(ram: int, vram: int, link: float, experts: int) -> None:
     except MemoryBudgetError:
         return
     placement = plan.placement
-    sizes = {unit.name: unit.nbytes for unit in plan.shape.units}
+    sizes = {unit.name: unit.nbytes for unit in placed_shape(plan).units}
     for name in placement.crossing:
         assert placement.where[name] in (Where.RAM, Where.SSD)
         assert sizes[name] <= placement.vram_ring

@@ -21,7 +21,7 @@ from localrt.offload.planner import (
 from localrt.offload.planner.advice import helpful_changes, in_format, least_ram
 from localrt.offload.planner.gpus import GPUS
 from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.plan import PlanRequest
+from localrt.offload.planner.plan import PlanRequest, placed_shape
 from localrt.offload.planner.report import explain, one_line
 from localrt.offload.planner.search import fits
 from tests.planner.models import MB, machine, planned, published, shape
@@ -31,7 +31,7 @@ CODER = published("qwen2.5-coder-1.5b")
 
 def assert_within(plan: Plan) -> None:
     """Accounts within budgets, rings large enough, every unit placed."""
-    budgets, placement, shape_ = plan.request.budgets, plan.placement, plan.shape
+    budgets, placement, shape_ = plan.request.budgets, plan.placement, placed_shape(plan)
     assert plan.memory.total("ram") <= budgets.ram
     assert plan.memory.total("vram") <= budgets.vram
     assert list(placement.where) == [unit.name for unit in shape_.units]
