@@ -23,11 +23,13 @@ pytestmark = [
 ]
 
 INSIDE = Path(__file__).with_name("inside")
+PARTS = 4
 
 
-def test_inside() -> None:
-    """One process for all of them: it takes seconds to begin."""
-    checks = sorted(map(str, INSIDE.glob("check_*.py")))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_inside(part: int) -> None:
+    """Few processes for all of them: each takes seconds to begin."""
+    checks = sorted(map(str, INSIDE.glob("check_*.py")))[part::PARTS]
     options = ["-q", "-n0", "-p", "no:cacheprovider", "-o", "timeout=300"]  # less than ours
     command = [sys.executable, "-m", "pytest", *options, *checks]
     done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
