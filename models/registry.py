@@ -84,7 +84,7 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
         raise UnsupportedModelError(
-            f"architecture {name!r} is not known to the native engine (known: {known}); "
+            f"architecture {name!r:.60} is not known to the native engine (known: {known}); "
             f"a GGUF file may run with {option('engine', 'llamacpp')}"
         )
     own = ARCHITECTURES[name]

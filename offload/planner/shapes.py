@@ -74,7 +74,7 @@ def shape_from_config(
     architecture = _KINDS.get(_ALIASES.get(plain, plain))
     if architecture is None:
         raise UnsupportedModelError(
-            f"{name}: model_type {kind!r} cannot be planned from its config (known: "
+            f"{name}: model_type {kind!r:.60} cannot be planned from its config (known: "
             f"{', '.join(_KINDS)}); give the weights"
         )
     notes: list[str] = []
@@ -82,7 +82,9 @@ def shape_from_config(
         (format, format) if format else _published_formats(config, folder or Path(name), notes)
     )
     if rest not in FORMATS:
-        raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
+        raise UnsupportedModelError(
+            f"format {format!r:.60} is not known: one of {', '.join(FORMATS)}"
+        )
     if config.get("model_max_length"):
         config = {"max_position_embeddings": config["model_max_length"], **config}
     model = _Described(architecture, with_default_values(config, architecture), Path(name))
