@@ -115,9 +115,10 @@ def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> 
     assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
 
 
-@pytest.mark.parametrize("value", [10**400, "x" * 10_000])
-def test_long_model_type(folder: Path, value: Any) -> None:
+@pytest.mark.parametrize("value", [10**400, "x" * 10_000, [], {}, None])
+def test_odd_model_type(folder: Path, value: Any) -> None:
     given = {**tiny_config(folder, "llama"), "model_type": value}
+    assert is_line(refusal(lambda: loaded(folder, "llama", given, None)))
     assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
 
 

@@ -154,7 +154,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             if asked is True and not tied:
                 self.notes += ("the head in the file is used: it is not the embedding",)
             return {"tie_word_embeddings": tied}
-        outside = config.get("tie_word_embeddings", config.get("model_type") in TIED_OUTSIDE)
+        outside = config.get("tie_word_embeddings", str(config.get("model_type")) in TIED_OUTSIDE)
         if asked is False and not outside:
             self.notes += (NO_HEAD,)
             return {"tie_word_embeddings": True, "headless": True}
