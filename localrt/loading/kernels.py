@@ -30,7 +30,7 @@ from localrt.models.decoder import load_attention, load_mlp, load_norm, load_res
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, GatedMlp, Head, PassState, SplitMlp
 from localrt.models.weights import WeightLoader
-from localrt.offload.pipeline.split import split_unit
+from localrt.offload.pipeline.split import matrices_of, split_unit
 from localrt.offload.placement import Placement, host_piece
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
@@ -96,11 +96,8 @@ class _Outline:
 
     def piece(self, config: DecoderConfig, layer: int, rows: tuple[int, int]) -> _Outline:
         """Return the same with so many rows of a layer's gate and down."""
-        names, prefix = config.names_of(layer), f"model.layers.{layer}."
-        gates = [f"{prefix}{name}.weight" for name in names.gate_up]
-        stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)
-        counts = dict.fromkeys(gates, stacked * rows[0])
-        counts[f"{prefix}{names.down}.weight"] = rows[1]
+        gates, down, stacked = matrices_of(config, layer)
+        counts = {**dict.fromkeys(gates, stacked * rows[0]), down: rows[1]}
         other, infos = copy(self), dict(self.tensors)
         for name, count in counts.items():
             infos[name] = replace(infos[name], shape=(count, infos[name].shape[1]))

@@ -69,10 +69,7 @@ def split_unit(
     All have the unit's vectors; what else it has is on the GPU.
     """
     inner, hidden = config.inner_size(layer), config.hidden_size
-    names, prefix = config.names_of(layer), f"model.layers.{layer}."
-    gates = [f"{prefix}{name}.weight" for name in names.gate_up]
-    stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)  # in each of these tensors
-    down = f"{prefix}{names.down}.weight"
+    gates, down, stacked = matrices_of(config, layer)
     assert stacked == 1 or not inner % TILE_ROWS, "tiles would have rows of both"
     cuts = [_cuts(rows, shares) for rows in (inner, hidden)]
     if any(stop == start for _, start, stop, _ in cuts):
@@ -105,6 +102,14 @@ def split_unit(
 
     called = unit.name, link_piece(unit.name), host_piece(unit.name)
     return [piece(number, name) for number, name in enumerate(called)]
+
+
+def matrices_of(config: DecoderConfig, layer: int) -> tuple[list[str], str, int]:
+    """The tensors of gate and up, that of down, and how many matrices each of the former stacks."""
+    names, prefix = config.names_of(layer), f"model.layers.{layer}."
+    gates = [f"{prefix}{name}.weight" for name in names.gate_up]
+    stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)
+    return gates, f"{prefix}{names.down}.weight", stacked
 
 
 def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:

@@ -97,7 +97,7 @@ class Corrections:
     """What passes of a placed model took, each as a multiple of what single rates give.
 
     ``link``: copies of units; ``cpu`` and ``gpu``: their computing; ``visit``: the host's part of a
-    visit to the CPU, or of a layer whose experts CPU and GPU share; ``token``: its part of a token.
+    visit to the CPU, or of a layer that CPU and GPU share; ``token``: its part of a token.
     Others are taken for errors of measuring: they are held to a quarter and to four times.
     """
 

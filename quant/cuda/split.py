@@ -35,7 +35,7 @@ class Handover:
     """
 
     def __init__(self, device: Device, rows: int, hidden: int, inner: int) -> None:
-        self._device, self.rows = device, rows
+        self._device = device
         shapes = (rows, hidden), (rows, inner), (rows, hidden)
         self.x, self.inner, self.y = (device.pinned(shape, np.float32) for shape in shapes)
         self._events = device.event(), device.event()
@@ -43,7 +43,6 @@ class Handover:
     def first(self, rows: int) -> Handover:
         """The same of the first rows."""
         other = copy(self)
-        other.rows = rows
         other.x, other.inner, other.y = (each[:rows] for each in (self.x, self.inner, self.y))
         return other
 

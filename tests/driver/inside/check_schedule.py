@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,17 +48,14 @@ TOKENS = 8
 BETWEEN = 1.3e-3  # from a token's logits to the next pass
 
 
+def packed(folder: Path, hidden: int, inner: int) -> Model:
+    sizes = {"vocab": 1024, "layers": LAYERS, "hidden": hidden, "inner": inner}
+    return Model(pack_synthetic(folder, formats={"": "int4-g32"}, **sizes))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(
-        tmp_path_factory.mktemp("14b"),
-        vocab=1024,
-        hidden=128,
-        inner=672,
-        layers=LAYERS,
-        formats={"": "int4-g32"},
-    )
-    with closing(Model(folder)) as model:
+    with closing(packed(tmp_path_factory.mktemp("14b"), 128, 672)) as model:
         yield model
 
 
@@ -304,15 +302,7 @@ def test_measured_passes(
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """The same with rows enough for shares."""
-    folder = pack_synthetic(
-        tmp_path_factory.mktemp("wide"),
-        vocab=1024,
-        hidden=512,
-        inner=3200,
-        layers=LAYERS,
-        formats={"": "int4-g32"},
-    )
-    with closing(Model(folder)) as model:
+    with closing(packed(tmp_path_factory.mktemp("wide"), 512, 3200)) as model:
         yield model
 
 
