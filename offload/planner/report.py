@@ -178,7 +178,7 @@ def _placement(plan: Plan) -> Iterator[str]:
             what = ", ".join(_parts(placed_shape(plan), here))
             yield f"  {size:>7}  {_PLACES[where]}  ({what})"
     if plan.placement.split:
-        yield "  GPU and CPU compute each MLP at once, by rows of its matrices (no card has run it yet)"
+        yield "  GPU and CPU compute each MLP at once, by rows of it (no card has run this yet)"
     places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
     kv = Counter(place for layer, place in places if layer.width or layer.states)
     if set(kv) - {"ram"}:
