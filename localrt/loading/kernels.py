@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import copy
@@ -195,6 +195,8 @@ def _head(
 
 class _Idle:
     """A host that computes nothing: see ``HostRows``."""
+
+    def begin(self, check: Callable[[], None] | None) -> None: ...
 
     def gate(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return np.zeros((1, 1), np.float32)

@@ -188,7 +188,7 @@ class Balance(WeightMemory):
             return
         self._crossing = crossing
         if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
-            self._schedule()  # units copied ahead are for the other kind of pass
+            self.schedule()  # units copied ahead are for the other kind of pass
 
     def make_room(self, growth: int, gpu_growth: int = 0) -> None:
         """Evict what is missing for a pass that adds ``growth`` bytes of RAM and ``gpu_growth``
@@ -242,7 +242,7 @@ class Balance(WeightMemory):
             self._returning = []
             self._evicted.pop()
         if copied:
-            self._schedule()
+            self.schedule()
 
     def drop_returning(self) -> None:
         """Free the slab that units were to return to: their pass has not ended well."""
@@ -380,10 +380,11 @@ class Balance(WeightMemory):
                 self._given.append(stage)
             freed += stage.move(_STREAMED[stage.where])
         if chosen:
-            self._schedule(ring)
+            self.schedule(ring)
         return freed
 
-    def _schedule(self, ring: Ring | None = None) -> None:
+    def schedule(self, ring: Ring | None = None) -> None:
+        """Begin to stream what is not resident, through ``ring`` in RAM if given."""
         self._stop_copies()
         if ring is not None:
             for stage in self._stages:
@@ -395,6 +396,8 @@ class Balance(WeightMemory):
             self._gpu_lane.stream(
                 [s.unit for s in self._stages if s.place(crossing=crossing).copied]
             )
+            for stage in self._stages if not crossing else ():
+                stage.follow_ring()
 
     def _stop_copies(self) -> None:
         if self._gpu_lane is not None:

@@ -87,16 +87,13 @@ class Lane:
         if not units:
             self.compute(step.part_of(()), step.name, state, timed=step.timed)
             return
-        assert self.reader is not None, "units are resident where nothing is streamed"
         memories: list[Any] = []
         try:
             for unit in units:
-                memories.append(self.reader.acquire(unit.name, state.check))
+                memories.append(self.acquire(unit, state.check))
             self.compute(step.part_of(memories), step.name, state, timed=step.timed)
         finally:
-            last_use = None if self.gpu is None else self.gpu.record()
-            for unit, _ in zip(units, memories, strict=False):
-                self.reader.release(unit.name, last_use)
+            self.release(units[: len(memories)])
 
     def compute(self, part: Part, name: str, state: StreamedState, *, timed: bool = True) -> None:
         """Run a part, timed as a task."""
@@ -144,6 +141,23 @@ class Lane:
         return UnitMemory(store.path, store.architecture, unit, data, vectors)
 
     # -- the ring --------------------------------------------------------------------------------
+
+    def acquire(self, unit: StoredUnit, check: Check | None) -> Any:
+        """Wait for a unit of the ring; returns its memory."""
+        assert self.reader is not None, "units are resident where nothing is streamed"
+        return self.reader.acquire(unit.name, check)
+
+    def release(self, units: Sequence[StoredUnit]) -> None:
+        """What has been started is the last that reads these."""
+        assert self.reader is not None, "they are of its ring"
+        last_use = None if self.gpu is None else self.gpu.record()
+        for unit in units:
+            self.reader.release(unit.name, last_use)
+
+    def place(self, unit: StoredUnit) -> Any:
+        """A unit's memory in the GPU's ring, as long as the order stays."""
+        assert isinstance(self.reader, QueuedCopies), "others have no fixed places"
+        return self.reader.place(unit.name)
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """From now on stream ``units`` through the ring, or a new one in RAM, in each pass."""

@@ -111,10 +111,6 @@ class _Opening:
         head = self._make_head(cpu, gpu, joined_head)
         stages = list(self.stages.values())
         self._load(gpu)
-        # Streaming begins last: it would slow the resident units' reads.
-        cpu.stream([stage.unit for stage in stages if stage.where.read])
-        if gpu is not None:
-            gpu.stream([stage.unit for stage in stages if stage.where.copied])
         if experts is not None:
             experts.fill()
         ram_ring, vram_ring = setup.rings()
@@ -135,6 +131,7 @@ class _Opening:
             gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
             gpu_scratch=self._gpu_scratch(gpu),
         )
+        balance.schedule()  # last: reading would slow the resident units' reads
         on_cpu = {stage.name: stage for stage in head if stage.lane is cpu}
         return StreamedWeights(
             config,

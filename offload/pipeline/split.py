@@ -20,6 +20,7 @@ from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT, StoredUnit
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import load_mlp
 from localrt.models.layers.parts import GatedMlp, PassState, SplitMlp
+from localrt.models.weight_store import Check
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
@@ -149,7 +150,9 @@ def _no_part(weights: WeightLoader) -> Part:
 
 
 class HostPiece(PieceStage):
-    """The CPU's piece, in RAM that copies read from; see ``HostRows``."""
+    """The CPU's piece, in RAM that copies read from; see ``HostRows``. The GPU computes with
+    ``copied`` meanwhile, a unit of its ring.
+    """
 
     def __init__(
         self, piece: Piece, lane: Lane, gpu: Lane, config: DecoderConfig, layer: int, clock: Clock
@@ -160,6 +163,7 @@ class HostPiece(PieceStage):
         self._ops = cast(HostOps, lane.ops)
         piece.adapt(gpu.ops)
         self._vectors_there: dict[VectorKey, Vector] = {}
+        self.copied: StoredUnit | None = None
 
     def place(self, *, crossing: bool) -> Where:
         return Where.LINK if crossing else Where.RAM
@@ -180,12 +184,18 @@ class HostPiece(PieceStage):
         super().free()
         self._vectors_there.clear()
 
+    def begin(self, check: Check | None) -> None:
+        if self.copied is not None:
+            self._to.acquire(self.copied, check)
+
     def gate(self, x: Floats) -> Floats:
         with self._clock.task("cpu", self.name):
             rows: Floats = self._ops.norm_gate_rows(x, self.mlp.weights, self.mlp.spec)
             return rows
 
     def down(self, inner: Floats) -> Floats:
+        if self.copied is not None:
+            self._to.release([self.copied])
         with self._clock.task("cpu", self.name):
             rows: Floats = self._ops.projected(inner, self.mlp.weights.down)
             return rows
@@ -221,6 +231,8 @@ class SplitStage(Stage):
         self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
         where = Where.LINK if has_link and not resident else Where.VRAM
         super().__init__(self.piece.unit, where, gpu, self._part, moved)
+        self._passing = PassingParts()
+        host.copied = self.unit if where.copied else None
         self.stages: list[SplitStage | PieceStage] = [*self.beside, self, host]
         self._whole = _WholeMlp(self)
 
@@ -247,6 +259,17 @@ class SplitStage(Stage):
         memory = copied[0] if copied else self.memory
         return self.build(self.lane.weights(self.unit, memory, self._vectors), rest)
 
+    def follow_ring(self) -> None:
+        if not self.where.copied:
+            return
+        memory = self.lane.place(self.unit)
+        part = self._passing.at(
+            (memory,), lambda: self._part(self.lane.weights(self.unit, memory, self._vectors))
+        )
+        if part is not self.part:
+            self.part = part
+            self._moved()
+
     def _crosses(self, state: PassState) -> bool:
         rows = state.rows if isinstance(state, StreamedState) else 0  # few are recorded
         return 0 < self._crossing <= rows
@@ -254,14 +277,9 @@ class SplitStage(Stage):
     def _cross(self, state: PassState) -> None:
         self.lane.run(self._whole, cast(StreamedState, state))
 
-    def __call__(self, state: StreamedState) -> None:
-        if self.where.copied and self._crosses(state):
-            self._cross(state)
-        else:
-            super().__call__(state)
-
     def free(self) -> None:
         super().free()
+        self.part = None
         self._whole.parts.clear()
 
 

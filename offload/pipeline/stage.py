@@ -160,6 +160,9 @@ class Stage:
         """The ring is another one from now on."""
         self._passing.clear()
 
+    def follow_ring(self) -> None:
+        """Units have their places in the ring for passes in which nothing crosses."""
+
     def free(self) -> None:
         """Free the memory: the pipeline is closed."""
         if self.memory is not None:

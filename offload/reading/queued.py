@@ -96,6 +96,12 @@ class QueuedCopies:
             self._places = fixed_places([unit.nbytes for unit in units], self._ring.nbytes)
             self._begin()
 
+    def place(self, name: str) -> Any:
+        """The ring's memory of unit ``name``, which is in the order."""
+        units = zip(self._order, self._places, strict=True)
+        unit, start = next((unit, start) for unit, start in units if unit.name == name)
+        return self._ring.memory[start : start + unit.nbytes]
+
     def rewind(self) -> None:
         """Begin again with the first unit: the pass was abandoned. The reader has begun before."""
         with self._lock:

@@ -134,6 +134,7 @@ class _Turn:
     def begin(self, check: Check | None) -> None:
         """The GPU has been given all that writes the rows."""
         self.hand.sent(0)
+        self.host.begin(check)
 
     def gate(self, first: int, check: Check | None) -> None:
         """Compute what down multiplies from row ``first`` of gate on, while the GPU does."""

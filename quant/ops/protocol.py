@@ -96,6 +96,9 @@ class MlpWeights:
 class HostRows(Protocol):
     """The host's rows of an MLP that a GPU computes the others of, from the first on."""
 
+    def begin(self, check: Callable[[], None] | None) -> None:
+        """The GPU gets its products with the pieces from now on, until ``down``."""
+
     def gate(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """What down multiplies, of the residual stream ``x`` (R, D): (R, its rows of gate)."""
 

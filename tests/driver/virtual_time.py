@@ -55,8 +55,8 @@ class Machine:
     spins: float = 0.9e-3
     crossing: float = 0.6e-3
     """What the host does around a unit that the CPU computes."""
-    turn: float = 20e-6
-    """The same for its part of an MLP that it shares, of which there are two."""
+    turn: float = 10e-6
+    """The same for its part of an MLP that it shares, of which there are two; measured: 5."""
     burst: float = 0.0
     """Kernels begin at multiples of this, and copies so late after they are queued, as where a
     system hands what programs start to the GPU in bursts.
