@@ -188,7 +188,7 @@ def test_disks(model: Model, driver: Driver, gpu: Kernels, rate: float) -> None:
     token = decode(model, driver, card(49e9, disk=rate), placement)
     assert token.seconds <= 1.1 * token.least
     assert token.waits["pass"] < FAST.count("C") + 1.5
-    assert token.at_work("disk") > 0.9 * token.seconds
+    assert token.at_work("disk") > 0.92 * token.seconds
 
 
 @once
