@@ -7,9 +7,6 @@ stream is its last event.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -34,12 +31,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from localrt.api import Model
-from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.engine.batch.goals import GOALS
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
-from localrt.server.dialect import EVENT_STREAM, Generation, Reply, TokenBytes
+from localrt.server.dialect import Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
@@ -85,18 +81,12 @@ async def answer(
         if error is not None and not told:
             raise error
         reply = make(call, asked.model_name, work)
-        loose = work.loosened()
         if not call.stream:
-            chunks = await until_gone(request, work.gathered())
-            if loose:
-                loose |= await work.followed(chunks)
-            return JsonResponse(reply.whole(chunks), headers=loose)
+            return JsonResponse(reply.whole(await until_gone(request, work.gathered())))
         events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
         # The stack is closed once the response has been sent.
-        stream = _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
-        stream.headers.update(loose)
-        return stream
+        return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -253,6 +243,7 @@ class _Work(AsyncExitStack):
                 self._answers.append(await served.live.asubmit(**terms, **one, **adapting))
                 if service.stopping:  # the server stopped meanwhile
                     self._answers[-1].cancel()
+        self._note_loosened()
 
     async def _read(self, served: ServedModel, adapter: str | None) -> None:
         call, cancel = self._call, threading.Event()
@@ -270,30 +261,15 @@ class _Work(AsyncExitStack):
         finally:
             cancel.set()
 
-    def loosened(self) -> dict[str, str]:
-        """Return the header for a schema that is followed only in part, and log it."""
+    def _note_loosened(self) -> None:
+        """Name in the log what a schema asks for and a grammar cannot do."""
         of_schema = next((one.left_out for one in self._answers if one.left_out), ())
         names = ", ".join([*self._call.left_out, *of_schema])
-        if not names:
-            return {}
-        why = "answers cannot be bound by these"
-        self._service.note_once(f"schema {names}", f"a schema is followed without {names}: {why}")
-        return {LOOSENED: names}
-
-    async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
-        """Return the header that says whether answers follow the whole schema, and log failures."""
-        # A streamed echo is a chunk of its own.
-        whole = len(self._echoes) == len(chunks)
-        echoes = [echo.text for echo in self._echoes] if whole else [""] * len(chunks)
-        said = [
-            split_thinking(each.text.removeprefix(echo)).answer
-            for each, echo in zip(chunks, echoes, strict=True)
-            if not each.tool_calls
-        ]
-        found = await follows(self._call.options.get("json_schema", True), said) if said else {}
-        if found.get(FOLLOWED) == "false":
-            self._service.note_once("unfollowed", "an answer does not follow its schema in full")
-        return found
+        if names:
+            why = "answers cannot be bound by these"
+            self._service.note_once(
+                f"schema {names}", f"a schema is followed without {names}: {why}"
+            )
 
     def _end(self) -> None:
         for one in self._answers:
@@ -370,16 +346,12 @@ async def _events(
             yield reply.alive()
         preparing.result()
         held: dict[int, list[Chunk]] = defaultdict(list)
-        whole: dict[int, list[Chunk]] = defaultdict(list)  # checked at the end
-        loose = bool(work.loosened())
         shown = time.monotonic()
         async with aclosing(work.merged()) as merged:
             async for each in merged:
                 if each is not None:
                     index, chunk = each
                     held[index].append(chunk)
-                    if loose:
-                        whole[index].append(chunk)
                     if chunk.finish_reason is not None or chunk.text:
                         for event in reply.delta(index, joined(held.pop(index))):
                             yield event
@@ -389,10 +361,6 @@ async def _events(
                 if each is None or time.monotonic() - shown >= _SILENT_S:
                     yield reply.alive()
                     shown = time.monotonic()
-        found = await work.followed([joined(each) for each in whole.values()])
-        if reply.media_type == EVENT_STREAM:  # clients ignore comments in it
-            for name, value in found.items():
-                yield f": {name}: {value}\n\n".encode()
         for event in reply.end():
             yield event
     except BaseException as error:  # a native library's panic too
@@ -467,46 +435,3 @@ def _scores(
             alternatives = tuple((one, spelled(one), logprob) for one, logprob in best)
             yield TokenLogprob(token, spelled(token), value, alternatives)
         at += len(rows)
-
-
-# -- schemas that are followed in part -------------------------------------------------------------
-
-
-LOOSENED, FOLLOWED = "x-localrt-schema-loosened", "x-localrt-schema-followed"
-"""Headers: the keywords that were left out, and whether the answer follows these, too."""
-
-_SECONDS = 5.0
-_CHECK = """
-import json, sys, fastjsonschema, fastjsonschema.ref_resolver as resolver
-def refused(*given, **options): raise ValueError("a reference to somewhere else")
-resolver.resolve_remote = refused
-schema, texts = json.load(sys.stdin)
-check = fastjsonschema.compile(schema, use_default=False)
-try:
-    for text in texts:
-        check(json.loads(text))
-except fastjsonschema.JsonSchemaValueException:
-    print("false")
-else:
-    print("true")
-"""
-
-
-async def follows(schema: Any, texts: Sequence[str]) -> Mapping[str, str]:
-    """Return the header that says whether ``texts`` follow ``schema``; none if unknown."""
-    found = await asyncio.to_thread(_checked, json.dumps([schema, list(texts)]))
-    return {FOLLOWED: found} if found in ("true", "false") else {}
-
-
-def _checked(given: str) -> str:
-    try:
-        return subprocess.run(
-            [sys.executable, "-c", _CHECK],
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
