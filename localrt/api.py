@@ -98,7 +98,7 @@ def load(
         pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name
             (``"qwen2"``), for a file that names none or a wrong one; loading says so in a note.
         draft: what drafts tokens: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
-            or a smaller model, best of the same vocabulary, which is loaded first, within the same
+            or a smaller model of the same vocabulary, which is loaded first, within the same
             budgets, and left out where it does not fit. ``"mtp"`` is the block for it in the
             model's own files; a path may be that of a draft head (EAGLE-3, DFlash, Gemma 4's
             assistants). ``"MODEL+ngram"`` is both. Every request may choose again.

@@ -78,7 +78,7 @@ _LOADING_ADVANCED: tuple[Flag, ...] = (
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
-    "what drafts the next tokens: a smaller model, best of the same vocabulary, a draft head, "
+    "what drafts the next tokens: a smaller model of the same vocabulary, a draft head, "
     "the model's own MTP block (mtp), or repeated text (ngram) (default: auto)"
 )
 _THINKING_HELP = (

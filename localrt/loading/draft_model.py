@@ -1,4 +1,4 @@
-"""A draft model of a target: its place, its vocabulary, and its sources.
+"""A draft model of a target: its place, its check, and its sources.
 
 Its caches never outgrow the GPU memory reserved for them.
 """
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
-from localrt.loading.draft_translation import TranslatedSource
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.kv import KVCache
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20
-_MORE_TOKENS = 2  # at most this many times the tokens in the draft's vocabulary
 
 
 class CacheRoom:
@@ -69,10 +68,10 @@ class CacheRoom:
 
 
 class EngineDrafter(Drafter):
-    """A small model with its target's vocabulary; the caller checks that the two are equal.
+    """A small model with its target's vocabulary, which the caller checks.
 
-    It drafts only tokens below ``vocab_size``, as its logits may have more columns than the
-    target's. Its caches stay within ``room``.
+    One of the two may have more tokens at the end: only those below ``vocab_size`` are read and
+    drafted. Its caches stay within ``room``.
     """
 
     name = "model"
@@ -93,7 +92,9 @@ class EngineDrafter(Drafter):
     def compute(
         self, cache: KVCache, rows: Rows, *, check: Check | None
     ) -> npt.NDArray[np.float32]:
-        count = len(rows.tokens)
+        count, unknown = len(rows.tokens), max(rows.tokens)
+        if unknown >= self._vocab:
+            raise DraftFailedError(f"the draft's vocabulary has no token {unknown}")
         if self._room is not None:
             self._room.check(cache, count)
         span = Span(cache, count, rows.mask)
@@ -142,8 +143,7 @@ class ModelDraft:
             parts.engine.close()
             raise OptionError(f"draft {name} {problem}")
         self._engine = engine = _native(parts)
-        self.translated = bool(vocabulary_problem(target.tokenizer, parts.tokenizer))
-        self._shared = min(engine.info.vocab_size, target.engine.info.vocab_size)
+        self._vocab = min(engine.info.vocab_size, target.engine.info.vocab_size)
         self._room = None
         ours, theirs = target.engine.info.weight_bytes, engine.info.weight_bytes
         share = 1.5 * theirs / max(ours, 1)  # estimated from weight sizes if there is no plan
@@ -156,25 +156,16 @@ class ModelDraft:
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Return the draft source for a session."""
         info = self._target.engine.info
-        drafter = EngineDrafter(
-            self._engine,
-            self._engine.info.vocab_size if self.translated else self._shared,
-            room=self._room,
-        )
         round_nodes = _ROUND_NODES
         if info.streamed:  # memory is tight
             round_nodes = max(8, _ROUND_LOGITS // (4 * info.vocab_size))
         capacity = session.capacity + (options.tree_budget or MOST_NODES)
-        source = TreeSource(
-            drafter,
-            capacity=min(capacity * (_MORE_TOKENS if self.translated else 1), self._parts.ctx),
+        return TreeSource(
+            EngineDrafter(self._engine, self._vocab, room=self._room),
+            capacity=min(capacity, self._parts.ctx),
             temperature=options.sampling.temperature,
             round_nodes=round_nodes,
         )
-        ours, theirs = self._target.tokenizer, self._parts.tokenizer
-        if not self.translated or ours is None or theirs is None:
-            return source
-        return TranslatedSource(source, ours, theirs)
 
     def close(self) -> None:
         """Free the model."""
@@ -190,18 +181,23 @@ def _problem(draft: LoadedModel, target: LoadedModel) -> str:
     """Say why ``draft`` cannot draft for ``target``; empty if it can."""
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        return ""  # a draft with another vocabulary is translated
     problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
     if not problem:
         ours, theirs = (p.engine.info.vocab_size for p in (target, draft))
         if ours != theirs:
             problem = f"it has {theirs} tokens and the model {ours}"
-    return f"has another vocabulary: {problem}" if problem else ""
+    if not problem:
+        return ""
+    return (
+        f"has another vocabulary: {problem}; name a smaller model of the same family, or leave "
+        f"{option('draft')} out"
+    )
 
 
 def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str:
-    """Say at which token two vocabularies differ; empty if they are equal."""
+    """Say at which token two vocabularies differ; empty if one is the other's beginning: models of
+    one family differ in unused tokens at the end.
+    """
     if target is None or draft is None:
         if target is draft:
             return ""
@@ -209,14 +205,8 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
     ours, theirs = target.token_text, draft.token_text
     common = min(target.vocab_size, draft.vocab_size)
     differ = [token for token in range(common) if ours(token) != theirs(token)]
-    if differ:
-        first = differ[0]
-        more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
-        return f"token {first} is {theirs(first)!r}, in the model {ours(first)!r}{more}"
-    if target.vocab_size != draft.vocab_size:
-        longer, who = (ours, "the model") if target.vocab_size > common else (theirs, "it")
-        return (
-            f"it has {draft.vocab_size} tokens and the model {target.vocab_size}: only {who} has "
-            f"token {common}, {longer(common)!r}"
-        )
-    return ""
+    if not differ:
+        return ""
+    first = differ[0]
+    more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
+    return f"token {first} is {theirs(first)!r}, in the model {ours(first)!r}{more}"

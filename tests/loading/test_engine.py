@@ -73,3 +73,10 @@ def test_caches_stay_within_their_room() -> None:
     extend(drafter, one, 4)
     with pytest.raises(DraftFailedError):
         extend(drafter, one, 1)
+
+
+def test_token_that_only_the_target_has() -> None:
+    drafter = drafter_within(CacheRoom(lambda length: 0, 1000))
+    rows = Rows([1, VOCAB], np.arange(2), 1)
+    with pytest.raises(DraftFailedError, match=f"vocabulary has no token {VOCAB}"):
+        drafter.compute(drafter.cache(8), rows, check=None)
