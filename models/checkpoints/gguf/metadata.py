@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
@@ -176,6 +177,11 @@ class GgufMetadata(Mapping[str, Any]):
         end = max((value.stop for value in self._values.values()), default=_FIRST_PAIR)
         data = self._file.read(0, end).tobytes()
         return data[:8] + bytes(8) + data[16:]
+
+    def digest(self, key: str) -> bytes:
+        """The SHA-256 of a value's bytes."""
+        value = self._values[key]
+        return sha256(self._file.read(value.start, value.stop - value.start).tobytes()).digest()
 
     def numbers(self, key: str) -> npt.NDArray[Any] | None:
         """The elements of the array under ``key`` in the file's own type; None without one.
