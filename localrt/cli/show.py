@@ -19,10 +19,10 @@ from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
-from localrt.loading.describing import ModelDescription, describe_model
 from localrt.loading.draft_offers import head_to_pull, own_draft
 from localrt.models.vision.cost import SIDE
 from localrt.planning import chooser
+from localrt.planning.description import ModelDescription, describe_model
 
 EXAMPLES: Examples = (
     ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),

@@ -19,7 +19,7 @@ from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
-from localrt.loading.describing import most_used_format
+from localrt.loading.format_names import most_used_format
 from localrt.loading.kernels import compiled_meanwhile
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint

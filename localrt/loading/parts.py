@@ -32,7 +32,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
-from localrt.loading.describing import quantization_name
+from localrt.loading.format_names import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.loading.seeing import Eyes

@@ -12,7 +12,7 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.hub.files import gguf_variants
-from localrt.loading.describing import quantization_name
+from localrt.loading.format_names import quantization_name
 
 
 def checkpoint(name: str, file_type: Any = None, kind: str = "gguf", **bytes_of: int) -> Any:
