@@ -15,8 +15,8 @@ from typing import Any
 from localrt.bench.engines import LLAMACPP_SETTINGS
 from localrt.engine.llamacpp.engine import LlamaCppEngine
 from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 
 _PAUSE = 0.03  # seconds: another's threads spin for a while
 
@@ -57,7 +57,7 @@ def open_sessions(
     """A session of ``native`` and of llama.cpp under each of its ``settings``, by name."""
     options = LoadOptions(engine="native", ctx=capacity, threads=threads)
     with ExitStack() as engines:
-        loaded: dict[str, Any] = {"native": load_parts(path, options).engine}
+        loaded: dict[str, Any] = {"native": load_model(path, options).engine}
         engines.enter_context(closing(loaded["native"]))
         for name in settings:
             wanted = LlamaCppSettings(**LLAMACPP_SETTINGS[name])

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.compare.child import force_isa
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.tree import TokenTree
@@ -45,7 +45,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     """What was measured; ``value`` is what turns compare."""
     force_isa(job["isa"])
     options = LoadOptions(engine="native", ctx=job["tokens"] + 256, threads=job["threads"])
-    with closing(load_parts(Path(job["model"]), options).engine) as engine:
+    with closing(load_model(Path(job["model"]), options).engine) as engine:
         (ops,) = engine.weights.implementations
         assert isinstance(ops, NativeOps), "the file runs on the CPU"
         assert ops.isa == job["isa"]

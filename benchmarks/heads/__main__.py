@@ -39,8 +39,8 @@ from benchmarks.heads.training import Trainer
 from benchmarks.heads.trees import simulate
 from localrt.common.errors import LocalrtError
 from localrt.engine.native.engine import NativeEngine
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace) -> None:
-    loaded = load_parts(options.model, LoadOptions(engine="native", ctx=LENGTH))
+    loaded = load_model(options.model, LoadOptions(engine="native", ctx=LENGTH))
     with closing(loaded.engine) as engine:
         assert isinstance(engine, NativeEngine), "it was asked for"
         layers = (*options.layers, -1)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from localrt.chat_format.templates.chat_template import encode_chat
-from localrt.loading.parts import LoadedModel
+from localrt.loading.load import LoadedModel
 
 _VERBS = """add apply average balance build cap change check clean combine common compare compress
 compute convert count decode detect digits encode evaluate expand extract fill filter find first

@@ -173,7 +173,7 @@ def llamacpp_core(launch: Launch) -> Core:
     from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
-    from localrt.loading.parts import LoadedModel
+    from localrt.loading.load import LoadedModel
     from localrt.service.core import Core
 
     path = Path(launch.path)

@@ -25,7 +25,7 @@ from localrt.models.registry import ARCHITECTURES
 from localrt.models.weight_files import is_draft_file
 
 if TYPE_CHECKING:
-    from localrt.loading.parts import LoadedModel
+    from localrt.loading.load import LoadedModel
 
 MTP = "mtp"
 """The draft's name that stands for the MTP block in the model's files."""

@@ -29,8 +29,8 @@ from localrt.engine.native.session import FEATURE_NBYTES, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
 from localrt.loading.draft_block import BlockSource
+from localrt.loading.load import LoadedModel
 from localrt.loading.native import check_left
-from localrt.loading.parts import LoadedModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
 from localrt.models.heads import (

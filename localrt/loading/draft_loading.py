@@ -21,9 +21,9 @@ from localrt.loading.draft_family import MTP
 from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import DraftPlace, ModelDraft
 from localrt.loading.drafts import PLUS_NGRAM, Draft, Drafts
+from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import LoadedModel, load_parts
 from localrt.offload.account import (
     FIRST_CONTEXT,
     GROWTH_NBYTES,
@@ -231,7 +231,7 @@ def load_draft(
     resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
     own = replace(options, engine="native", kv_format=None, activations=None, pass_rows=1)
     own = replace(own, ctx=_fitting_context(resolved.path, own))
-    return load_parts(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
+    return load_model(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
 
 
 def _fitting_context(path: Path, options: LoadOptions) -> int | None:

@@ -19,8 +19,8 @@ from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
+from localrt.loading.load import LoadedModel
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.source import (

@@ -19,7 +19,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import MTP, family_draft, find_head
-from localrt.loading.parts import LoadedModel
+from localrt.loading.load import LoadedModel
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, DraftSource, TreeSize
 from localrt.speculative.tuner import Tuner

@@ -34,7 +34,7 @@ from localrt.planning.models import find_model, shape_of
 from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
-    from localrt.loading.parts import LoadedModel
+    from localrt.loading.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

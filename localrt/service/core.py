@@ -44,8 +44,8 @@ from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
 from localrt.loading.draft_loading import load_with_draft
 from localrt.loading.drafts import Drafts
+from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning import chooser
 from localrt.service.adapters import Adapters
@@ -96,7 +96,7 @@ def open_core(
         draft,
         options,
         settings,
-        lambda own: load_parts(
+        lambda own: load_model(
             found.path,
             own,
             settings=settings,

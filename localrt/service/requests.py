@@ -44,7 +44,7 @@ from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
 from localrt.loading.drafts import Drafts
-from localrt.loading.parts import LoadedModel
+from localrt.loading.load import LoadedModel
 from localrt.models.checkpoints.safetensors.folder import NO_HEAD
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters

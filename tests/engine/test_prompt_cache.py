@@ -15,8 +15,8 @@ from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import Owner, PromptCache, model_key
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.abi import find_library
 from localrt.service.core import prompt_cache
@@ -40,7 +40,7 @@ def engine_of(folder: Path, name: str, **options: object) -> NativeEngine:
     folder.mkdir(exist_ok=True)
     if not any(folder.iterdir()):
         save_tiny(name, folder)
-    parts = load_parts(folder, LoadOptions(ctx=2048, **options))  # type: ignore[arg-type]
+    parts = load_model(folder, LoadOptions(ctx=2048, **options))  # type: ignore[arg-type]
     assert isinstance(parts.engine, NativeEngine)
     return parts.engine
 
@@ -230,7 +230,7 @@ def test_same_name_size_and_time(tmp_path: Path, change: str, place: str) -> Non
     ids = [int(t) for t in tokens(300)]
 
     def cached_tokens(path: Path) -> int:
-        parts = load_parts(path, LoadOptions(ctx=2048), settings=settings)
+        parts = load_model(path, LoadOptions(ctx=2048), settings=settings)
         prompts = prompt_cache(parts, settings)
         assert prompts is not None
         session = parts.engine.session(2048)

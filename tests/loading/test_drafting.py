@@ -16,8 +16,8 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
 from localrt.loading.draft_head import HeadDraft
 from localrt.loading.draft_model import vocabulary_problem
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 from localrt.quant.cpu.abi import find_library
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
@@ -242,7 +242,7 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
     """Its nodes have transformers' probabilities; there are more of them than tokens held."""
     tiny = TinyAssistant("gemma4", tmp_path / "target", tmp_path / "own")
     options = LoadOptions(format="f32", device="cpu")
-    parts = load_parts(tmp_path / "target", options)
+    parts = load_model(tmp_path / "target", options)
     with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
         session, ids = parts.engine.session(64), tokens(held + 2)
         source = draft.source(session, read_options({"temperature": 0.0}))
@@ -269,7 +269,7 @@ def test_tree_of_a_block(tmp_path: Path) -> None:
     """A node's probability is that of its token at its depth."""
     model = save_tiny("llama", tmp_path)
     tiny = TinyDFlash(tmp_path / "own", model.config.hidden_size, model.config.vocab_size)
-    parts = load_parts(tmp_path, LoadOptions(format="f32", device="cpu"))
+    parts = load_model(tmp_path, LoadOptions(format="f32", device="cpu"))
     with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
         assert isinstance(parts.engine, NativeEngine)
         session, ids = parts.engine.session(64), tokens(30)
@@ -311,7 +311,7 @@ def test_head_of_a_streamed_model(
         config, own = save_tiny("llama", source).config, tmp_path / "own"
         TinyDFlash(own, config.hidden_size, config.vocab_size)
     store = quantize_model(source, tmp_path / "store", Recipe("int8-g32")).path
-    parts, model, ids = load_parts(store, LoadOptions(device="cpu")), StoredModel(store), tokens(12)
+    parts, model, ids = load_model(store, LoadOptions(device="cpu")), StoredModel(store), tokens(12)
     found = {}
     assert parts.has_block is (kind == "mtp")  # ``auto`` drafts with it
     if kind != "mtp":

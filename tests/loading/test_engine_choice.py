@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.loading import parts as loading
+from localrt.loading import load
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
 
 WIDTH, LAYERS, INNER = 256, 2, 256
@@ -99,6 +99,6 @@ def test_fallback(tmp_path: Path) -> None:
 
 
 def test_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
     with pytest.raises(localrt.MissingExtraError, match="-m pip install llama-cpp-python"):
         localrt.load(write_model(tmp_path / "m.gguf", "olmo", "F32"))

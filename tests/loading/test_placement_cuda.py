@@ -120,7 +120,7 @@ def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPat
         target.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_loading, "load_parts", load)
+    monkeypatch.setattr(draft_loading, "load_model", load)
     with pytest.raises(KeyboardInterrupt):
         localrt.load(folder, device="cuda", draft=str(folder), ctx=64)
     assert target[0].device == "cpu"  # the draft, which is loaded first
@@ -143,10 +143,10 @@ def test_draft_fails(
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         loaded.append(options)
-        return load_parts(path, replace(options, device="cpu"), **more)
+        return load_model(path, replace(options, device="cpu"), **more)
 
-    load_parts = core.load_parts
-    monkeypatch.setattr(core, "load_parts", load)
+    load_model = core.load_model
+    monkeypatch.setattr(core, "load_model", load)
     with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
         assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
     assert [options.device for options in loaded] == ["cuda"]  # as without a draft

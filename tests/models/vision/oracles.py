@@ -14,8 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from localrt.engine.native.engine import NativeEngine
+from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.loading.parts import load_parts
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
@@ -89,7 +89,7 @@ class Seeing:
     def __init__(
         self, folder: Path, token: int, tokens: Mapping[str, int], *, rows: int = 512
     ) -> None:
-        engine = load_parts(folder, LoadOptions(ctx=1024, format="f32", device="cpu")).engine
+        engine = load_model(folder, LoadOptions(ctx=1024, format="f32", device="cpu")).engine
         assert isinstance(engine, NativeEngine)
         source = vision_source(folder)
         assert source is not None

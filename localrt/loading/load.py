@@ -1,4 +1,4 @@
-"""Loads a MODEL from disk into its running parts: engine, tokenizer, chat template, defaults.
+"""Loads a model from disk: engine, tokenizer, chat template, defaults.
 
 It chooses engine, device and context, and checks memory before any weight is read. It does not know
 prompts or sessions.
@@ -45,9 +45,9 @@ from localrt.offload.store.pack import fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """The running parts of a model. ``tokenizer`` is None for a model without one.
+    """A model in memory. ``tokenizer`` is None for a model without one.
 
-    ``blind`` says why a model that sees does not see here.
+    ``blind`` says why pictures are refused, of a model that takes them.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
     ``headless``: it embeds and writes no text.
     ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
@@ -71,7 +71,7 @@ class LoadedModel:
     headless: bool = False
 
 
-def load_parts(
+def load_model(
     path: Path,
     options: LoadOptions,
     *,
