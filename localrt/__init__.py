@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from localrt.common.errors import UnsupportedModelError as UnsupportedModelError
     from localrt.common.progress import Progress as Progress
     from localrt.common.settings import Settings as Settings
+    from localrt.drafts.offers import DraftOffer as DraftOffer
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     from localrt.library import remove_model as remove_model
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
-    from localrt.loading.draft_offers import DraftOffer as DraftOffer
     from localrt.offload.planner.plan import Change as Change
     from localrt.offload.planner.plan import Plan as Plan
     from localrt.offload.planner.plan import PlannedContext as PlannedContext
@@ -118,7 +118,7 @@ _NAMES = {
     "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
-    "localrt.loading.draft_offers": "DraftOffer",
+    "localrt.drafts.offers": "DraftOffer",
     "localrt.library": "find_draft list_models list_variants pull remove_model search_models uses",
     "localrt.service.live": "LiveModel",
     "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",

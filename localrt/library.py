@@ -20,7 +20,7 @@ from localrt.planning import chooser
 from localrt.service.arguments import check_call, check_text
 
 if TYPE_CHECKING:
-    from localrt.loading.draft_offers import DraftOffer
+    from localrt.drafts.offers import DraftOffer
 
 
 def list_models() -> list[LocalModel]:
@@ -70,7 +70,7 @@ def find_draft(model: ResolvedModel) -> DraftOffer | None:
     """Return what drafts for a model that ``pull`` returned: on this machine, in the model's
     repository, or published for it. At most one request; if it fails, nothing was found.
     """
-    from localrt.loading.draft_offers import offered_draft  # opens models: numpy and more
+    from localrt.drafts.offers import offered_draft  # opens models: numpy and more
 
     return offered_draft(model, Settings.from_environment())
 

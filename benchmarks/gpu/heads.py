@@ -20,12 +20,12 @@ import numpy as np
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
 from benchmarks.gpu.timing import RUNS, Result, guarded, replay_seconds, timed
+from localrt.drafts import head as draft_head
+from localrt.drafts.head import HeadDraft
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.speculation import TreePass
-from localrt.loading import draft_head
-from localrt.loading.draft_head import HeadDraft
 from localrt.models.decoder import Decoder
 from localrt.models.heads import HeadConfig, Shared, load_head
 from localrt.models.layers.heads import FeatureBlock

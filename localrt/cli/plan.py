@@ -17,8 +17,8 @@ from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.drafts.placement import PairPlan, plan_pair
 from localrt.offload.planner import Plan
-from localrt.offload.planner.pair import PairPlan, plan_pair
 from localrt.offload.planner.pc import PRESETS, Hardware
 from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import plan

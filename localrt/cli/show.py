@@ -13,13 +13,13 @@ from localrt.common.errors import ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
+from localrt.drafts.offers import head_to_pull, own_draft
 from localrt.hub import HubRef, list_models, resolve
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
-from localrt.loading.draft_offers import head_to_pull, own_draft
 from localrt.models.vision.cost import SIDE
 from localrt.planning import chooser
 from localrt.planning.description import ModelDescription, describe_model

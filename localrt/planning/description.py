@@ -15,10 +15,10 @@ from typing import Any
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.chat_format.templates.go_template import to_jinja
 from localrt.common.errors import LocalrtError, TemplateError
+from localrt.drafts.offers import DraftOffer
 from localrt.engine.sampling import sampling_defaults
 from localrt.hub import LocalModel, ResolvedModel
 from localrt.hub.other_programs import Extras
-from localrt.loading.draft_offers import DraftOffer
 from localrt.loading.format_names import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint

@@ -22,11 +22,11 @@ from localrt.common.errors import HubError, LocalrtError, OptionError, known_arg
 from localrt.common.option_names import on_command_line, option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
+from localrt.drafts.offers import own_draft
 from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.names import HubRef, looks_like_path
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
-from localrt.loading.draft_offers import own_draft
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.vision.cost import SIDE, picture_cost
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan

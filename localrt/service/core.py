@@ -22,6 +22,8 @@ from localrt.common.formatting import parse_size
 from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
+from localrt.drafts.loading import load_with_draft
+from localrt.drafts.selection import Drafts
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
@@ -42,8 +44,6 @@ from localrt.engine.types import Chunk, Message
 from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
-from localrt.loading.draft_loading import load_with_draft
-from localrt.loading.drafts import Drafts
 from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint

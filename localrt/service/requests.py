@@ -40,10 +40,10 @@ from localrt.common.errors import (
 )
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
+from localrt.drafts.selection import Drafts
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
-from localrt.loading.drafts import Drafts
 from localrt.loading.load import LoadedModel
 from localrt.models.checkpoints.safetensors.folder import NO_HEAD
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count

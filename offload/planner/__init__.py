@@ -10,8 +10,7 @@ and ``gpus.py`` read them from a description. ``shapes.py`` gets a model's sizes
 ``search.py`` tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the
 schedule as ``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay,
 ``verdict.py`` judges it for chat, ``advice.py`` finds what would help, ``report.py`` prints it all.
-``pair.py`` places a draft beside its target. A forecast shown beside a measurement uses the rates
-that disk and CPU had in recent passes.
+A forecast shown beside a measurement uses the rates that disk and CPU had in recent passes.
 """
 
 from localrt.offload.account import Budgets

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.drafts.head import HeadDrafter
 from localrt.engine.batch.speculation import BatchTuner
-from localrt.loading.draft_head import HeadDrafter
 from localrt.quant.cpu.abi import find_library
 from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.drafts.head import HeadDraft
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
-from localrt.loading.draft_head import HeadDraft
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.device import device_of

@@ -12,7 +12,7 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.loading.draft_family import family_draft, find_family_draft, find_head
+from localrt.drafts.discovery import family_draft, find_family_draft, find_head
 from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
@@ -130,7 +130,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:
-        monkeypatch.setattr("localrt.loading.drafts.family_draft", lambda _: draft)
+        monkeypatch.setattr("localrt.drafts.selection.family_draft", lambda _: draft)
         with localrt.load(tmp_path / "target") as model:
             chunk = model.generate("ab ab", **options)
         return chunk.token_ids, str(chunk.metrics.speculation)
@@ -148,7 +148,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_auto_without_room(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.loading.drafts.family_draft", lambda _: str(tiny_folder))
+    monkeypatch.setattr("localrt.drafts.selection.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
         monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)

@@ -24,11 +24,11 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.formatting import format_bytes
+from localrt.drafts.dflash_source import BlockSource
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import FEATURE_NBYTES, NativeSession
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineSession
-from localrt.loading.draft_block import BlockSource
 from localrt.loading.load import LoadedModel
 from localrt.loading.native import check_left
 from localrt.models.checkpoints import open_checkpoint

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import localrt
+from localrt.drafts.head import HeadDraft
+from localrt.drafts.model import vocabulary_problem
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
-from localrt.loading.draft_head import HeadDraft
-from localrt.loading.draft_model import vocabulary_problem
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.quant.cpu.abi import find_library
@@ -320,7 +320,7 @@ def test_head_of_a_streamed_model(
     with closing(parts.engine), closing(model), model.placed(passing(model.store)) as decoder:
         streamed = replace(parts, engine=NativeEngine(decoder, parts.engine.info))
         for case, most in (("resident", 0), ("streamed", 211), ("of 100", 100)):
-            monkeypatch.setattr("localrt.loading.draft_head.OUTPUT_ROWS", most)
+            monkeypatch.setattr("localrt.drafts.head.OUTPUT_ROWS", most)
             target = streamed if most else parts
             with closing(HeadDraft(target, own)) as draft:
                 session = target.engine.session(64)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.common.settings import DEFAULT_CONTEXT
-from localrt.loading.draft_family import MTP
-from localrt.loading.draft_head import HeadDraft
-from localrt.loading.draft_model import DraftPlace, ModelDraft
-from localrt.loading.drafts import PLUS_NGRAM, Draft, Drafts
+from localrt.drafts.discovery import MTP
+from localrt.drafts.head import HeadDraft
+from localrt.drafts.model import DraftPlace, ModelDraft
+from localrt.drafts.selection import PLUS_NGRAM, Draft, Drafts
 from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
@@ -36,9 +36,9 @@ from localrt.offload.account import (
 if TYPE_CHECKING:
     from localrt.common.progress import ProgressCallback
     from localrt.common.settings import Settings
+    from localrt.drafts.placement import PairPlan
     from localrt.loading.gpu import OpenGpu
     from localrt.models.checkpoints import Checkpoint
-    from localrt.offload.planner.pair import PairPlan
     from localrt.offload.shapes import ModelShape
 
 
@@ -97,10 +97,10 @@ def _place(
     options: LoadOptions,
     settings: Settings,
 ) -> DraftPlace:
+    from localrt.drafts.placement import plan_pair
     from localrt.offload.memory import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.measure import machine_profile
-    from localrt.offload.planner.pair import plan_pair
     from localrt.offload.planner.plan import PlanRequest
 
     ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
@@ -165,7 +165,7 @@ def _draft_context(
     draft: Checkpoint, shape: ModelShape, opened: OpenGpu, options: LoadOptions
 ) -> int:
     """Return the draft's context: the target's requested one, or the longest that fits the GPU."""
-    from localrt.offload.planner.pair import DRAFT_CTX, DRAFT_NODES
+    from localrt.drafts.placement import DRAFT_CTX, DRAFT_NODES
 
     ctx = min((options.ctx or DRAFT_CTX) + DRAFT_NODES, shape.context_length)
     return longest_context(ctx, lambda n: _draft_vram(draft, shape, opened, n) <= opened.capacity)

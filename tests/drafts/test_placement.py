@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
+from localrt.drafts.placement import PairCandidate, PairPlan, plan_pair
 from localrt.offload.account import Budgets
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.pair import PairCandidate, PairPlan, plan_pair
 from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.shapes import ModelShape
 from tests.planner.models import MB, machine, shape

@@ -21,7 +21,7 @@ from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import children_of
 
 if TYPE_CHECKING:
-    from localrt.loading.draft_head import HeadDraft
+    from localrt.drafts.head import HeadDraft
 
 _PASS_ROWS = 512
 _LEAST = -9.0  # the log-probability below which tokens are not drafted

@@ -2,7 +2,7 @@
 ``Speculation``).
 
 Each is loaded when first used, and a note says if memory is too small for it. Models and heads that
-draft are ``draft_model`` and ``draft_head``.
+draft are in ``model.py`` and ``head.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
+from localrt.drafts.discovery import MTP, family_draft, find_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
-from localrt.loading.draft_family import MTP, family_draft, find_head
 from localrt.loading.load import LoadedModel
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, DraftSource, TreeSize

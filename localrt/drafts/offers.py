@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.common.settings import Settings
+from localrt.drafts.discovery import MTP, find_family_draft, find_head
 from localrt.hub import ResolvedModel
 from localrt.hub.searching import published_head
-from localrt.loading.draft_family import MTP, find_family_draft, find_head
 from localrt.models.heads import prediction_notes
 from localrt.models.weight_files import is_draft_file
 

@@ -12,8 +12,8 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.loading import draft_loading
-from localrt.loading.draft_model import DraftPlace
+from localrt.drafts import loading
+from localrt.drafts.model import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
@@ -21,7 +21,7 @@ from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.gpus import parse_gpu
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from tests.loading.conftest import Choose
+from tests.drafts.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
@@ -50,8 +50,8 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,
         )
-        monkeypatch.setattr(draft_loading, "_open_gpu", lambda *args: opened)
-        found = draft_loading.place_draft(
+        monkeypatch.setattr(loading, "_open_gpu", lambda *args: opened)
+        found = loading.place_draft(
             *folders,
             "draft",
             LoadOptions(device="cuda", ctx=128, **options),

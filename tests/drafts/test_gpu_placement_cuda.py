@@ -15,14 +15,14 @@ from unittest.mock import MagicMock
 import pytest
 
 import localrt
+from localrt.drafts import loading
 from localrt.engine.native.engine import NativeEngine
-from localrt.loading import draft_loading as loading
 from localrt.loading import gpu, native
 from localrt.loading.options import LoadOptions
 from localrt.offload import account
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.quant.cpu.abi import find_library
-from tests.loading.conftest import Choose
+from tests.drafts.conftest import Choose
 
 pytest.importorskip("torch")
 
@@ -114,13 +114,12 @@ def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(account, "_OTHER_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
-    from localrt.loading import draft_loading
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         target.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_loading, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     with pytest.raises(KeyboardInterrupt):
         localrt.load(folder, device="cuda", draft=str(folder), ctx=64)
     assert target[0].device == "cpu"  # the draft, which is loaded first
@@ -130,14 +129,13 @@ def test_draft_fails(
     folder: Path, devices: list[str], choose_place: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that others took since it was planned."""
-    from localrt.loading import draft_loading
 
     choose_place("draft on GPU")
 
     def full(*_: Any, **__: Any) -> Any:
         raise localrt.MemoryBudgetError("it needs 1 GB and 0 B of GPU memory are left")
 
-    monkeypatch.setattr(draft_loading, "load_draft", full)
+    monkeypatch.setattr(loading, "load_draft", full)
     loaded: list[Any] = []
     from localrt.service import core
 
