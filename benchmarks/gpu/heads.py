@@ -22,13 +22,14 @@ from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, ran
 from benchmarks.gpu.timing import RUNS, Result, guarded, replay_seconds, timed
 from localrt.drafts import head as draft_head
 from localrt.drafts.head import HeadDraft
+from localrt.drafts.heads.config import HeadConfig
+from localrt.drafts.heads.eagle3 import FeatureBlock
+from localrt.drafts.heads.load import Shared, load_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.speculation import TreePass
 from localrt.models.decoder import Decoder
-from localrt.models.heads import HeadConfig, Shared, load_head
-from localrt.models.layers.heads import FeatureBlock
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.graph import GraphedForward

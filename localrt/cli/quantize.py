@@ -20,11 +20,11 @@ from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_argume
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.common.formatting import format_bytes, format_seconds
 from localrt.common.settings import Settings
+from localrt.drafts.heads.files import prediction_notes
 from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.places import MergedCheckpoint
-from localrt.models.heads import prediction_notes
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text

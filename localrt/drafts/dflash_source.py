@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.engine.native.session import NativeSession
-from localrt.models.heads import BlockDecoder
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.best_first import Growth
 from localrt.speculative.ngram import common_length

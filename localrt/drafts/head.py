@@ -25,6 +25,9 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.drafts.dflash_source import BlockSource
+from localrt.drafts.heads.config import HeadConfig
+from localrt.drafts.heads.files import open_head
+from localrt.drafts.heads.load import Shared, head_nbytes, load_head, output_rows, read_head_config
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import FEATURE_NBYTES, NativeSession
 from localrt.engine.options import Options
@@ -33,15 +36,6 @@ from localrt.loading.load import LoadedModel
 from localrt.loading.native import check_left
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
-from localrt.models.heads import (
-    HeadConfig,
-    Shared,
-    head_nbytes,
-    load_head,
-    open_head,
-    output_rows,
-    read_head_config,
-)
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.kv import GrowingCache, KVCache

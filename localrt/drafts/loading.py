@@ -200,8 +200,8 @@ def draft_for(
         MemoryBudgetError: it does not fit in the rest of the budget.
         LocalrtError: it cannot be found or loaded, or does not fit the model.
     """
+    from localrt.drafts.heads.files import is_head
     from localrt.hub import resolve
-    from localrt.models.heads import is_head
 
     if name == MTP:
         return HeadDraft(target)
@@ -276,8 +276,8 @@ def load_with_draft(
     A draft model named by ``draft`` is loaded first, so that the target's plan leaves room for it.
     With a GPU, both are planned before either is loaded.
     """
+    from localrt.drafts.heads.files import is_head
     from localrt.hub import resolve
-    from localrt.models.heads import is_head
 
     def later(name: str, model: LoadedModel) -> Draft:
         return draft_for(name, model, options, settings, offline=offline)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from localrt.common.settings import Settings
 from localrt.drafts.discovery import MTP, find_family_draft, find_head
+from localrt.drafts.heads.files import prediction_notes
 from localrt.hub import ResolvedModel
 from localrt.hub.searching import published_head
-from localrt.models.heads import prediction_notes
 from localrt.models.weight_files import is_draft_file
 
 

@@ -16,6 +16,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.drafts.discovery import MTP, family_draft, find_head
+from localrt.drafts.heads.files import prediction_notes
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
@@ -141,12 +142,13 @@ class Drafts:
 
     @cached_property
     def _head(self) -> str | None:
-        """What ``auto`` drafts with besides lookups, if the model has it: its MTP block, or a head
-        that was published for it.
+        """What ``auto`` drafts with besides lookups: the MTP block in the model's files, if its
+        weights are in memory, or a head that was published for it.
         """
-        if self._target.has_block:
+        target = self._target
+        if not target.engine.info.streamed and prediction_notes(target.path):
             return MTP
-        return find_head(self._target.path, Settings.from_environment())
+        return find_head(target.path, Settings.from_environment())
 
     @cached_property
     def _family(self) -> str | None:

@@ -37,7 +37,6 @@ from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.loading.seeing import Eyes
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
-from localrt.models.heads import has_prediction_block
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.offload.store.pack import fingerprint
@@ -50,7 +49,6 @@ class LoadedModel:
     ``blind`` says why pictures are refused, of a model that takes them.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
     ``headless``: it embeds and writes no text.
-    ``has_block``: the weights are in memory, and an MTP block in the model's files drafts for it.
     """
 
     path: Path
@@ -66,7 +64,6 @@ class LoadedModel:
     system: str | None = None  # for conversations without a system prompt
     fingerprint: str = ""
     quantization: str = ""
-    has_block: bool = False
     blind: str = ""
     headless: bool = False
 
@@ -138,9 +135,6 @@ def load_model(
             quantization=options.format or quantization_name(checkpoint),
             blind=eyes.problem,
             headless=bool(checkpoint.config.get("headless")),
-            has_block=(
-                name == "native" and not engine.info.streamed and has_prediction_block(checkpoint)
-            ),
         )
     finally:
         checkpoint.close()

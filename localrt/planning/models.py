@@ -18,13 +18,13 @@ from localrt.common.errors import (
 from localrt.common.files import write_text
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
+from localrt.drafts.heads.files import is_head
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import HubRef, looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.heads import is_head
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.shapes import shape_from_config

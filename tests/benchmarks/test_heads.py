@@ -14,9 +14,10 @@ from benchmarks.heads.prompts import held_names, held_rows, prompts_in_turn, sta
 from benchmarks.heads.text import SequenceFile, write_text
 from benchmarks.heads.training import Trainer
 from benchmarks.heads.trees import simulate
+from localrt.drafts.heads.files import open_head
+from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.engine.native.engine import NativeEngine
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.heads import Shared, load_head, open_head, read_head_config
 from localrt.quant.ops.protocol import Batch, Span
 from tests.inside import engine_of
 

@@ -11,8 +11,9 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from benchmarks.hybrid.model import HybridModel, config_of, delta_rule
 from benchmarks.hybrid.text import source_files
 from benchmarks.hybrid.training import Trainer, export
+from localrt.drafts.heads.files import open_head
+from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.models.decoder import FinalNorm
-from localrt.models.heads import Shared, load_head, open_head, read_head_config
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import load_ours, relative_error, tokens

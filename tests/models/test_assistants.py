@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import UnsupportedModelError
+from localrt.drafts.heads.files import is_head
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
-from localrt.models.heads import is_head
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5TextConfig
 
 from localrt.common.errors import LocalrtError, UnsupportedModelError
+from localrt.drafts.heads.config import HeadConfig
+from localrt.drafts.heads.eagle3 import FeatureBlock
+from localrt.drafts.heads.files import is_head, open_head
+from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
-from localrt.models.heads import HeadConfig, Shared, is_head, load_head, open_head, read_head_config
-from localrt.models.layers.heads import FeatureBlock
 from localrt.planning.models import shape_of
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from transformers import Gemma4TextConfig
 
+from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.decoder import FinalNorm
-from localrt.models.heads import BlockDecoder
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf

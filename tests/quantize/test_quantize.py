@@ -20,8 +20,8 @@ from localrt.common.errors import (
     OptionError,
 )
 from localrt.common.progress import Progress
+from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
-from localrt.models.heads import prediction_notes
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
 from localrt.quant.cpu.abi import find_library

@@ -43,7 +43,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the file: the first MTP block, as a model of one
-    layer, or one of ``HEADS``, which is all of the file. ``has_block``: it has an MTP block.
+    layer, or one of ``HEADS``, which is all of the file.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
@@ -65,7 +65,6 @@ class GgufCheckpoint(SourcedCheckpoint):
                 raise CheckpointError(f"{path} does not name its architecture")
             head = self.architecture in HEADS
             predicting = self._prediction_blocks()
-            self.has_block = any(gguf_block(name) in predicting for name in self._names())
             stored = self._rename(predicting)
             if not stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")

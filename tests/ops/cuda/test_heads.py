@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.decoder import FinalNorm
-from localrt.models.heads import BlockDecoder
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Span

@@ -1,0 +1,91 @@
+"""DFlash (block diffusion): a head that drafts a block of tokens in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from localrt.common.errors import UnsupportedModelError
+from localrt.drafts.heads.config import FUSION, HeadConfig, input_layers
+from localrt.drafts.heads.files import OpenHead
+from localrt.models.architectures import qwen
+from localrt.models.config import DecoderConfig
+from localrt.models.decoder import Decoder
+from localrt.models.layers.moe import ResidentExperts
+from localrt.models.layers.parts import Head, PassState
+from localrt.models.raw_config import RawConfig
+from localrt.models.weight_store import ResidentWeights, WeightStore
+from localrt.models.weights import WeightLoader
+
+# Of ``dflash_config``; others are of kinds that are not known
+_BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
+_BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping"}
+
+
+class ContextKeys:
+    """DFlash's reading of its target: each layer has a key and a value of a token's features.
+
+    These are projected, and take the place of what the ``layers`` of the draft read, behind a norm
+    of their own.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, features: int, weights: WeightLoader, layers: Sequence[Any]
+    ) -> None:
+        self._projection = weights.matrix((config.hidden_size, features), FUSION)
+        norm = weights.vector(config.hidden_size, "model.hidden_norm.weight")
+        parts = [layer.parts[-1].layer for layer in layers]
+        self._layers = [(each, replace(each.weights, norm=norm)) for each in parts]
+
+    def __call__(self, state: PassState) -> None:
+        """Append keys and values to the caches."""
+        assert state.given is not None, "a pass over the context is given its features"
+        x = state.ops.projected(state.ops.given_rows(state.given), self._projection)
+        for layer, weights in self._layers:
+            state.ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
+
+
+class BlockDecoder(Decoder):
+    """DFlash. A pass of its ``context`` appends what it is given of known tokens to their cache."""
+
+    def __init__(self, weights: WeightStore, context: ContextKeys) -> None:
+        super().__init__(weights)
+        end, ops = Head(self.config, weights.norm, None), weights.ops
+        self.context = Decoder(ResidentWeights(ops, self.config, [context], end, ResidentExperts()))
+
+
+def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
+    """Read the config of a DFlash draft for ``target``."""
+    options = RawConfig(checkpoint).mapping("dflash_config")
+    config = checkpoint.config = {"rope_is_neox_style": True, **checkpoint.config, **options}
+    unknown = {key for key, value in options.items() if value} - _BLOCK_OPTIONS
+    if config.get("is_causal") or not config["rope_is_neox_style"] or unknown:
+        what = min(unknown, default="is_causal or rope_is_neox_style")
+        raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
+    raw, tokens = RawConfig(checkpoint), checkpoint.tokens
+    own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id", None)
+    block = raw.integer("block_size", 16)
+    scale = raw.number("input_embedding_scale", target.embedding_scale)
+    if mask >= target.vocab_size or not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):
+        raise UnsupportedModelError(f"its mask is token {mask}, and embeddings times {scale:g}")
+    # A row sees the whole block: a window ends with the block, and begins with the first row's
+    attention = tuple(
+        spec if spec.window is None else replace(spec, window=spec.window + block - 1)
+        for spec in own.attending
+    )
+    vocab = target.vocab_size if tokens is None else len(tokens)
+    return HeadConfig(
+        decoder=replace(
+            own,
+            attention=attention,
+            vocab_size=vocab,
+            tied_head=False,
+            final_softcap=raw.optional_number("final_logit_softcapping"),
+        ),
+        layers=input_layers(config.get("target_layer_ids"), 1, target.layers),
+        tokens=tokens,
+        block=block,
+        mask=mask,
+    )

@@ -1,0 +1,124 @@
+"""Opens draft heads: the MTP block in a model's files, or what has a head alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from localrt.common.errors import CheckpointError, LocalrtError
+from localrt.common.formatting import format_bytes
+from localrt.drafts.heads.config import Ints
+from localrt.models.checkpoints.base import StoredTensor
+from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
+from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
+from localrt.models.checkpoints.text_model import DraftHeadError
+
+_TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
+# An assistant's tokens, cluster by cluster, in folders and in GGUF files
+_ORDER, _FILES_ORDER = "masked_embedding.token_ordering", "masked_embd_ordering"
+_UNUSED = "t2d"
+_INTEGERS = {"i32": "<i4", "i64": "<i8"}
+
+
+class HeadFolder(SafetensorsCheckpoint):
+    """A folder with a head, its layers as ``model.layers.N``. ``tokens`` is as in ``HeadConfig``;
+    ``order`` lists them cluster by cluster.
+    """
+
+    tokens: Ints | None = None
+    order: Ints | None = None
+
+    def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
+        found = super()._located(multimodal=multimodal and not self.only_predicts)
+        if (offsets := _integers(found, _TOKENS)) is not None:
+            self.tokens = np.arange(len(offsets)) + offsets
+        self.order = _integers(found, _ORDER)
+        renamed = {_plain(name): each for name, each in found.items()}
+        return {
+            name: replace(each, info=replace(each.info, name=name))
+            for name, each in renamed.items()
+        }
+
+    def _wanted(self, name: str) -> bool:
+        return name != _UNUSED and super()._wanted(name)
+
+
+class HeadFile(GgufCheckpoint):
+    """A GGUF file with a head. ``tokens`` and ``order`` are as in ``HeadFolder``."""
+
+    tokens: Ints | None = None
+    order: Ints | None = None
+
+    def _rename(
+        self, predicting: frozenset[int], *, of_block: int | None = None
+    ) -> dict[str, StoredTensor]:
+        found = super()._rename(predicting, of_block=of_block)
+        self.tokens = _integers(found, _TOKENS)
+        self.order = _integers(found, _FILES_ORDER)
+        return found
+
+
+class HeadStore(StoreCheckpoint):
+    """A store with an MTP block. ``tokens`` and ``order`` are as in ``HeadFolder``."""
+
+    tokens: Ints | None = None
+    order: Ints | None = None
+
+
+OpenHead: TypeAlias = HeadFolder | HeadFile | HeadStore
+
+
+def _integers(found: dict[str, StoredTensor], name: str) -> Ints | None:
+    """The integers under ``name``, taken out of ``found``."""
+    if (tensor := found.pop(name, None)) is None:
+        return None
+    if (kind := _INTEGERS.get(tensor.info.format.name)) is None:
+        raise CheckpointError(f"{tensor.file.path}: {name} holds no integers")
+    return tensor.read().data.view(kind).reshape(-1).astype(np.int64)
+
+
+def _plain(name: str) -> str:
+    if name.startswith("input_norm."):
+        return f"model.fc_norm.{name.removeprefix('input_norm.')}"
+    if name.startswith(("midlayer.", "layers.0.")):
+        return f"model.layers.0.{name.split('.', 2 if name[0] == 'l' else 1)[-1]}"
+    return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
+
+
+def open_head(path: Path) -> OpenHead:
+    """Open the head at ``path``: what only drafts for a model, or the MTP block in a model's files.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return HeadStore(path, predicts=True)
+    return (HeadFolder if path.is_dir() else HeadFile)(path, predicts=True)
+
+
+def prediction_notes(path: Path) -> tuple[str, ...]:
+    """What plans and descriptions of the model at ``path`` say of its MTP block, if it has one."""
+    try:
+        with closing(open_head(path)) as checkpoint:
+            nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    except (LocalrtError, OSError):
+        return ()
+    return (f"its MTP block of {format_bytes(nbytes)} drafts for it",)
+
+
+def is_head(path: Path) -> bool:
+    """Whether there is only a head at ``path``, and no model."""
+    open_model = SafetensorsCheckpoint if path.is_dir() else GgufCheckpoint
+    try:
+        open_model(path).close()
+    except DraftHeadError:
+        return True
+    except (LocalrtError, OSError):
+        pass
+    return False

@@ -1,0 +1,62 @@
+"""Multi-token prediction (MTP, DeepSeek-V3, section 2.2): a layer of the model's own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from localrt.common.errors import UnsupportedModelError
+from localrt.drafts.heads.config import FUSION, HeadConfig
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.config import DecoderConfig, Part
+from localrt.models.layers.block import ResidualBlock
+from localrt.models.layers.parts import PassState
+from localrt.models.registry import read_config
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.features import AFTER_LAST
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fusion:
+    """Embeddings and features side by side, normed if there are norms, and projected: a layer's
+    input.
+    """
+
+    projection: Weight  # (D, 2 F)
+    norms: tuple[Vector | None, Vector | None]  # of embeddings, of features
+    eps: float
+
+    def __call__(self, state: PassState) -> None:
+        """Set ``state.x``, which was the embeddings."""
+        ops, given = state.ops, state.given
+        assert given is not None, "a head's pass is given its target's features"
+        both = ops.joined_norms(state.x, ops.given_rows(given), self.norms, self.eps)
+        state.x = ops.projected(both, self.projection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionBlock(ResidualBlock):
+    """``Fusion``, then a layer of the model's own kind."""
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        hidden, offset = config.hidden_size, config.norm_offset
+
+        def norm(name: str) -> Vector:
+            return weights.vector(hidden, f"model.pre_fc_norm_{name}.weight", offset=offset)
+
+        projection = weights.matrix((hidden, 2 * hidden), FUSION)
+        return (Fusion(projection, (norm("embedding"), norm("hidden")), config.norm_eps),)
+
+
+def read_prediction(checkpoint: Checkpoint, target: DecoderConfig) -> HeadConfig:
+    """Read the config of an MTP block of ``target``."""
+    decoder = read_config(checkpoint)
+    if decoder.architecture != target.architecture:
+        raise UnsupportedModelError(
+            f"it is an MTP block of {decoder.architecture}, and the model is {target.architecture}"
+        )
+    if type(decoder.block) is not ResidualBlock:
+        raise UnsupportedModelError(f"the MTP block of {decoder.architecture} is not supported")
+    decoder = replace(decoder, block=PredictionBlock(scale=decoder.block.scale))
+    return HeadConfig(decoder=decoder, layers=(AFTER_LAST,), normed=True, own_normed=True)
