@@ -7,11 +7,12 @@ probability is taken as the product of its tokens' (as in DDTree), and the tree 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.dflash import BlockDecoder
+from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.best_first import Growth
@@ -20,29 +21,32 @@ from localrt.speculative.source import Check, DraftSource, TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import children_of
 
-if TYPE_CHECKING:
-    from localrt.drafts.head import HeadDraft
-
 _PASS_ROWS = 512
 _LEAST = -9.0  # the log-probability below which tokens are not drafted
 
 
 class BlockSource(DraftSource):
-    """Drafts for one session. Its cache keeps what the head makes of the tokens' features;
-    ``capacity`` counts a block.
+    """Drafts for one session of ``engine``. Its cache keeps what the head makes of the tokens'
+    features; ``capacity`` counts a block.
     """
 
     name = "head"
 
     def __init__(
-        self, head: HeadDraft, session: NativeSession, *, capacity: int, temperature: float
+        self,
+        engine: NativeEngine,
+        config: HeadConfig,
+        decoder: BlockDecoder,
+        session: NativeSession,
+        *,
+        capacity: int,
+        temperature: float,
     ) -> None:
-        assert isinstance(head.decoder, BlockDecoder), "its config says so"
-        self._head, self._decoder = head, head.decoder
-        self._features = session.record_features(head.config.layers)
+        self._engine, self._config, self._decoder = engine, config, decoder
+        self._features = session.record_features(config.layers)
         self._temperature = temperature or 1.0
-        with head.engine.alone():
-            self._cache = head.decoder.cache(capacity)
+        with engine.alone():
+            self._cache = decoder.cache(capacity)
         self._start = 0  # the index of the token in the cache's first row
         self._known: list[int] = []  # the tokens up to that of the last row
 
@@ -60,14 +64,14 @@ class BlockSource(DraftSource):
             stop = start + len(tokens)
             batch = Batch(tokens, np.arange(start, stop), (Span(cache, len(tokens)),))
             given = self._features.get(start, stop)
-            with self._head.engine.alone():
+            with self._engine.alone():
                 self._decoder.context.forward(batch, rows=[], check=check, given=given)
         self._known = known
 
     def propose(
         self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
-        config, cache, known = self._head.config, self._cache, len(history) - 1
+        config, cache, known = self._config, self._cache, len(history) - 1
         budget, depth = size.budget, min(size.depth, config.block - 1)
         if budget <= 0 or depth <= 0 or not self._readable(history):
             return TokenTree.empty()
@@ -75,7 +79,7 @@ class BlockSource(DraftSource):
         tokens = np.array([history[-1], *[config.mask] * (config.block - 1)], np.int64)
         span = Span(cache, config.block, np.ones((config.block, config.block), np.bool_))
         batch, held = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
-        with self._head.engine.alone():
+        with self._engine.alone():
             logits = self._decoder.forward(batch, rows=range(1, 1 + depth), check=check)
         cache.trim(held)
         levels = [children_of(row, _LEAST, self._temperature, config.tokens) for row in logits]

@@ -26,6 +26,7 @@ from localrt.common.errors import (
 from localrt.common.formatting import format_bytes
 from localrt.drafts.dflash_source import BlockSource
 from localrt.drafts.heads.config import HeadConfig
+from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import Shared, head_nbytes, load_head, output_rows, read_head_config
 from localrt.engine.native.engine import NativeEngine
@@ -235,7 +236,15 @@ class HeadDraft:
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         capacity, temperature = session.capacity, options.sampling.temperature
         if block := self.config.block:
-            return BlockSource(self, session, capacity=capacity + block, temperature=temperature)
+            assert isinstance(self.decoder, BlockDecoder), "its config says so"
+            return BlockSource(
+                self.engine,
+                self.config,
+                self.decoder,
+                session,
+                capacity=capacity + block,
+                temperature=temperature,
+            )
         return TreeSource(
             HeadDrafter(self, session),
             capacity=capacity + (options.tree_budget or MOST_NODES),
