@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from localrt.speculative.cost_model import Calibration
 from localrt.speculative.tree import ROOT, TokenTree, merge
-from localrt.speculative.worth import Calibration
 
 _LEAST = 1e-9  # the least probability, so that its logarithm is a valid score
 

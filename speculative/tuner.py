@@ -16,10 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localrt.speculative.mixed_tree import MixedTree
-from localrt.speculative.source import TreeSize
-from localrt.speculative.tree import TokenTree, merge
-from localrt.speculative.worth import (
+from localrt.speculative.cost_model import (
     BUDGETS,
     DEPTHS,
     MARGIN,
@@ -29,6 +26,9 @@ from localrt.speculative.worth import (
     Source,
     nodes_worth,
 )
+from localrt.speculative.mixed_tree import MixedTree
+from localrt.speculative.source import TreeSize
+from localrt.speculative.tree import TokenTree, merge
 
 
 @dataclass(frozen=True, slots=True)

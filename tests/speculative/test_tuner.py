@@ -12,11 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.mixed_tree import MixedTree
-from localrt.speculative.source import TreeSize
-from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import TOLERANCE, Plan, Run, Tuner
-from localrt.speculative.worth import (
+from localrt.speculative.cost_model import (
     AHEAD_S,
     Calibration,
     DraftCost,
@@ -24,6 +20,10 @@ from localrt.speculative.worth import (
     PassCost,
     Source,
 )
+from localrt.speculative.mixed_tree import MixedTree
+from localrt.speculative.source import TreeSize
+from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tuner import TOLERANCE, Plan, Run, Tuner
 from tests.speculative.test_tree import path_to, trees, words
 
 RIGHT = 1000  # what the target says, always; a source's own wrong tokens are others

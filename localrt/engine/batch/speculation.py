@@ -19,10 +19,10 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.engine.speculation import Proposer, TreePass
+from localrt.speculative.cost_model import MARGIN, Rest, Retry, nodes_worth
 from localrt.speculative.source import propose_together
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
-from localrt.speculative.worth import MARGIN, Rest, Retry, nodes_worth
 
 _ASSUMED = 96  # passes assumed to follow, which bounds the loss at the start
 _CREDIT = 8  # passes: old gains do not justify losses now
