@@ -28,7 +28,6 @@ from localrt.drafts.heads.load import Shared, load_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineInfo
-from localrt.engine.speculation import TreePass
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
@@ -36,6 +35,7 @@ from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 
@@ -158,11 +158,11 @@ def _answer(
         if not len(tree):
             said.append(int(session.extend(said[-1:]).argmax()))
             continue
-        done = TreePass(session, tree, session.extend_tree(said[-1], tree))
+        done = TreePass(tree, session.extend_tree(said[-1], tree))
         following = done.likeliest()
         for token in following[:-1]:
             done.after(token)
-        done.close()
+        session.keep(done.rows)
         said += following
     return said[:count]
 

@@ -20,10 +20,11 @@ from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import EngineSession, Logits
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
-from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import FEW, Plan, Run, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
@@ -110,52 +111,6 @@ class GapWork:
         self._check()
         if self._over and self._next is None:
             raise CancelledError("the pass was given up")
-
-
-class TreePass:
-    """A pass of ``session`` over ``tree``, whose tokens are accepted one after another.
-
-    The accept rule: a token is chosen from the target's logits exactly as plain decoding would
-    (same penalties, same filters, one random number). If a child of the current node has that
-    token, the next is chosen from its logits; if not, the pass is over. The token is part of the
-    answer either way. Nothing is rejected and drawn again, so every token has the target's own
-    distribution given what came before: exact for any tree, any draft and any sampler (SpecExec,
-    Svirschevski et al. 2024, section 4). ``path`` has the nodes accepted so far.
-    """
-
-    def __init__(self, session: EngineSession, tree: TokenTree, logits: Logits) -> None:
-        self._session = session
-        self._logits = logits
-        self.tree = tree
-        self.path: list[int] = []
-
-    @property
-    def first(self) -> Logits:
-        """Logits (vocab,) after the root's token."""
-        row: Logits = self._logits[0]
-        return row
-
-    def after(self, token: int) -> Logits | None:
-        """Return the logits (vocab,) after the chosen ``token``; None if it is not in the tree."""
-        node = self.tree.follow(self.path[-1] if self.path else ROOT, token)
-        if node is None:
-            return None
-        self.path.append(node)
-        row: Logits = self._logits[1 + node]
-        return row
-
-    def close(self) -> None:
-        """Keep the accepted tokens in the session, which can then go on."""
-        self._session.keep([0, *(1 + node for node in self.path)])
-
-    def likeliest(self) -> list[int]:
-        """Return the tokens that greedy decoding would choose along the tree."""
-        tokens: list[int] = []
-        node: int | None = ROOT
-        while node is not None:
-            tokens.append(int(self._logits[1 + node].argmax()))
-            node = self.tree.follow(node, tokens[-1])
-        return tokens
 
 
 class Speculation:
@@ -317,7 +272,7 @@ class Stepper(Drafting):
         if computed is None:
             return
         if len(computed.tree):
-            computed.close()
+            self.session.keep(computed.rows)
         self._run.verified(self._plan, computed.tree, computed.path, *self._took)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
@@ -338,7 +293,7 @@ class Stepper(Drafting):
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
             seconds = time.perf_counter() - started
-            self._computed = computed = TreePass(session, tree, logits)
+            self._computed = computed = TreePass(tree, logits)
             if work is not None:
                 gap_work.ended(computed.likeliest())
         self._took = seconds, gap_work.waited_s, gap_work.shared_s

@@ -11,8 +11,8 @@ import pytest
 
 import localrt
 from localrt.drafts.head import HeadDrafter
-from localrt.engine.batch.speculation import BatchTuner
 from localrt.quant.cpu.abi import find_library
+from localrt.speculative.batch_tuner import BatchTuner
 from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import TinyAssistant

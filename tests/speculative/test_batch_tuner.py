@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.engine.batch.speculation import BatchTuner
+from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import TOLERANCE, Tuner
 

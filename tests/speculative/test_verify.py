@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import chi2
 
 from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
-from localrt.engine.speculation import TreePass
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.speculative.test_tree import path_to
 
@@ -75,27 +75,19 @@ def plain(name: str, rng: np.random.Generator) -> Said:
     return said
 
 
-class Session:
-    """``keep`` gets the rows of a tree's pass that stay."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.kept = list(rows)
-
-
 def speculative(name: str, rng: np.random.Generator, propose: Callable[[], TokenTree]) -> Said:
     said: Said = ()
     while len(said) < LENGTH:
-        tree, session = propose(), Session()
+        tree = propose()
         paths = [(), *(path_to(tree, node) for node in range(len(tree)))]
         words = [tuple(tree.tokens[list(path)].tolist()) for path in paths]
         rows = np.array([target((*said, *word)) for word in words])
-        computed = TreePass(session, tree, rows)  # type: ignore[arg-type]
+        computed = TreePass(tree, rows)
         logits: Any = computed.first
         while logits is not None:
             said = (*said, choose(logits, said, name, rng))
             logits = computed.after(said[-1])
-        computed.close()
-        assert session.kept == [0, *(1 + node for node in computed.path)]
+        assert computed.rows == [0, *(1 + node for node in computed.path)]
     return said[:LENGTH]
 
 
