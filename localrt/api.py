@@ -23,6 +23,7 @@ from localrt.engine.batch.turns import PassTurns
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
+from localrt.loading.context import LoadContext
 from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.service.arguments import (
@@ -142,12 +143,10 @@ def load(
         open_core(
             str(model),
             options,
+            LoadContext(offline=offline, progress=progress, cancel=cancel),
             adapters={name: str(path) for name, path in (adapters or {}).items()},
             draft=draft,
             revision=revision,
-            offline=offline,
-            progress=progress,
-            cancel=cancel,
         )
     )
 

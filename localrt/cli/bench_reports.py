@@ -36,6 +36,7 @@ from localrt.common.option_names import option
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, list_models, resolve
+from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
@@ -179,7 +180,7 @@ def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     names = ("format", "kv_format", "threads", "ctx")
     chosen: dict[str, Any] = {key: getattr(args, key) for key in names} | dict(sizes)
     options = LoadOptions(engine="native", device=args.device or "auto", **chosen)
-    with closing(load_model(path, options, settings=settings).engine) as engine:
+    with closing(load_model(path, options, LoadContext(settings=settings)).engine) as engine:
         times = time_passes(engine, notify=notify)
     advice = advise(times)
     save_advice(settings.cache_dir, path, times, advice)

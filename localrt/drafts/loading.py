@@ -8,7 +8,6 @@ it would cost the time that it should save.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -21,6 +20,7 @@ from localrt.drafts.discovery import MTP
 from localrt.drafts.head import HeadDraft
 from localrt.drafts.model import DraftPlace, ModelDraft
 from localrt.drafts.selection import PLUS_NGRAM, Draft, Drafts
+from localrt.loading.context import LoadContext
 from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
@@ -34,7 +34,6 @@ from localrt.offload.account import (
 )
 
 if TYPE_CHECKING:
-    from localrt.common.progress import ProgressCallback
     from localrt.common.settings import Settings
     from localrt.drafts.placement import PairPlan
     from localrt.loading.gpu import OpenGpu
@@ -190,9 +189,7 @@ def draft_for(
     name: str,
     target: LoadedModel,
     options: LoadOptions,
-    settings: Settings,
-    *,
-    offline: bool | None = None,
+    context: LoadContext,
 ) -> Draft:
     """Load the draft ``name``, a model or a head, for a model that is loaded already.
 
@@ -201,37 +198,26 @@ def draft_for(
         LocalrtError: it cannot be found or loaded, or does not fit the model.
     """
     from localrt.drafts.heads.files import is_head
-    from localrt.hub import resolve
 
     if name == MTP:
         return HeadDraft(target)
-    path = resolve(name, settings=settings, offline=offline).path
+    path = context.resolve(name).path
     if is_head(path):
         return HeadDraft(target, path)
-    return ModelDraft(name, load_draft(name, options, settings, offline=offline), target)
+    return ModelDraft(name, load_draft(name, options, context), target)
 
 
-def load_draft(
-    name: str,
-    options: LoadOptions,
-    settings: Settings,
-    *,
-    offline: bool | None = None,
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
-) -> LoadedModel:
+def load_draft(name: str, options: LoadOptions, context: LoadContext) -> LoadedModel:
     """Load the draft model ``name`` with the target's ``options``.
 
     Raises:
         MemoryBudgetError: it does not fit in the rest of the budget.
         LocalrtError: it cannot be found or loaded.
     """
-    from localrt.hub import resolve
-
-    resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
+    path = context.resolve(name).path
     own = replace(options, engine="native", kv_format=None, activations=None, pass_rows=1)
-    own = replace(own, ctx=_fitting_context(resolved.path, own))
-    return load_model(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
+    own = replace(own, ctx=_fitting_context(path, own))
+    return load_model(path, own, context)
 
 
 def _fitting_context(path: Path, options: LoadOptions) -> int | None:
@@ -264,12 +250,8 @@ def load_with_draft(
     target: Path,
     draft: str,
     options: LoadOptions,
-    settings: Settings,
+    context: LoadContext,
     load: Callable[[LoadOptions], LoadedModel],
-    *,
-    offline: bool | None = None,
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
 ) -> tuple[LoadedModel, Drafts]:
     """Load the model at ``target`` through ``load``, and return it with its drafts.
 
@@ -277,16 +259,17 @@ def load_with_draft(
     With a GPU, both are planned before either is loaded.
     """
     from localrt.drafts.heads.files import is_head
-    from localrt.hub import resolve
+
+    quietly = replace(context, progress=None, cancel=None)
 
     def later(name: str, model: LoadedModel) -> Draft:
-        return draft_for(name, model, options, settings, offline=offline)
+        return draft_for(name, model, options, quietly)
 
     name = draft.removesuffix(PLUS_NGRAM)
-    path = None
+    path: Path | None = None
     if is_draft_model(draft) and name != MTP:
-        found = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
-        path = None if is_head(found.path) else found.path
+        path = context.resolve(name).path
+        path = None if is_head(path) else path
     if path is None:
         model = load(options)
         drafts = Drafts(model, later)
@@ -297,7 +280,7 @@ def load_with_draft(
                 model.engine.close()
                 raise
         return model, drafts
-    place = place_draft(target, path, name, options, settings)
+    place = place_draft(target, path, name, options, context.settings)
     place = place or DraftPlace(alone=options, draft=options)
     with ExitStack() as opened:  # closed on failure
 
@@ -306,9 +289,7 @@ def load_with_draft(
             if place.draft is None:
                 return None, place.note
             try:
-                own = load_draft(
-                    name, place.draft, settings, offline=offline, progress=progress, cancel=cancel
-                )
+                own = load_draft(name, place.draft, context)
             except MemoryBudgetError as error:
                 return None, f"draft {name} is not used: {error.marked}"
             opened.callback(own.engine.close)

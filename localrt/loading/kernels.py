@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import CancelledError
 from localrt.common.free_memory import return_free_memory
-from localrt.common.progress import Progress, ProgressCallback
+from localrt.loading.context import LoadContext
 from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part, memory_places
@@ -213,17 +211,15 @@ def compiled_meanwhile(
     source: TensorSource,
     config: DecoderConfig,
     ops: Ops,
+    context: LoadContext,
     share: Share | None = None,
-    *,
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
 ) -> Iterator[None]:
     """Compile the kernels that ``ops`` need for ``share`` (default: the whole model) while the
     ``with`` body runs, and wait for the rest at its end.
 
     Raises:
         LocalrtError: a kernel does not compile.
-        CancelledError: ``cancel`` was set.
+        CancelledError: loading was cancelled.
     """
     if ops.name != "cuda":
         yield
@@ -238,7 +234,7 @@ def compiled_meanwhile(
     try:
         work = [pool.submit(sketch.prepare, program) for program in sketch.programs]
         yield
-        _wait(work, progress, cancel)
+        _wait(work, context)
     finally:
         pool.shutdown(cancel_futures=True)
         return_free_memory()  # left over from the compiler
@@ -276,15 +272,12 @@ def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Place
     )
 
 
-def _wait(
-    work: list[Future[None]], progress: ProgressCallback | None, cancel: threading.Event | None
-) -> None:
+def _wait(work: list[Future[None]], context: LoadContext) -> None:
     left = set(work)
     while left:
         ended, left = wait(left, _LOOK_S, FIRST_COMPLETED)
         for future in ended:
             future.result()
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("loading was cancelled")
-        if left and progress is not None:
-            progress(Progress("compile", len(work) - len(left), len(work), "kernels"))
+        context.check()
+        if left:
+            context.report("compile", len(work) - len(left), len(work), "kernels")

@@ -6,9 +6,8 @@ prompts or sessions.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from localrt.common.errors import (
 )
 from localrt.common.extras import install
 from localrt.common.option_names import option
-from localrt.common.progress import ProgressCallback
-from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
+from localrt.loading.context import LoadContext
 from localrt.loading.format_names import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
@@ -71,15 +70,13 @@ class LoadedModel:
 def load_model(
     path: Path,
     options: LoadOptions,
+    context: LoadContext | None = None,
     *,
-    settings: Settings | None = None,
     go_template: str | None = None,
     system: str | None = None,
     projectors: Sequence[Path] = (),
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
 ) -> LoadedModel:
-    """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept.
+    """Open, check, and load the model at ``path``.
 
     ``go_template``, in Ollama's language, is used if the model has no template of its own;
     ``system``, in conversations without a system prompt. ``projectors`` are vision towers that do
@@ -88,6 +85,7 @@ def load_model(
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
+        context = replace(context or LoadContext(), notes=notes)
         eyes = Eyes(checkpoint.path, projectors)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights, so that they reuse memory freed by building the vocabulary, and the
@@ -97,17 +95,9 @@ def load_model(
         if template is None and go_template is not None:
             template = _translated(go_template, notes)
         if name == "native":
-            engine, ctx = load_native(
-                checkpoint,
-                options,
-                settings=settings or Settings.from_environment(),
-                notes=notes,
-                progress=progress,
-                cancel=cancel,
-            )
+            engine, ctx = load_native(checkpoint, options, context)
         else:
-            cache = (settings or Settings.from_environment()).cache_dir
-            engine, ctx = _load_llamacpp(checkpoint, options, cache, notes, progress)
+            engine, ctx = _load_llamacpp(checkpoint, options, context)
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
@@ -180,11 +170,7 @@ def _reason(checkpoint: Checkpoint) -> str:
 
 
 def _load_llamacpp(
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    cache: Path,
-    notes: list[str],
-    progress: ProgressCallback | None,
+    checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
 ) -> tuple[Engine, int]:
     from localrt.engine.llamacpp.engine import LlamaCppEngine  # for those who use it
     from localrt.engine.llamacpp.model import LlamaCppModel
@@ -205,10 +191,14 @@ def _load_llamacpp(
     trained = checkpoint.config.get("max_position_embeddings")
     ctx = options.ctx or min(int(trained or DEFAULT_CONTEXT), 8192)
     if trained and ctx > int(trained):
-        notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
-    check_build(cache)
+        context.notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
+    check_build(context.settings.cache_dir)
     model = LlamaCppModel.load(
-        checkpoint.path, ctx=ctx, threads=options.threads, device=options.device, progress=progress
+        checkpoint.path,
+        ctx=ctx,
+        threads=options.threads,
+        device=options.device,
+        progress=context.progress,
     )
     return LlamaCppEngine(model), ctx
 

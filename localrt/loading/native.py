@@ -6,22 +6,20 @@ any weight is read.
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from math import prod
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.giving_way import giving_way
-from localrt.common.progress import ProgressCallback
-from localrt.common.settings import DEFAULT_CONTEXT, Settings
+from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
+from localrt.loading.context import LoadContext
 from localrt.loading.format_names import most_used_format
 from localrt.loading.kernels import compiled_meanwhile
-from localrt.loading.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
@@ -33,27 +31,19 @@ from localrt.quant.ops.protocol import Ops
 
 
 def load_native(
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    *,
-    settings: Settings,
-    notes: list[str],
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
+    checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
 ) -> tuple[Engine, int]:
     """Load the model; return its engine and context length.
 
     Raises:
         MemoryBudgetError: the model does not fit even when streamed; the message has the numbers.
     """
-    load = partial(
-        _load, checkpoint, options, settings=settings, notes=notes, progress=progress, cancel=cancel
-    )
     if not options.gentle:
-        return load()
+        return _load(checkpoint, options, context)
     thread = giving_way("localrt-gentle")
     try:
-        engine, ctx = thread.submit(load).result()  # the kernels' threads are started there too
+        # The kernels' threads are started there too.
+        engine, ctx = thread.submit(_load, checkpoint, options, context).result()
     except BaseException:
         thread.shutdown(wait=False)
         raise
@@ -62,13 +52,7 @@ def load_native(
 
 
 def _load(
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    *,
-    settings: Settings,
-    notes: list[str],
-    progress: ProgressCallback | None,
-    cancel: threading.Event | None,
+    checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
 ) -> tuple[NativeEngine, int]:
     config = read_config(checkpoint, context=options.ctx)
     ops = make_ops(
@@ -81,7 +65,7 @@ def _load(
     )
     if options.format is None:
         why = why_not_our_kernels(ops, config.memory, options.device)
-        notes += [why] if why else []
+        context.notes.extend([why] if why else [])
     infos = checkpoint.tensors.values()
 
     def describe(config: DecoderConfig, streamed: bool) -> EngineInfo:
@@ -103,25 +87,16 @@ def _load(
         # This imports the planner, which a resident model does not need.
         from localrt.loading.placing import load_placed
 
-        return load_placed(
-            checkpoint,
-            ops,
-            options,
-            settings=settings,
-            notes=notes,
-            describe=describe,
-            progress=progress,
-            cancel=cancel,
-        )
-    ctx = _fit_context(checkpoint, config, ops, options, notes)
+        return load_placed(checkpoint, ops, options, context, describe)
+    ctx = _fit_context(checkpoint, config, ops, options, context.notes)
     if options.ctx != ctx:
         config = read_config(checkpoint, context=ctx)
     total = sum(info.nbytes for info in infos)
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )
-    with compiled_meanwhile(checkpoint, config, ops, progress=progress, cancel=cancel):
-        on_bytes = byte_counter(total, progress, cancel)
+    with compiled_meanwhile(checkpoint, config, ops, context):
+        on_bytes = context.byte_counter(total)
         decoder = load_decoder(checkpoint, ops, config, on_bytes=on_bytes)
     return_free_memory()  # left over from reading
     return NativeEngine(decoder, describe(config, streamed=False), ram=forecast), ctx

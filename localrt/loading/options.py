@@ -1,15 +1,13 @@
-"""Checked load options, the choice of a context, and progress, for every way of loading."""
+"""Checked load options, and the choice of a context length, for every way of loading."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.common.errors import CancelledError, OptionError
+from localrt.common.errors import OptionError
 from localrt.common.option_names import option
-from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -107,20 +105,3 @@ def pick_context(
             "for: answers may degrade"
         )
     return ctx
-
-
-def byte_counter(
-    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
-) -> Callable[[int], None]:
-    """Return a function that reports loaded bytes out of ``total``, and raises once cancelled."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("loading was cancelled")
-        if progress is not None:
-            progress(Progress("load", done, total, "bytes"))
-
-    return count

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from threading import Event
 from typing import NamedTuple
 
 from localrt.common.formatting import format_rate
 from localrt.engine.sampling import Sampling, distribution, draw
+from localrt.loading.context import LoadContext
 from localrt.models.decoder import Decoder
 from localrt.models.weight_store import Task
 from localrt.offload.pipeline.streamed import StreamedWeights
@@ -41,13 +41,11 @@ _WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
 _SEEN = 0.02  # of a pass, that the host's part must make to be told from the rest
 
 
-def measured(
-    plan: Plan, streamed: StreamedWeights, cache: Path, notes: list[str], cancel: Event | None
-) -> Plan:
-    """``plan`` with a forecast by what its passes were measured to take, which ``cache`` keeps.
+def measured(plan: Plan, streamed: StreamedWeights, context: LoadContext) -> Plan:
+    """``plan`` with a forecast by what its passes were measured to take, which the cache keeps.
 
     Nothing is measured that is kept, where no GPU works beside CPU or link, or while other programs
-    compute. ``notes`` say where it fails, and if the next load will place units better.
+    compute. A note says where it fails, and if the next load will place units better.
     """
     request, placement = plan.request, plan.placement
     machine, shape = request.machine, placed_shape(plan)
@@ -58,20 +56,22 @@ def measured(
     if all(place is Where.VRAM for place in places) or plan.prediction.pass_s > _LONG_S:
         return plan
     try:
-        if is_busy() or not (passes := run_passes(streamed, request.ctx, cancel)).seconds:
+        if is_busy() or not (passes := run_passes(streamed, request.ctx, context.cancel)).seconds:
             return plan
         found = corrections_of(passes, request.costs(held=_WARM + _MEASURED), placement)
-        machine = keep_corrections(machine, found, shape.experts is not None, cache)
+        machine = keep_corrections(
+            machine, found, shape.experts is not None, context.settings.cache_dir
+        )
         plan = on_machine(plan, machine)
         if shape.experts is None:  # a mixture's dense part does not move
             best = make_plan(plan.request).tok_s
             if best > LEAST_GAIN * plan.tok_s:
-                notes.append(
+                context.notes.append(
                     f"{format_rate(plan.tok_s)} tok/s are expected as measured; when it is loaded "
                     f"again, with weights in other places, about {format_rate(best)}"
                 )
     except Exception as error:  # noqa: BLE001 - whatever it is, the model can answer without
-        notes.append(f"its passes could not be measured: {error}")
+        context.notes.append(f"its passes could not be measured: {error}")
     return plan
 
 

@@ -7,7 +7,6 @@ the memory which a long context's cache will need. It knows neither kernels nor 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -18,15 +17,16 @@ from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import private_folder
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.common.progress import Progress, ProgressCallback, note_to
+from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import placed_forecast
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.hub.names import shown_path
+from localrt.loading.context import LoadContext
 from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
-from localrt.loading.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.options import LoadOptions, pick_context
 from localrt.loading.passes import measured
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -138,12 +138,8 @@ def load_placed(
     checkpoint: Checkpoint,
     ops: Ops,
     options: LoadOptions,
-    *,
-    settings: Settings,
-    notes: list[str],
+    context: LoadContext,
     describe: Callable[[DecoderConfig, bool], EngineInfo],
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
 ) -> tuple[NativeEngine, int]:
     """Load ``checkpoint`` within a budget for the whole process; return engine and context length.
 
@@ -155,6 +151,7 @@ def load_placed(
         MemoryBudgetError: the budget is too small even so; the message has the least that works.
         StorageError: there is no room on disk for the packed form.
     """
+    settings, notes = context.settings, context.notes
     shape = shape_from_checkpoint(checkpoint)
     if ops.free_memory() is not None and (line := damage(settings.cache_dir)):
         notes.append(line)
@@ -164,7 +161,7 @@ def load_placed(
         gpu_memory=options.gpu_memory,
         kv_format=options.kv_format,
         formats={unit.format for unit in shape.units if unit.kind != "norm"},
-        progress=progress,
+        progress=context.progress,
     )
     ops = opened.host_ops
 
@@ -186,7 +183,7 @@ def load_placed(
     )
     request = choose_context(request, options.ctx, notes)
     config = read_config(checkpoint, context=request.ctx)
-    store = _packed(checkpoint, shape, options, settings, progress, cancel)
+    store = _packed(checkpoint, shape, options, context)
     shape = replace(shape_from_checkpoint(store), name=shape.name)
     # The measuring process runs beside this one, within the same budget.
     room = ram_budget(options.ram) - current_rss()
@@ -213,7 +210,7 @@ def load_placed(
         ops.kv_maker = kv_tier
     gpu_ops = ops if opened.gpu is None else opened.gpu.ops
     share = share_of_gpu(store, config, plan.placement)
-    with compiled_meanwhile(store, config, gpu_ops, share, progress=progress, cancel=cancel):
+    with compiled_meanwhile(store, config, gpu_ops, context, share):
         streamed = open_pipeline(
             Setup(
                 store=store,
@@ -228,7 +225,7 @@ def load_placed(
                 budget=plan.for_weights_and_caches(),
                 shortage=MemoryPressure(free_vram=opened.free_memory),
                 kv_tier=kv_tier,
-                on_bytes=byte_counter(resident, progress, cancel),
+                on_bytes=context.byte_counter(resident),
             )
         )
     if opened.gpu is not None and opened.gpu.unpinned:
@@ -237,7 +234,7 @@ def load_placed(
             f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
     if options.threads is None and not options.gentle:
-        plan = measured(plan, streamed, settings.cache_dir, notes, cancel)
+        plan = measured(plan, streamed, context)
     engine = NativeEngine(
         Decoder(streamed),
         describe(config, True),
@@ -261,19 +258,14 @@ def _with_ring(plan: Plan) -> Plan:
 
 
 def _packed(
-    checkpoint: Checkpoint,
-    shape: ModelShape,
-    options: LoadOptions,
-    settings: Settings,
-    progress: ProgressCallback | None,
-    cancel: threading.Event | None,
+    checkpoint: Checkpoint, shape: ModelShape, options: LoadOptions, context: LoadContext
 ) -> StoreCheckpoint:
     """Return the packed form; pack if needed, after a note on its size and how to avoid it.
 
     Raises:
         CheckpointError: a tensor is not as the config says, so packing would be useless.
     """
-    stores = settings.data_dir / "stores"
+    stores = context.settings.data_dir / "stores"
     if not isinstance(checkpoint, StoreCheckpoint):
         check_shapes(checkpoint)
 
@@ -281,16 +273,17 @@ def _packed(
         why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
         if options.shrinkable:
             why = "the model can then leave its memory to others"
-        note_to(progress)(
+        note_to(context.progress)(
             f"packing the model for streaming: {format_bytes(shape.nbytes)} in "
             f"{shown_path(stores)} (`localrt rm --packed MODEL` deletes the copy; {why})"
         )
 
     def packed(done: int, total: int, file: str) -> None:
-        if progress is not None:
-            progress(Progress("pack", done, total, "bytes", file))
+        context.report("pack", done, total, "bytes", file)
 
-    return cached_store(checkpoint, stores, announce=announce, progress=packed, cancel=cancel)
+    return cached_store(
+        checkpoint, stores, announce=announce, progress=packed, cancel=context.cancel
+    )
 
 
 def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | None:

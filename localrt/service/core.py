@@ -41,9 +41,9 @@ from localrt.engine.saved_caches import (
     model_key,
 )
 from localrt.engine.types import Chunk, Message
-from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
+from localrt.loading.context import LoadContext
 from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
@@ -62,31 +62,26 @@ _PATIENCE_S = 2.0  # for an answer that is no longer read
 def open_core(
     model: str,
     options: LoadOptions,
+    context: LoadContext | None = None,
     *,
     adapters: Mapping[str, str] | None = None,
     draft: str = "auto",
     revision: str | None = None,
-    offline: bool | None = None,
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
 ) -> Core:
     """Find and load a model, its adapters and its draft sources; see ``localrt.load``."""
     read_options({"draft": draft})
-    settings = Settings.from_environment()
-    found = resolve(
+    context = context or LoadContext()
+    settings = context.settings
+    found = context.resolve(
         model,
-        settings=settings,
         revision=revision,
-        offline=offline,
         choose=chooser(
             settings,
             ram=options.ram,
             gpu_memory=options.gpu_memory,
             device=options.device,
-            say=note_to(progress),
+            say=note_to(context.progress),
         ),
-        progress=progress,
-        cancel=cancel,
     )
     extras = found.extras or Extras()
     if options.ctx is None and extras.ctx is not None:
@@ -95,20 +90,15 @@ def open_core(
         found.path,
         draft,
         options,
-        settings,
+        context,
         lambda own: load_model(
             found.path,
             own,
-            settings=settings,
+            context,
             go_template=extras.go_template,
             system=extras.system,
             projectors=extras.projectors,
-            progress=progress,
-            cancel=cancel,
         ),
-        offline=offline,
-        progress=progress,
-        cancel=cancel,
     )
     note_use(found.listed_name, settings)
     core = Core(
@@ -121,9 +111,7 @@ def open_core(
     try:
         own = {path.name[:_SHORT]: str(path) for path in extras.adapters}
         for name, adapter in {**own, **(adapters or {})}.items():
-            core.add_adapter(
-                name, adapter, settings, offline=offline, progress=progress, cancel=cancel
-            )
+            core.add_adapter(name, adapter, context)
         if own:
             core.defaults.setdefault("adapter", next(iter(own)))
     except BaseException:
@@ -194,24 +182,9 @@ class Core:
         """Return a new session for the whole context, outside the pool."""
         return self.watch.holds(self.engine.session(self.ctx))
 
-    def add_adapter(
-        self,
-        name: str,
-        adapter: str,
-        settings: Settings | None = None,
-        *,
-        offline: bool | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: threading.Event | None = None,
-    ) -> None:
-        path = resolve_adapter(
-            adapter,
-            settings=settings or Settings.from_environment(),
-            offline=offline,
-            progress=progress,
-            cancel=cancel,
-        )
-        self.adapters.add(name, path)
+    def add_adapter(self, name: str, adapter: str, context: LoadContext | None = None) -> None:
+        context = context or LoadContext()
+        self.adapters.add(name, context.resolve_adapter(adapter))
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 

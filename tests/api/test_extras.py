@@ -34,7 +34,7 @@ def model(
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)
-    monkeypatch.setattr("localrt.service.core.resolve", lambda *_, **__: found)
+    monkeypatch.setattr("localrt.loading.context.resolve", lambda *_, **__: found)
     with localrt.load("pirate", **getattr(request, "param", {})) as loaded:
         yield loaded
 

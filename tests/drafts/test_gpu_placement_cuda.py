@@ -115,7 +115,7 @@ def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(account, "_OTHER_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
 
-    def load(path: Path, options: Any, **more: Any) -> Any:
+    def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
         target.append(options)
         raise KeyboardInterrupt
 
@@ -139,9 +139,9 @@ def test_draft_fails(
     loaded: list[Any] = []
     from localrt.service import core
 
-    def load(path: Path, options: Any, **more: Any) -> Any:
+    def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
         loaded.append(options)
-        return load_model(path, replace(options, device="cpu"), **more)
+        return load_model(path, replace(options, device="cpu"), *more, **others)
 
     load_model = core.load_model
     monkeypatch.setattr(core, "load_model", load)

@@ -14,6 +14,7 @@ from localrt.common.errors import MissingExtraError
 from localrt.common.settings import Settings
 from localrt.engine.llamacpp import trial
 from localrt.engine.llamacpp.trial import check_build
+from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from tests.benchmarks.test_hf_folder import tiny_gguf
@@ -94,7 +95,7 @@ def test_load(
     path = tiny_gguf(tmp_path, "llama")
     settings = Settings.from_environment()
     with pytest.raises(MissingExtraError, match="an illegal instruction"):
-        load_model(path, LoadOptions(engine="llamacpp"), settings=settings)
+        load_model(path, LoadOptions(engine="llamacpp"), LoadContext(settings=settings))
 
 
 @pytest.mark.llamacpp

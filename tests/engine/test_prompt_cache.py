@@ -15,6 +15,7 @@ from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import Owner, PromptCache, model_key
+from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.offload.kv.block_file import BlockFile
@@ -230,7 +231,7 @@ def test_same_name_size_and_time(tmp_path: Path, change: str, place: str) -> Non
     ids = [int(t) for t in tokens(300)]
 
     def cached_tokens(path: Path) -> int:
-        parts = load_model(path, LoadOptions(ctx=2048), settings=settings)
+        parts = load_model(path, LoadOptions(ctx=2048), LoadContext(settings=settings))
         prompts = prompt_cache(parts, settings)
         assert prompts is not None
         session = parts.engine.session(2048)

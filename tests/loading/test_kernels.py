@@ -14,8 +14,8 @@ import pytest
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
-from localrt.common.settings import Settings
 from localrt.loading import native
+from localrt.loading.context import LoadContext
 from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
@@ -125,7 +125,7 @@ class Packed:
 
 def load_whole(source: Checkpoint, **options: Any) -> Decoder:
     ops, config = CudaOps(device="cpu"), read_config(source)
-    with compiled_meanwhile(source, config, ops, **options):
+    with compiled_meanwhile(source, config, ops, LoadContext(**options)):
         return load_decoder(source, ops, config)
 
 
@@ -147,8 +147,7 @@ def test_the_first_passes_compile_nothing(
     """Of two formats, of stacked matrices in several, of some that no kernel reads."""
     monkeypatch.setattr(native, "make_ops", lambda *_, **__: GpuOps(device="cpu", fine=fine))
     source = synthetic(tmp_path, formats)
-    options, settings = LoadOptions(device="cuda"), Settings.from_environment()
-    engine, _ = native.load_native(source, options, settings=settings, notes=[])
+    engine, _ = native.load_native(source, LoadOptions(device="cuda"), LoadContext())
     assert gpu.prepared
     assert not gpu.launched
     with closing(engine):
@@ -196,7 +195,7 @@ def test_part_on_gpu(split: dict[str, tuple[float, float]], gpu: FakeGpu, tmp_pa
         )
         ops, clock = CudaOps(device="cpu"), Clock()
         share = share_of_gpu(model.store, model.config, placement)
-        with compiled_meanwhile(model.store, model.config, ops, share):
+        with compiled_meanwhile(model.store, model.config, ops, LoadContext(), share):
             decoder = open_decoder(
                 model.store,
                 model.ops,
@@ -243,9 +242,9 @@ def test_compile_errors(gpu: FakeGpu, tmp_path: Path) -> None:
 def test_why_not_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "make_ops", lambda *_, **__: TorchOps())
     monkeypatch.setattr(native, "why_not_our_kernels", lambda ops, attention, device: "no compiler")
-    settings, notes = Settings.from_environment(), list[str]()
+    context = LoadContext()
     for format_ in (None, "bf16"):  # which is torch's anyway
         options = LoadOptions(device="cuda", format=format_, ctx=64)
         source = synthetic(tmp_path)
-        native.load_native(source, options, settings=settings, notes=notes)[0].close()
-    assert notes == ["no compiler"]
+        native.load_native(source, options, context)[0].close()
+    assert context.notes == ["no compiler"]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from localrt.common.formatting import format_rate
+from localrt.common.settings import Settings
 from localrt.loading import passes
+from localrt.loading.context import LoadContext
 from localrt.loading.passes import Passes, corrections_of, measured
 from localrt.models.weight_store import Task
 from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan
@@ -97,7 +99,9 @@ def load(
     monkeypatch.setattr(passes, "run_passes", lambda *_: Passes([], [0.02, 0.03, 0.02], None))
     monkeypatch.setattr(passes, "corrections_of", lambda *_: found)
     streamed: Any = None
-    return measured(plan, streamed, cache, notes, None), notes
+    settings = replace(Settings.from_environment(), cache_dir=cache)
+    context = LoadContext(settings=settings, notes=notes)
+    return measured(plan, streamed, context), notes
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,8 @@ def test_next_load(
         ]
     # Nothing is measured again.
     monkeypatch.setattr(passes, "run_passes", None)
-    assert measured(later, None, tmp_path, notes, None) is later  # type: ignore[arg-type]
+    settings = replace(Settings.from_environment(), cache_dir=tmp_path)
+    assert measured(later, None, LoadContext(settings=settings)) is later  # type: ignore[arg-type]
 
 
 def test_both_kinds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
