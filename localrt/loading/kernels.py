@@ -207,7 +207,7 @@ _LOOK_S = 0.1
 
 
 @contextmanager
-def compiled_meanwhile(
+def compiling(
     source: TensorSource,
     config: DecoderConfig,
     ops: Ops,

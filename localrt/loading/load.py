@@ -34,7 +34,7 @@ from localrt.loading.context import LoadContext
 from localrt.loading.format_names import quantization_name
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
-from localrt.loading.seeing import Eyes
+from localrt.loading.vision import VisionLoader
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
@@ -45,7 +45,7 @@ from localrt.offload.store.pack import fingerprint
 class LoadedModel:
     """A model in memory. ``tokenizer`` is None for a model without one.
 
-    ``blind`` says why pictures are refused, of a model that takes them.
+    ``vision_problem`` says why a model that takes pictures refuses them.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
     ``headless``: it embeds and writes no text.
     """
@@ -63,7 +63,7 @@ class LoadedModel:
     system: str | None = None  # for conversations without a system prompt
     fingerprint: str = ""
     quantization: str = ""
-    blind: str = ""
+    vision_problem: str = ""
     headless: bool = False
 
 
@@ -86,7 +86,7 @@ def load_model(
     try:
         notes = list(checkpoint.notes)
         context = replace(context or LoadContext(), notes=notes)
-        eyes = Eyes(checkpoint.path, projectors)
+        vision = VisionLoader(checkpoint.path, projectors)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights, so that they reuse memory freed by building the vocabulary, and the
         # memory check counts what the template engine takes.
@@ -101,8 +101,8 @@ def load_model(
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
-        eyes.open_for(engine, tokenizer, ctx)
-        notes += eyes.notes
+        vision.attach(engine, tokenizer, ctx)
+        notes += vision.notes
         if problem:
             notes.append(problem)
         if template is None:
@@ -123,7 +123,7 @@ def load_model(
             system=system,
             fingerprint=checkpoint.stamp + fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
-            blind=eyes.problem,
+            vision_problem=vision.problem,
             headless=bool(checkpoint.config.get("headless")),
         )
     finally:

@@ -18,7 +18,7 @@ from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.loading.context import LoadContext
 from localrt.loading.format_names import most_used_format
-from localrt.loading.kernels import compiled_meanwhile
+from localrt.loading.kernels import compiling
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
@@ -95,7 +95,7 @@ def _load(
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )
-    with compiled_meanwhile(checkpoint, config, ops, context):
+    with compiling(checkpoint, config, ops, context):
         on_bytes = context.byte_counter(total)
         decoder = load_decoder(checkpoint, ops, config, on_bytes=on_bytes)
     return_free_memory()  # left over from reading

@@ -25,7 +25,7 @@ from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.hub.names import shown_path
 from localrt.loading.context import LoadContext
 from localrt.loading.gpu import open_gpu
-from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
+from localrt.loading.kernels import compiling, share_of_gpu
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.loading.passes import measured
 from localrt.models.checkpoints import Checkpoint
@@ -210,7 +210,7 @@ def load_placed(
         ops.kv_maker = kv_tier
     gpu_ops = ops if opened.gpu is None else opened.gpu.ops
     share = share_of_gpu(store, config, plan.placement)
-    with compiled_meanwhile(store, config, gpu_ops, context, share):
+    with compiling(store, config, gpu_ops, context, share):
         streamed = open_pipeline(
             Setup(
                 store=store,

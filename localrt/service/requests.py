@@ -270,7 +270,7 @@ class RequestBuilder:
         """Encode the messages; of a picture's rows, the ids are those that ``Sight`` gives them."""
         sight, tokenizer = self._engine.sight, self.tokenizer
         if sight is None or not (pictures := pictures_of(messages)):
-            check_text_only(messages, blind=self._parts.blind)
+            check_text_only(messages, blind=self._parts.vision_problem)
             return encode_chat(tokenizer, segments(messages), watch)
         tower = sight.tower
         placed = [sight.place(picture) for picture in pictures]

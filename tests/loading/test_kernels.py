@@ -16,7 +16,7 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.loading import native
 from localrt.loading.context import LoadContext
-from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
+from localrt.loading.kernels import compiling, share_of_gpu
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
@@ -125,7 +125,7 @@ class Packed:
 
 def load_whole(source: Checkpoint, **options: Any) -> Decoder:
     ops, config = CudaOps(device="cpu"), read_config(source)
-    with compiled_meanwhile(source, config, ops, LoadContext(**options)):
+    with compiling(source, config, ops, LoadContext(**options)):
         return load_decoder(source, ops, config)
 
 
@@ -195,7 +195,7 @@ def test_part_on_gpu(split: dict[str, tuple[float, float]], gpu: FakeGpu, tmp_pa
         )
         ops, clock = CudaOps(device="cpu"), Clock()
         share = share_of_gpu(model.store, model.config, placement)
-        with compiled_meanwhile(model.store, model.config, ops, LoadContext(), share):
+        with compiling(model.store, model.config, ops, LoadContext(), share):
             decoder = open_decoder(
                 model.store,
                 model.ops,

@@ -1,4 +1,4 @@
-"""Gives an engine its model's sight: the tower's open files, whose weights wait for a picture."""
+"""Attaches a model's vision encoder to its engine; weights are read at the first image."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from localrt.models.vision.source import VisionSource, vision_source
 from localrt.models.vision.tower import Tower
 from localrt.quant.choose import all_vision_steps
 
-_MOST_ROWS = 4096  # of a picture: a photo of 12 megapixels has 12,000 by Qwen's own settings
+_MOST_ROWS = 4096  # of an image: a photo of 12 megapixels has 12,000 by Qwen's own settings
 
 
-class Eyes:
-    """The tower of the model at a path, if it has one; ``problem`` says why it cannot be used.
-    ``projectors`` are those of ``vision_source``.
+class VisionLoader:
+    """The vision encoder of the model at a path, if it has one; ``problem`` says why it cannot be
+    used. ``projectors`` are those of ``vision_source``.
 
-    A model whose pictures cannot be used answers to text all the same.
+    A model whose encoder cannot be used still answers text.
     """
 
     def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
@@ -33,7 +33,7 @@ class Eyes:
             self._source = vision_source(path, projectors)
             if self._source is None:
                 return
-            # What it takes counts before the model's memory is planned.
+            # Imported before the model's memory is planned, which then counts it.
             from PIL import Image
 
             Image.preinit()
@@ -43,12 +43,12 @@ class Eyes:
 
     @property
     def notes(self) -> list[str]:
-        """What is to say of the model's pictures."""
+        """Notes for the user about image support."""
         note = self.problem or (self.tower.note if self.tower is not None else "")
         return [note] if note else []
 
-    def open_for(self, engine: Engine, tokenizer: Tokenizer | None, ctx: int) -> None:
-        """Let ``engine`` see; of a context of ``ctx`` tokens a picture takes half at most."""
+    def attach(self, engine: Engine, tokenizer: Tokenizer | None, ctx: int) -> None:
+        """Enable images on ``engine``, each limited to half of a context of ``ctx`` tokens."""
         tower, source = self.tower, self._source
         if tower is None or source is None:
             return
