@@ -92,15 +92,19 @@ def write_byte_tokenizer(folder: Path, template: str | None = CHATML) -> int:
     return len(vocab)
 
 
-def write_tiny_model(folder: Path, *, template: str | None = CHATML, context: int = 512) -> Path:
-    """A random Llama of 60,000 parameters as a Hugging Face folder."""
+def write_tiny_model(
+    folder: Path, *, template: str | None = CHATML, context: int = 512, spare: int = 0
+) -> Path:
+    """A random Llama of 60,000 parameters as a Hugging Face folder. ``spare`` rows of its matrices
+    are no tokens.
+    """
     import torch
     import transformers
 
     vocab = write_byte_tokenizer(folder, template)
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
-        vocab_size=vocab,
+        vocab_size=vocab + spare,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -26,8 +26,8 @@ _LEAST = -9.0  # the log-probability below which tokens are not drafted
 
 
 class BlockSource(DraftSource):
-    """Drafts for one session of ``engine``. Its cache keeps what the head makes of the tokens'
-    features; ``capacity`` counts a block.
+    """Drafts for one session of ``engine``. Its cache has keys and values of the tokens' features;
+    ``capacity`` includes a block.
     """
 
     name = "head"
@@ -51,21 +51,21 @@ class BlockSource(DraftSource):
         self._known: list[int] = []  # the tokens up to that of the last row
 
     def missing(self, history: Sequence[int]) -> int:
-        return len(history) - 1 - self._kept(history) if self._readable(history) else 0
+        return len(history) - 1 - self._first_missing(history) if self._readable(history) else 0
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
-        cache, kept, known = self._cache, self._kept(history), list(history[:-1])
-        if kept == self._features.first:
-            self._start = kept
-        cache.trim(kept - self._start)
-        for start in range(kept, len(known), _PASS_ROWS):
+        cache, first, known = self._cache, self._first_missing(history), list(history[:-1])
+        if first == self._features.first:
+            self._start = first
+        cache.trim(first - self._start)
+        for start in range(first, len(known), _PASS_ROWS):
             self._known = known[:start]
             tokens = np.array(known[start : start + _PASS_ROWS], np.int64)
             stop = start + len(tokens)
             batch = Batch(tokens, np.arange(start, stop), (Span(cache, len(tokens)),))
-            given = self._features.get(start, stop)
+            features = self._features.get(start, stop)
             with self._engine.alone():
-                self._decoder.context.forward(batch, rows=[], check=check, given=given)
+                self._decoder.context.forward(batch, rows=[], check=check, given=features)
         self._known = known
 
     def propose(
@@ -78,10 +78,10 @@ class BlockSource(DraftSource):
         self.catch_up(history, check=check)
         tokens = np.array([history[-1], *[config.mask] * (config.block - 1)], np.int64)
         span = Span(cache, config.block, np.ones((config.block, config.block), np.bool_))
-        batch, held = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
+        batch, length = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
         with self._engine.alone():
             logits = self._decoder.forward(batch, rows=range(1, 1 + depth), check=check)
-        cache.trim(held)
+        cache.trim(length)
         levels = [children_of(row, _LEAST, self._temperature, config.tokens) for row in logits]
         growth = Growth(self.name)
         return growth.grow(
@@ -94,7 +94,8 @@ class BlockSource(DraftSource):
         """Whether there are features of the tokens before the last."""
         return self._features.first < len(history) - 1 <= self._features.length
 
-    def _kept(self, history: Sequence[int]) -> int:
-        """The token before the last that lacks a row, with all after it."""
-        kept = min(common_length(self._known, history), len(history) - 1)
-        return kept if kept > self._start and kept >= self._features.first else self._features.first
+    def _first_missing(self, history: Sequence[int]) -> int:
+        """Return the first token that needs a row in the cache; the rows before it can stay."""
+        first, shared = self._features.first, common_length(self._known, history)
+        shared = min(shared, len(history) - 1)
+        return shared if shared > self._start and shared >= first else first

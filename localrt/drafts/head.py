@@ -55,8 +55,8 @@ vocabulary lists frequent tokens first: of Qwen's 151,936, these are 98 % of Eng
 class HeadDrafter(Drafter):
     """A head for one session.
 
-    The row of a token takes in the features of the token before. Rows of draft tokens do not last:
-    what they took in was the head's own output.
+    The row of a token reads the features of the token before. Rows of draft tokens do not last,
+    since they read the head's own output instead.
     """
 
     name = "head"
@@ -67,8 +67,8 @@ class HeadDrafter(Drafter):
         self._head = head
         self._session = session
         self._features = session.record_features(head.config.layers)
-        self._held = 0  # tokens before the last known one
-        self._given: list[Floats] = []  # for the rows behind the last known token, and each draft's
+        self._length = 0  # tokens before the last known one
+        self._outputs: list[Floats] = []  # of the last known token, and of each draft token
 
     def cache(self, capacity: int) -> KVCache:
         with self._head.engine.alone():
@@ -92,7 +92,7 @@ class HeadDrafter(Drafter):
         head, all_rows = self._head, [step.rows for step in steps]
         drafters = [_head_drafter(step) for step in steps]
         each = list(zip(drafters, all_rows, strict=True))
-        given = np.concatenate([drafter._given_to(rows) for drafter, rows in each])
+        features = np.concatenate([drafter._features_of(rows) for drafter, rows in each])
         places = [drafter._place(step) for drafter, step in zip(drafters, steps, strict=True)]
         batch = Batch(
             np.array([token for rows in all_rows for token in rows.tokens], np.int64),
@@ -108,33 +108,33 @@ class HeadDrafter(Drafter):
         layer = CARRIED if head.config.places else AFTER_LAST
         own = Features((layer,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
-            logits = head.forward(batch, rows=wanted, check=check, features=own, given=given)
-        made, found, first = head.of_itself(own.rows), list[Floats](), 0
+            logits = head.forward(batch, rows=wanted, check=check, features=own, given=features)
+        outputs, results, first = head.normed_output(own.rows), list[Floats](), 0
         for (drafter, rows), end in zip(each, ends, strict=True):
-            drafter._keep(rows, made[end - len(rows.tokens) : end])
-            found.append(logits[first : first + rows.wanted])
+            drafter._keep(rows, outputs[end - len(rows.tokens) : end])
+            results.append(logits[first : first + rows.wanted])
             first += rows.wanted
-        return found
+        return results
 
-    def _given_to(self, rows: Rows) -> Floats:
-        """What ``rows`` take in: the target's features of the tokens before, or the head's own."""
+    def _features_of(self, rows: Rows) -> Floats:
+        """Return what ``rows`` read: the target's features of the tokens before, or the head's."""
         if rows.above is not None:
-            return np.array([self._given[1 + row] for row in rows.above])
+            return np.array([self._outputs[1 + row] for row in rows.above])
         start = int(rows.positions[0]) - 1
-        return self._head.of_target(self._features.get(start, start + len(rows.tokens)))
+        return self._head.normed_features(self._features.get(start, start + len(rows.tokens)))
 
-    def _keep(self, rows: Rows, made: Floats) -> None:
-        """Keep what was ``made`` of ``rows``, for the rows behind them."""
+    def _keep(self, rows: Rows, outputs: Floats) -> None:
+        """Keep the ``outputs`` of ``rows``, for the rows after them."""
         if rows.above is None:
-            self._given = [made[-1]]
+            self._outputs = [outputs[-1]]
         else:
-            self._given += list(made)
+            self._outputs += list(outputs)
 
     def _place(self, step: Step) -> tuple[npt.NDArray[np.int64], list[Span]]:
-        """Positions and spans of a step's rows.
+        """Return positions and spans of a step's rows.
 
-        An assistant's stand at the last known token, and see what the target's cache holds before
-        it. A pass sees the tokens held and its own rows, so these take the place of the last ones.
+        An assistant's rows have the position of the last known token and see the target's cache
+        before it. A pass appends its own rows to a cache, so they replace the last rows there.
         """
         rows, count = step.rows, len(step.rows.tokens)
         if not self._head.config.places:
@@ -142,16 +142,16 @@ class HeadDrafter(Drafter):
         step.cache.reserve(step.cache.length + count)
         step.cache.advance(count)  # rows that are only counted
         if rows.above is None:
-            self._held = int(rows.positions[-1])
-        spans, held, cache = [], self._held, self._session.cache
+            self._length = int(rows.positions[-1])
+        spans, length, cache = [], self._length, self._session.cache
         assert isinstance(cache, GrowingCache), "it was checked"
-        for first in range(0, count, held):
-            most = min(held, count - first)
-            shown = copy(cache)
-            shown.mix = ()
-            shown.trim(held - most)
-            spans.append(Span(shown, most, np.ones((most, most), np.bool_)))
-        return np.full(count, held), spans
+        for first in range(0, count, length):
+            most = min(length, count - first)
+            view = copy(cache)
+            view.mix = ()
+            view.trim(length - most)
+            spans.append(Span(view, most, np.ones((most, most), np.bool_)))
+        return np.full(count, length), spans
 
 
 def _head_drafter(step: Step) -> HeadDrafter:
@@ -218,7 +218,7 @@ class HeadDraft:
         self.at_once = self.config.block > 0
 
     def _reserve(self, nbytes: int) -> None:
-        """Take memory beside the model's."""
+        """Reserve memory beside the model's."""
         weights = self.engine.weights
         if not weights.memory.streams:
             check_left(nbytes, weights.ops, self.engine)
@@ -251,16 +251,16 @@ class HeadDraft:
             temperature=temperature,
         )
 
-    def of_target(self, rows: Floats) -> Floats:
-        """The target's features as the head reads them."""
+    def normed_features(self, rows: Floats) -> Floats:
+        """Return the target's features as the head reads them."""
         return self._target_norm(rows) if self._target_norm else rows
 
-    def of_itself(self, rows: Floats) -> Floats:
-        """The head's output as it reads it for the next draft token."""
+    def normed_output(self, rows: Floats) -> Floats:
+        """Return the head's output as it reads it for the next draft token."""
         return self._own_norm(rows) if self._own_norm else rows
 
     def close(self) -> None:
-        """Free the head, and what is recorded of it."""
+        """Free the head and its CUDA graphs."""
         self.forward = self.decoder.forward
         self.decoder.close()
         with suppress(LocalrtError):  # the model may be closed already

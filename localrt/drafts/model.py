@@ -1,7 +1,4 @@
-"""A draft model of a target: its place, its check, and its sources.
-
-Its caches never outgrow the GPU memory reserved for them.
-"""
+"""A draft model that is loaded for a target, and the draft sources that it gives sessions."""
 
 from __future__ import annotations
 
@@ -142,7 +139,8 @@ class ModelDraft:
         if problem:
             parts.engine.close()
             raise OptionError(f"draft {name} {problem}")
-        self._engine = engine = _native(parts)
+        assert isinstance(parts.engine, NativeEngine), "it was checked"
+        self._engine = engine = parts.engine
         self._vocab = min(engine.info.vocab_size, target.engine.info.vocab_size)
         self._room = None
         ours, theirs = target.engine.info.weight_bytes, engine.info.weight_bytes
@@ -172,20 +170,15 @@ class ModelDraft:
         self._parts.engine.close()
 
 
-def _native(parts: LoadedModel) -> NativeEngine:
-    assert isinstance(parts.engine, NativeEngine), "it was checked"
-    return parts.engine
-
-
 def _problem(draft: LoadedModel, target: LoadedModel) -> str:
     """Say why ``draft`` cannot draft for ``target``; empty if it can."""
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
-    problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
-    if not problem:
-        ours, theirs = (p.engine.info.vocab_size for p in (target, draft))
-        if ours != theirs:
-            problem = f"it has {theirs} tokens and the model {ours}"
+    ours, theirs = target.engine.info.vocab_size, draft.engine.info.vocab_size
+    if target.tokenizer is not None or draft.tokenizer is not None:
+        problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
+    else:
+        problem = f"it has {theirs} tokens and the model {ours}" if ours != theirs else ""
     if not problem:
         return ""
     return (
@@ -199,8 +192,6 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
     one family differ in unused tokens at the end.
     """
     if target is None or draft is None:
-        if target is draft:
-            return ""
         return "one of the two models has no tokenizer to compare"
     ours, theirs = target.token_text, draft.token_text
     common = min(target.vocab_size, draft.vocab_size)

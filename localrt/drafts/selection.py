@@ -1,5 +1,4 @@
-"""The drafts of one loaded model, and the choice of one for a generation (options to
-``Speculation``).
+"""The drafts of one loaded model, and the choice among them for a generation.
 
 Each is loaded when first used, and a note says if memory is too small for it. Models and heads that
 draft are in ``model.py`` and ``head.py``.
@@ -67,7 +66,7 @@ class Drafts:
         self._lock = threading.Lock()
         self._drafts: dict[str, _Loaded] = {}
         self._tuners: dict[str, Tuner] = {}
-        self._made: dict[tuple[str, int | None, int | None, float], Speculation] = {}
+        self._speculations: dict[tuple[str, int | None, int | None, float], Speculation] = {}
         self.archive = Archive()
 
     def speculation(self, options: Options) -> Speculation | None:
@@ -86,10 +85,9 @@ class Drafts:
         engine = self._native(name)
         with self._lock:
             key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
-            known = self._made.get(key)
-            if known is None:
-                known = self._made[key] = self._make(name, engine, options)
-            return known
+            if key not in self._speculations:
+                self._speculations[key] = self._make(name, engine, options)
+            return self._speculations[key]
 
     def add(self, name: str, draft: Draft | None, note: str = "") -> None:
         """Add a loaded draft, or the ``note`` why there is none."""
@@ -97,27 +95,26 @@ class Drafts:
             self._drafts[name] = draft, note
 
     def load(self, name: str) -> None:
-        """Load a draft that is asked for by name; for ``"auto"``, the head that it uses, if any.
+        """Load the draft ``name``; for ``"auto"``, the head that it uses, if any.
 
         Raises:
             LocalrtError: it cannot be found or loaded, or does not fit the model.
         """
         if name == "auto":
-            own = self._head if self._takes_auto() else None
-            if own is None:
-                return
-            name, asked = own, False
-        else:
-            self._native(name)
-            asked = True
+            head = self._head if self._takes_auto() else None
+            if head is not None:
+                with self._lock:
+                    self._drafts[head] = self._load_draft(head, explicit=False)
+            return
+        self._native(name)
         with self._lock:
-            self._drafts[name] = self._load_model(name, asked=asked)
+            self._drafts[name] = self._load_draft(name, explicit=True)
 
     def close(self) -> None:
         """Free all drafts."""
         with self._lock:
             drafts, self._drafts = self._drafts, {}
-            self._made.clear()
+            self._speculations.clear()
         for draft, _ in drafts.values():
             if draft is not None:
                 draft.close()
@@ -152,7 +149,7 @@ class Drafts:
 
     @cached_property
     def _family(self) -> str | None:
-        """The name of the draft model that ``auto`` uses where there is no head, if any."""
+        """The draft model that ``auto`` uses if there is no head."""
         return family_draft(self._target)
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
@@ -181,23 +178,22 @@ class Drafts:
         return Speculation(makers, tuner, fixed=size, archive=archive, note=note, shared=("head",))
 
     def _draft(self, name: str, options: Options) -> _Loaded:
-        known = self._drafts.get(name)
-        if known is None:
-            known = self._drafts[name] = self._load_model(name, asked=options.draft != "auto")
-        return known
+        if name not in self._drafts:
+            self._drafts[name] = self._load_draft(name, explicit=options.draft != "auto")
+        return self._drafts[name]
 
-    def _load_model(self, name: str, *, asked: bool) -> _Loaded:
-        """Load a draft. Unless it was ``asked`` for by name, a failure is only a note."""
+    def _load_draft(self, name: str, *, explicit: bool) -> _Loaded:
+        """Load a draft. Unless the user named it (``explicit``), a failure is only a note."""
         try:
             draft = self._load(name, self._target)
         except MemoryBudgetError as error:
-            hint = "" if asked else "; named as the draft when loading, it would be given room"
+            hint = "" if explicit else "; named as the draft when loading, it would be given room"
             return None, f"draft {name} is not used: {error.marked}{hint}"
         except LocalrtError as error:
-            if asked:
+            if explicit:
                 raise
-            told = isinstance(error, OptionError)  # it names the draft already
-            return None, error.marked if told else f"draft {name} is not used: {error.marked}"
-        if asked or draft.kind == "head":
+            prefix = "" if isinstance(error, OptionError) else f"draft {name} is not used: "
+            return None, prefix + error.marked
+        if explicit or draft.kind == "head":
             return draft, ""
         return draft, f"draft {name} was found on this machine"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localrt.drafts import placement
+from localrt.drafts import gpu_placement
 from localrt.drafts.placement import PairPlan
 from tests.conftest import write_tiny_model
 
@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def choose_place(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Have the planner choose the place of that name; what was planned since."""
-    plan_pair = placement.plan_pair
+    plan_pair = gpu_placement.plan_pair
 
     def choose(place: str) -> list[PairPlan]:
         plans = list[PairPlan]()
@@ -42,7 +42,7 @@ def choose_place(monkeypatch: pytest.MonkeyPatch) -> Choose:
             plans.append(replace(plan, best=best))
             return plans[-1]
 
-        monkeypatch.setattr(placement, "plan_pair", planned)
+        monkeypatch.setattr(gpu_placement, "plan_pair", planned)
         return plans
 
     return choose

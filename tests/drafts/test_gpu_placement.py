@@ -12,7 +12,7 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.drafts import loading
+from localrt.drafts import gpu_placement
 from localrt.drafts.model import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
@@ -50,8 +50,8 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,
         )
-        monkeypatch.setattr(loading, "_open_gpu", lambda *args: opened)
-        found = loading.place_draft(
+        monkeypatch.setattr(gpu_placement, "_open_gpu", lambda *args: opened)
+        found = gpu_placement.place_draft(
             *folders,
             "draft",
             LoadOptions(device="cuda", ctx=128, **options),

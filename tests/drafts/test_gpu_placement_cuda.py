@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import localrt
-from localrt.drafts import loading
+from localrt.drafts import gpu_placement, loading
 from localrt.engine.native.engine import NativeEngine
 from localrt.loading import gpu, native
 from localrt.loading.options import LoadOptions
@@ -77,7 +77,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return GpuOps()
         return make_ops(attention, device=device, **options)
 
-    for module in (choose, native):
+    for module in (choose, native, loading, gpu_placement):
         monkeypatch.setattr(module, "make_ops", made)
     monkeypatch.setattr(gpu, "_rates", lambda *_, **__: None)  # there is none to measure
     return asked
@@ -110,7 +110,6 @@ def test_load(folder: Path, devices: list[str], choose_place: Choose) -> None:
 
 
 def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.offload import account
 
     monkeypatch.setattr(account, "_OTHER_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
@@ -155,7 +154,7 @@ def test_budget_without_plan(
     budget: int | None, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a GPU that torch computes on."""
-    monkeypatch.setattr(account, "draft_growth_nbytes", lambda kv: kv)
+    monkeypatch.setattr(loading, "draft_growth_nbytes", lambda kv: kv)
     engine = MagicMock(spec=NativeEngine)
     engine.free_memory.return_value, engine.kv_nbytes.return_value = 1000, 100
     engine.info = SimpleNamespace(weight_bytes=300)
