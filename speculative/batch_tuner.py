@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localrt.speculative.cost_model import MARGIN, Rest, Retry, nodes_worth
+from localrt.speculative.cost_model import MARGIN, Backoff, Retry, nodes_to_verify
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
 
 _ASSUMED = 96  # passes assumed to follow, which bounds the loss at the start
 _CREDIT = 8  # passes: old gains do not justify losses now
-# The share of a pass that drafting may take when no draft pays, and the most passes without
+# The share of a pass's time that drafting may take when no draft pays, and the most passes without
 # drafting.
-_LOOKING, _LONGEST_REST = 0.01, 64
+_DRAFTING, _LONGEST_BACKOFF = 0.01, 64
 # Budget and depth of the trees that a source computes; the first is an attempt.
 _SIZES = ((1, 1), (2, 2), (4, 2), (4, 4), (8, 4))
 _BLEND = 0.2  # weight of a new measurement in a running mean
@@ -37,19 +37,19 @@ class BatchTuner:
         self._lost = 0.0  # seconds more than passes without drafts took; negative: gained
         self._since_plain = 0
         self._retry = Retry()
-        self._rest = Rest(_LOOKING, _LONGEST_REST)
-        self._looked = False
+        self._backoff = Backoff(_DRAFTING, _LONGEST_BACKOFF)
+        self._drafting = False
         self._computing = Retry()  # of sources that compute their trees
         self._computed = False
         self._level: dict[int, float] = {}  # their seconds a level, by sequences
 
-    def looks(self, sequences: int) -> bool:
+    def should_draft(self, sequences: int) -> bool:
         """Whether to draft for the next pass, which this many sequences share."""
         self._sequences = sequences
         with self.tuner.lock:  # a pass of about that size must have been measured
             known = self.tuner.cost.covers(sequences)
-        self._looked = known and self._since_plain < REFRESH and self._rest.over()
-        return self._looked
+        self._drafting = known and self._since_plain < REFRESH and self._backoff.due()
+        return self._drafting
 
     def size(self, name: str) -> tuple[int, int] | None:
         """Budget and depth of the trees that the source ``name`` is to compute for each sequence
@@ -88,7 +88,7 @@ class BatchTuner:
     def drafted(
         self, name: str, trees: Sequence[TokenTree], size: tuple[int, int], seconds: float
     ) -> None:
-        """Computing these ``trees`` has taken ``seconds``."""
+        """Record that computing these ``trees`` took ``seconds``."""
         height = max((tree.height for tree in trees), default=0)
         with self.tuner.lock:
             level = seconds / self.tuner.sources[name].cost.passes(height)
@@ -114,25 +114,25 @@ class BatchTuner:
             counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
         return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def passed(self, drafted: int, emitted: int, seconds: float, looking: float) -> None:
-        """The chosen pass with ``drafted`` nodes took ``seconds`` and brought ``emitted`` tokens.
-        Drafting took ``looking`` seconds before it.
+    def passed(self, drafted: int, emitted: int, seconds: float, drafting: float) -> None:
+        """Record that ``drafting`` seconds of drafting, and ``seconds`` of a pass with ``drafted``
+        nodes, brought ``emitted`` tokens.
         """
         with self.tuner.lock:
             cost = self.tuner.cost
             cost.add(self._sequences + drafted, seconds)
-            self._spent += seconds + looking
+            self._spent += seconds + drafting
             self._since_plain = self._since_plain + 1 if drafted else 0
             plain = cost.seconds(self._sequences)
-            beyond = looking
+            beyond = drafting
             if drafted:
                 beyond += seconds - emitted * plain / self._sequences
                 self._retry.tried(paid=beyond < 0)
             if self._computed:
                 self._computing.tried(paid=beyond < 0)
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
-        if self._looked:
-            self._rest.looked(looking, plain, found=drafted > 0)
+        if self._drafting:
+            self._backoff.drafting_took(drafting, plain, found=drafted > 0)
 
     def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], beside: int) -> int:
         """Return how many of the likeliest nodes to verify, which bring ``sums`` tokens."""
@@ -148,7 +148,7 @@ class BatchTuner:
                 longest = cost.seconds(base + count, hopeful=True)
                 return longest - cost.seconds(base, hopeful=True)
 
-            best = nodes_worth(sums, plain / rows, longer_s, affordable)
+            best = nodes_to_verify(sums, plain / rows, longer_s, affordable)
             if best or beside:
                 return best
             self._retry.wait -= 1

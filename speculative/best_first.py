@@ -37,34 +37,36 @@ class Children:
     logprobs: npt.NDArray[np.float64]
 
 
-_Asks = TypeVar("_Asks")
-_Gets = TypeVar("_Gets")
-_Gives = TypeVar("_Gives")
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+_Result = TypeVar("_Result")
 
 # Takes nodes to expand, as (node, its token, its parent), and for each the log-probability below
 # which its children are not needed; -1 is the last known token. Returns ``Children`` for each.
 Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
-# The same in steps, which somebody else takes.
+# The same as a generator, whose requests the caller answers.
 ExpandBySteps = Callable[
     [Sequence[tuple[int, int, int]], Sequence[float]],
-    Generator[_Asks, _Gets, Sequence[Children]],
+    Generator[_Request, _Reply, Sequence[Children]],
 ]
 
 
-def drive(steps: Generator[_Asks, _Gets, _Gives], answer: Callable[[_Asks], _Gets]) -> _Gives:
-    """Run ``steps`` to the end, each question with its ``answer``; where that raises, they end."""
+def drive(
+    steps: Generator[_Request, _Reply, _Result], answer: Callable[[_Request], _Reply]
+) -> _Result:
+    """Run ``steps`` to their end with the ``answer`` to each request; they see its errors."""
     try:
-        asked = next(steps)
+        request = next(steps)
         while True:
             try:
-                given = answer(asked)
+                reply = answer(request)
             except BaseException as error:
                 steps.throw(error)
                 raise
-            asked = steps.send(given)
+            request = steps.send(reply)
     except StopIteration as done:
-        made: _Gives = done.value
-        return made
+        result: _Result = done.value
+        return result
 
 
 class Growth:
@@ -95,13 +97,13 @@ class Growth:
 
     def rounds(
         self,
-        expand: ExpandBySteps[_Asks, _Gets],
+        expand: ExpandBySteps[_Request, _Reply],
         *,
         budget: int,
         depth: int,
         round_nodes: int,
         least: float = 0.0,
-    ) -> Generator[_Asks, _Gets, TokenTree]:
+    ) -> Generator[_Request, _Reply, TokenTree]:
         """``grow`` by the steps of ``expand``, until a round's nodes have less than ``least`` of
         all probability together.
         """
@@ -258,8 +260,8 @@ class Growth:
             heapq.heappush(self._open, (-self._score(node), node))
 
     def _expand(
-        self, expand: ExpandBySteps[_Asks, _Gets], batch: Sequence[int], floor: float
-    ) -> Generator[_Asks, _Gets, None]:
+        self, expand: ExpandBySteps[_Request, _Reply], batch: Sequence[int], floor: float
+    ) -> Generator[_Request, _Reply, None]:
         asked = [
             (n, ROOT, ROOT) if n == ROOT else (n, self._tokens[n], self._parents[n]) for n in batch
         ]

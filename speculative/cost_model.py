@@ -115,11 +115,11 @@ class Retry:
         self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
 
     def renew(self) -> None:
-        """Another text begins: what did not pay for the last one may pay now."""
+        """Retry soon: what did not pay for the last text may pay for the next one."""
         self.wait = min(self.wait, _FIRST_WAIT)
 
 
-class Rest:
+class Backoff:
     """How many passes to skip before drafting again, after a draft that did not pay.
 
     Drafting takes at most ``share`` of the time of the passes between, and is skipped for at most
@@ -130,13 +130,13 @@ class Rest:
         self._share, self._longest = share, longest
         self._left, self._most = 0, 1
 
-    def over(self) -> bool:
+    def due(self) -> bool:
         """Whether to draft before the next pass; counts that pass."""
         self._left -= 1
         return self._left < 0
 
-    def looked(self, seconds: float, plain: float | None, *, found: bool) -> None:
-        """Drafting took ``seconds``, a pass without a draft takes ``plain``."""
+    def drafting_took(self, seconds: float, plain: float | None, *, found: bool) -> None:
+        """Record that drafting took ``seconds``; a pass without a draft takes ``plain``."""
         if found:
             self._most = 1
         elif plain:
@@ -262,7 +262,7 @@ class DraftCost:
         return 1 if self.at_once else levels + 1
 
 
-class GapWorth:
+class GapGain:
     """Whether drafting while passes wait pays, by the length of waits and what it saved."""
 
     def __init__(self) -> None:
@@ -359,7 +359,7 @@ def _chance(gain: float, levels: int) -> float:
     return (low + high) / 2
 
 
-def nodes_worth(
+def nodes_to_verify(
     sums: npt.NDArray[np.float64],
     token_s: float,
     longer_s: Callable[[int], float],

@@ -52,7 +52,7 @@ class DraftSource(ABC):
     """``"ngram"``, ``"model"``, ``"head"``."""
 
     prepares = False
-    """Whether it can go on while its draft is verified, by ``ahead``."""
+    """Whether it can draft further while its draft is verified, by ``ahead``."""
 
     def begin(self, history: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """Start a generation with ``history``, which need not continue what was seen so far."""
@@ -70,8 +70,8 @@ class DraftSource(ABC):
         """
 
     def proposal(self, history: Sequence[int], size: TreeSize) -> Proposal:
-        """``propose`` in steps, whose rows the caller computes with their drafter."""
-        yield from ()  # lookups have none
+        """``propose`` as steps, whose rows the caller computes with their drafter."""
+        yield from ()  # lookups have no steps
         return self.propose(history, size)
 
     def ahead(  # noqa: B027
@@ -127,7 +127,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows that a source wants to have computed."""
+    """Rows that a source needs computed."""
 
     drafter: Drafter
     cache: KVCache
@@ -148,9 +148,10 @@ class Drafter(ABC):
     """The target's token ids for the columns of logits; None where they are the same."""
 
     lasting = True
-    """Whether the row of an accepted draft token is that of the token, else it is computed anew.
+    """Whether the cached row of a draft token stays valid once it is accepted; else it is computed
+    again.
 
-    Only a drafter whose rows last goes on while the target computes.
+    Only a drafter whose rows last can draft while the target computes.
     """
 
     @abstractmethod
@@ -170,7 +171,7 @@ class Drafter(ABC):
 
     @property
     def weights(self) -> object:
-        """What drafters share that can compute several sequences' rows in one pass."""
+        """What drafters must share to compute rows of several sequences in one pass."""
         return self
 
     def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:

@@ -20,11 +20,11 @@ from localrt.speculative.cost_model import (
     BUDGETS,
     DEPTHS,
     MARGIN,
-    GapWorth,
+    Backoff,
+    GapGain,
     PassCost,
-    Rest,
     Source,
-    nodes_worth,
+    nodes_to_verify,
 )
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.source import TreeSize
@@ -55,13 +55,13 @@ REFRESH = 128  # passes after which a plain step is measured again
 _LOOKUP_NODES = 64
 # The share of plain decoding that drafting may take when no draft pays, and the most steps
 # without drafting.
-_LOOKING, _LONGEST_REST = 0.005, 24
+_DRAFTING, _LONGEST_BACKOFF = 0.005, 24
 _MARGIN_RESIDENT = 1.08  # a draft takes the processor and its caches from the target
 FEW = 8
 """Tokens that a draft may have to catch up with as a part of its first level."""
 _ATTEMPTS = ((8, 4), (4, 2), (2, 1), (1, 1))  # budget and depth of uncertain attempts
 _STAKE = 0.3  # the share of what may be lost that one attempt may cost
-_LEAST_CHANCE = 0.3  # that a draft token is assumed to have, however few were accepted
+_LEAST_CHANCE = 0.3  # assumed chance of a draft token, however few were accepted
 
 
 class Tuner:
@@ -77,11 +77,11 @@ class Tuner:
     ) -> None:
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed, mixture=mixture)
-        self.gaps = GapWorth()
+        self.gaps = GapGain()
         self.sources = {name: Source(level) for name, level in sources.items()}
         self.streamed = streamed
-        self.looking_s = 0.0
-        """Of looking for draft tokens where none are worth a pass, in the mean."""
+        self.fruitless_s = 0.0
+        """Mean seconds of drafting that found nothing to verify."""
 
     def prompt(self, rows: int, seconds: float) -> None:
         """Record that a prompt of ``rows`` was computed."""
@@ -126,11 +126,11 @@ class Run:
         self._shared_s = 0.0  # seconds of it in which both computed
         self._ahead = 0  # passes during which a source drafted
         self._failures: dict[str, str] = {}
-        self._rest = Rest(_LOOKING, _LONGEST_REST)
+        self._backoff = Backoff(_DRAFTING, _LONGEST_BACKOFF)
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """Whether to skip drafting before the next pass."""
-        return not self._rest.over()
+        return not self._backoff.due()
 
     def plan(
         self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
@@ -161,7 +161,7 @@ class Run:
             return self._model_plan(room)[0]
 
     def caught_up(self, source: str, tokens: int, seconds: float) -> None:
-        """``source`` has computed the missing ``tokens``, to draft as planned."""
+        """Record that ``source`` took ``seconds`` to compute ``tokens`` that it had missed."""
         with self._tuner.lock:
             self._invested += seconds
             if tokens > FEW and self._size is None:
@@ -199,15 +199,15 @@ class Run:
                     return None
             return worth
 
-    def looked(self, tree: TokenTree, seconds: float, charged: float) -> None:
-        """Drafting ``tree`` took ``seconds``, of which ``charged`` were already reported."""
+    def drafting_took(self, tree: TokenTree, seconds: float, charged: float) -> None:
+        """Record that drafting ``tree`` took ``seconds``, ``charged`` of them counted already."""
         tuner = self._tuner
         with tuner.lock:
             self._lost += max(0.0, seconds - charged)
             if not len(tree):
-                mean = tuner.looking_s
-                tuner.looking_s += _BLEND * (seconds - mean) if mean else seconds
-            self._rest.looked(tuner.looking_s, tuner.cost.plain, found=len(tree) > 0)
+                mean = tuner.fruitless_s
+                tuner.fruitless_s += _BLEND * (seconds - mean) if mean else seconds
+            self._backoff.drafting_took(tuner.fruitless_s, tuner.cost.plain, found=len(tree) > 0)
 
     def ahead(self, plan: Plan | None, tree: TokenTree) -> tuple[str, int] | None:
         """Return the source that drafts while the pass over ``tree`` runs, and its most steps; or
@@ -272,7 +272,7 @@ class Run:
                 tuner.sources[plan.source].retry.tried(paid=spent < emitted * plain)
 
     def failed(self, source: str, why: str) -> None:
-        """A source has failed and is not used again."""
+        """Stop using a source that has failed."""
         self._failures[source] = why
         self._draft_s = 0.0
 
@@ -411,7 +411,7 @@ class Run:
         def longer_s(count: int) -> float:
             return cost.seconds(1 + count, hopeful=True) - plain
 
-        best = nodes_worth(sums, plain, longer_s, affordable)
+        best = nodes_to_verify(sums, plain, longer_s, affordable)
         if not best and self._may_try(source):
             best = int(len(tree) > 0 and affordable(1))
         gain = float(sums[best - 1]) if best else 0.0

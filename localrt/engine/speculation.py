@@ -320,7 +320,7 @@ class Stepper(Drafting):
 
     def _draft(self, depth: int, check: Check) -> TokenTree:
         """Draft tokens after the history, as planned, at most ``depth`` deep."""
-        if self._run.rests():
+        if self._run.backs_off():
             return TokenTree.empty()
         began, charged, sources = time.perf_counter(), 0.0, self._sources
         room = self._room()
@@ -350,7 +350,7 @@ class Stepper(Drafting):
             if (found := self._run.drafted(plan, tree, seconds)) is not None:
                 worth = found
                 break
-        self._run.looked(worth, time.perf_counter() - began, charged)
+        self._run.drafting_took(worth, time.perf_counter() - began, charged)
         return worth
 
 

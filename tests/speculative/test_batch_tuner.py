@@ -29,7 +29,7 @@ def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 
         for _ in range(3):
             tuner.cost.add(rows, pass_s(rows))
     found = BatchTuner(tuner)
-    assert found.looks(sequences)
+    assert found.should_draft(sequences)
     return found
 
 
@@ -78,12 +78,12 @@ def test_surest_sequences() -> None:
 def test_unmeasured_pass() -> None:
     tuner = Tuner({"ngram": 0.0})
     found = BatchTuner(tuner)
-    assert not found.looks(4)
+    assert not found.should_draft(4)
     found.choose([TokenTree.empty()] * 4, 10)
     found.passed(0, 4, 0.05, 0.0)
-    assert found.looks(4)
-    assert found.looks(3)  # no dearer
-    assert not found.looks(5)
+    assert found.should_draft(4)
+    assert found.should_draft(3)  # no dearer
+    assert not found.should_draft(5)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.05, 0.5, 0.95])
@@ -98,7 +98,7 @@ def test_gain(chance: float, cost: Callable[[int], float]) -> None:
         claimed = chain(0.8, 8)
         believed = np.log(np.maximum(calibration.probabilities(claimed), 1e-9))
         drafts = [replace(claimed, scores=believed)] * 6
-        ready = found.looks(6)
+        ready = found.should_draft(6)
         chosen = found.choose(drafts if ready else [TokenTree.empty()] * 6, 200)
         emitted = 0
         for tree in chosen:

@@ -16,7 +16,7 @@ from localrt.speculative.cost_model import (
     AHEAD_S,
     Calibration,
     DraftCost,
-    GapWorth,
+    GapGain,
     PassCost,
     Source,
 )
@@ -457,7 +457,7 @@ def test_gaps_left_alone(wait: str) -> None:
 
 
 def test_gap_worth() -> None:
-    worth = GapWorth()
+    worth = GapGain()
     assert not worth.pays(9), "nothing is known of gaps"
     worth.passed(1, 2 * AHEAD_S)
     worth.passed(17, AHEAD_S / 2)

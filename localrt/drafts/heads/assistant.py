@@ -24,9 +24,9 @@ from localrt.quant.ops.features import AFTER_LAST, CARRIED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantBlock(GatedInputs):
-    """Gemma 4's assistants: layers of the target's kind, which have no keys and values but read
-    the target's. Embeddings and features have the target's ``width``. Of ``clusters`` (C, n) of
-    tokens, those of the best ``used`` get their logits.
+    """Layers of the target's kind, without keys and values of their own. Embeddings and features
+    have the target's ``width``. Only tokens in the best ``used`` of the ``clusters`` (C, n) get
+    logits; None: all do.
     """
 
     width: int
@@ -53,7 +53,7 @@ class AssistantHead(Head):
             self._centroids = weights.matrix(shape, "model.masked_embedding.centroids.weight")
 
     def __call__(self, state: PassState) -> None:
-        """Fill ``state.logits`` and the features ``CARRIED``, of the rows wanted."""
+        """Set ``state.logits`` and the features ``CARRIED`` of the wanted rows."""
 
         def product(weight: Weight) -> npt.NDArray[np.float32]:
             return state.ops.head(state.x, state.wanted, self.norm, self._eps, weight)

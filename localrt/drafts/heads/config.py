@@ -18,16 +18,18 @@ FUSION = "model.fc.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head. It reads the residual stream before ``layers`` of its target, the last one's output
-    included, or, if ``normed``, what its target's final norm makes of it; and of its own output
-    what, if ``own_normed``, its own final norm does. ``tokens`` (V,) are the target's ids of its
-    vocabulary; None is all of them. ``output`` is its own output matrix, where it has one.
+    """A head: its decoder, and what it reads of its target.
 
-    An assistant's layers read the keys and values at ``places`` of its target's cache: its rows
-    stand at the last known token and see all before it.
+    Its features are the target's residual stream before each of ``layers`` (``AFTER_LAST``: the
+    last one's output), after the target's final norm if ``normed``. For draft tokens they are its
+    own output, after its own final norm if ``own_normed``. ``tokens`` (V,) are the target's ids of
+    its vocabulary; None means the target's vocabulary. ``output`` names its output matrix.
 
-    DFlash drafts a ``block`` at once: the last known token, and ``mask`` in place of those that it
-    drafts. Its rows see each other, and what ``ContextKeys`` made of the tokens before.
+    Gemma 4's assistants read the target's keys and values in the ``places`` of its cache. All their
+    rows have the position of the last known token and see the tokens before it.
+
+    DFlash drafts a ``block`` of tokens at once: the last known token, and ``mask`` for each token
+    to draft. Its rows see each other, and the keys and values that ``ContextKeys`` computes.
     """
 
     decoder: DecoderConfig
@@ -42,7 +44,7 @@ class HeadConfig:
 
 
 def input_layers(listed: object, first: int, layers: int) -> tuple[int, ...]:
-    """The layers before which a head reads, of a list that counts inputs from ``first`` on."""
+    """Return the layers whose inputs a head reads; its config ``listed`` them from ``first`` on."""
     if not isinstance(listed, list) or {type(number) for number in listed} != {int}:
         raise UnsupportedModelError(f"the layers that it reads are {listed!r}")
     inputs = [number + first for number in listed]

@@ -19,16 +19,14 @@ from localrt.models.raw_config import RawConfig
 from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 
-# Of ``dflash_config``; others are of kinds that are not known
+# Of ``dflash_config``; a draft with others is refused
 _BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
 _BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping"}
 
 
 class ContextKeys:
-    """DFlash's reading of its target: each layer has a key and a value of a token's features.
-
-    These are projected, and take the place of what the ``layers`` of the draft read, behind a norm
-    of their own.
+    """Computes keys and values of known tokens for each of ``layers`` from the target's features,
+    which are projected and normed first.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class ContextKeys:
 
 
 class BlockDecoder(Decoder):
-    """DFlash. A pass of its ``context`` appends what it is given of known tokens to their cache."""
+    """DFlash's decoder. A pass of ``context`` appends the keys and values of known tokens."""
 
     def __init__(self, weights: WeightStore, context: ContextKeys) -> None:
         super().__init__(weights)

@@ -1,4 +1,4 @@
-"""Opens draft heads: the MTP block in a model's files, or what has a head alone."""
+"""Opens draft heads: the MTP block in a model's files, or a folder or file of a head alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OpenHead: TypeAlias = HeadFolder | HeadFile | HeadStore
 
 
 def _integers(found: dict[str, StoredTensor], name: str) -> Ints | None:
-    """The integers under ``name``, taken out of ``found``."""
+    """Remove the integers ``name`` from ``found`` and return them."""
     if (tensor := found.pop(name, None)) is None:
         return None
     if (kind := _INTEGERS.get(tensor.info.format.name)) is None:
@@ -92,7 +92,7 @@ def _plain(name: str) -> str:
 
 
 def open_head(path: Path) -> OpenHead:
-    """Open the head at ``path``: what only drafts for a model, or the MTP block in a model's files.
+    """Open the head at ``path``, or the MTP block in the model's files there.
 
     Raises:
         CheckpointError: there is none.
@@ -103,7 +103,7 @@ def open_head(path: Path) -> OpenHead:
 
 
 def prediction_notes(path: Path) -> tuple[str, ...]:
-    """What plans and descriptions of the model at ``path`` say of its MTP block, if it has one."""
+    """Return a note on the MTP block of the model at ``path``, if it has one."""
     try:
         with closing(open_head(path)) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())

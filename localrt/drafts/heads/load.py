@@ -1,5 +1,6 @@
-"""Reads a draft head: its config, checked against its target's, and its weights around what it
-shares with it, the embedding and the output matrix.
+"""Reads a draft head: its config, checked against its target's, and its weights.
+
+A head without an embedding or output matrix of its own uses the target's.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a head uses of its target: how tokens are embedded, and the output matrix, or the rows
-    of it that are the head's tokens; None if there is none in memory.
+    """What a head uses of its target: the embedding, and the output matrix, or its rows for the
+    head's tokens; None if it is not in memory.
     """
 
     embedding: Part
@@ -73,11 +74,12 @@ def _within(tokens: Ints, count: int) -> bool:
 
 
 _4_BITS, _8_BITS = quantized_format("int4-g32"), quantized_format("int8-g32")
-_LARGE = 1 << 20  # weights of a matrix whose bytes are worth sparing
+_LARGE = 1 << 20  # weights of a large matrix
 
 
 def kept_format(info: TensorInfo | PackedTensor) -> Format:
-    """What a head's matrix is kept in where it has 16 or 32 bits: 4 if it is large, else 8.
+    """Return the format that a head's matrix has in memory: of 16 or 32 bits, 4 if it is large,
+    else 8.
 
     It is read at every step, and as many tokens are accepted with 4 bits as with 8.
     """
@@ -96,8 +98,8 @@ def _kept(block: WeightBlock, ops: Ops) -> WeightBlock:
 def output_rows(
     model: Checkpoint, config: DecoderConfig, ops: Ops, count: int
 ) -> tuple[int, Callable[[], Weight]]:
-    """The bytes that the first ``count`` rows of a model's output matrix take in ``ops``, and what
-    reads them.
+    """Return the size of the first ``count`` rows of a model's output matrix in ``ops``, and a
+    function that reads them.
     """
     name = EMBEDDING if config.tied_head else HEAD
     shape = (count, config.hidden_size)
@@ -111,7 +113,7 @@ def output_rows(
 
 
 def head_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
-    """The bytes that a head's own weights take in ``ops``."""
+    """Return the size of a head's own weights in ``ops``."""
     packed = ops.compute_format == "packed"
     total = 0
     for info in checkpoint.tensors.values():

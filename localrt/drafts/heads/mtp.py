@@ -19,12 +19,10 @@ from localrt.quant.ops.features import AFTER_LAST
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fusion:
-    """Embeddings and features side by side, normed if there are norms, and projected: a layer's
-    input.
-    """
+    """A layer's input: embeddings and features side by side, normed and projected."""
 
     projection: Weight  # (D, 2 F)
-    norms: tuple[Vector | None, Vector | None]  # of embeddings, of features
+    norms: tuple[Vector | None, Vector | None]  # of embeddings, of features; None: not normed
     eps: float
 
     def __call__(self, state: PassState) -> None:

@@ -53,7 +53,7 @@ class BatchSpeculation(Generic[Owner]):
         beside = sum(len(tokens) for _, _, tokens in prompts)
         whole = [i for i, (seq, _, ids) in enumerate(prompts) if len(ids) == len(seq.pending)]
         trees = self._trees(tuner, running, proposers, beside)
-        looking = time.perf_counter() - started
+        drafting = time.perf_counter() - started
         drafted = sum(map(len, trees))
         self.rows = len(running) + drafted + beside
         started = time.perf_counter()
@@ -88,7 +88,7 @@ class BatchSpeculation(Generic[Owner]):
         for at, logits in zip(whole, found[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].accept(logits)))
         if not prompts:  # the rows of prompts would distort the measurement
-            tuner.passed(drafted, emitted, seconds, looking)
+            tuner.passed(drafted, emitted, seconds, drafting)
         return items
 
     # -- parts -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class BatchSpeculation(Generic[Owner]):
         beside: int,
     ) -> list[TokenTree]:
         each = max(_FEWEST, _NODES // len(running))
-        looks = tuner.looks(len(running))
+        looks = tuner.should_draft(len(running))
         drafting = []
         for (seq, _), proposer in zip(running, proposers, strict=True):
             if proposer is not None:
