@@ -33,8 +33,8 @@ _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs sinc
 class OpenGpu:
     """The GPU, or None, and ``host_ops`` for the layers that the CPU computes.
 
-    ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` stays free, and ``beside``
-    is CUDA's own and what is lost to rounding.
+    ``capacity`` is the GPU memory that may be used, in bytes; ``unused`` bytes are kept free, and
+    ``beside`` is what CUDA itself and rounding take.
     """
 
     host_ops: Ops
@@ -135,8 +135,8 @@ def _cuda(
 
 
 def _cuda_nbytes(name: str, formats: Iterable[str]) -> tuple[int, int]:
-    """Bytes of a GPU for CUDA itself: its context, and cuBLAS, which multiplies many rows with
-    weights that are not packed, or that are unpacked for it.
+    """Return the GPU memory of CUDA's context and of cuBLAS, which multiplies many rows with
+    weights that are not packed, or are unpacked first.
     """
     from localrt.quant.cuda import cublas
     from localrt.quant.cuda.device import device_of

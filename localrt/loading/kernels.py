@@ -53,8 +53,8 @@ class RehearsedOps(Ops, Protocol):
 class Share:
     """The part of a model that a GPU computes: layer numbers, and the rows of each head piece.
 
-    ``longest``: layers whose MLP is computed there only in the longest passes. ``split``: the rows
-    of each piece of MLPs that the CPU shares, its own last.
+    ``longest``: layers whose MLP the GPU computes in the longest passes only. ``split``: of MLPs
+    shared with the CPU, the rows of each piece, the CPU's last.
     """
 
     attention: frozenset[int]
@@ -93,7 +93,7 @@ class _Outline:
         return PackedTensor(name, F32, shape, np.zeros((1, 4 * shape[-1]), np.uint8))
 
     def piece(self, config: DecoderConfig, layer: int, rows: tuple[int, int]) -> _Outline:
-        """Return the same with so many rows of a layer's gate and down."""
+        """Return a copy whose ``layer`` has gate and down with that many rows."""
         gates, down, stacked = matrices_of(config, layer)
         counts = {**dict.fromkeys(gates, stacked * rows[0]), down: rows[1]}
         other, infos = copy(self), dict(self.tensors)

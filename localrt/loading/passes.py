@@ -1,8 +1,8 @@
-"""Measures passes of a model where it was placed, once for a GPU in a machine.
+"""Measures passes of a placed model, once for each GPU, to correct forecasts.
 
-Rates are of kernels and copies alone, at full speed. In a pass they work beside one another, and
-the host takes its part around each: what passes take by the pipeline's own clock is kept as
-multiples of what the rates say.
+Rates are measured for kernels and copies alone. In a pass these run at the same time, and the host
+adds work around each of them. The corrections are what passes took by the pipeline's own clock, as
+multiples of what the rates predict.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from localrt.offload.planner.simulate import simulate
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 
 _WARM, _MEASURED = 2, 3  # passes: what comes the second time is recorded
-_MOST_S = 0.25  # after which no further pass begins
-_LONG_S = 0.2  # a planned pass that takes too long for it
+_MOST_S = 0.25  # no pass begins later
+_LONG_S = 0.2  # longer planned passes are not measured
 _TASKS = 10_000  # of a pass, at most
 _TURNS = ("cpu", "gpu")
 _WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
-_SEEN = 0.02  # of a pass, that the host's part must make to be told from the rest
+_SEEN = 0.02  # least share of a pass that the host's part must have to be measured
 
 
 def measured(plan: Plan, streamed: StreamedWeights, context: LoadContext) -> Plan:
-    """``plan`` with a forecast by what its passes were measured to take, which the cache keeps.
+    """Return ``plan`` with its forecast corrected by measured passes; corrections are cached.
 
-    Nothing is measured that is kept, where no GPU works beside CPU or link, or while other programs
-    compute. A note says where it fails, and if the next load will place units better.
+    Passes are measured once, only if a GPU works together with CPU or link, and not while other
+    programs compute. Notes say if that fails, and if the next load would place units better.
     """
     request, placement = plan.request, plan.placement
     machine, shape = request.machine, placed_shape(plan)
@@ -76,8 +76,8 @@ def measured(plan: Plan, streamed: StreamedWeights, context: LoadContext) -> Pla
 
 
 class Passes(NamedTuple):
-    """The tasks of consecutive passes, of which the first only begins the second; the others'
-    seconds from token to token, and the share of experts that were found.
+    """Measured passes: the tasks of each, of which the first only shows when the second began, the
+    seconds per token of the others, and the share of experts that were in memory.
     """
 
     tasks: Sequence[Sequence[Task]]
@@ -86,7 +86,7 @@ class Passes(NamedTuple):
 
 
 def run_passes(weights: StreamedWeights, capacity: int, cancel: Event | None = None) -> Passes:
-    """Decode some tokens that nobody sees, in a cache of their own, and count none of it."""
+    """Decode a few tokens in a cache of their own, without counting them in any statistics."""
     assert weights.gpu is not None, "they are of a GPU"
     assert weights.gpu.gpu is not None, "it is the GPU's lane"
     gpu, recorder, decoder = weights.gpu.gpu, weights.gpu.recorder, Decoder(weights)
@@ -120,11 +120,10 @@ def run_passes(weights: StreamedWeights, capacity: int, cancel: Event | None = N
 
 
 def corrections_of(passes: Passes, costs: Costs, placement: Placement) -> Corrections:
-    """What these passes took, as multiples of what ``costs`` say of the ``placement``.
+    """Return what passes took, as multiples of what ``costs`` predict for ``placement``.
 
-    Within a recorded part of a mixture, or of MLPs that are split, GPU and host take turns, with
-    one time for both: the GPU is taken to be as planned, and the host to have what is left of a
-    pass.
+    In mixtures and split MLPs, GPU and host have one measured time together: the GPU's part is
+    assumed to be as planned, and the host's part is the rest.
     """
     mixture, costs = costs.shape.experts is not None, costs.of(placement)
     shared = mixture or bool(placement.split)
@@ -171,8 +170,8 @@ def _seconds(tasks: Iterable[Task]) -> float:
 def _host_seconds(
     passes: Sequence[Sequence[Task]], order: Sequence[str], placement: Placement
 ) -> tuple[list[float], list[float]]:
-    """The host's seconds around what the CPU computes between two tasks of the GPU, and from a
-    token's last task to the next one's first.
+    """Return the host's seconds around the CPU's work between two tasks of the GPU, and from a
+    token's last task to the next token's first.
     """
     places = {name: number for number, name in enumerate(order)}
     visits, tokens, before, by_cpu = list[float](), list[float](), None, 0.0
