@@ -98,11 +98,13 @@ class BatchTuner:
                 if len(tree):
                     self.tuner.sources[name].note_tree(tree, *size)
 
-    def choose(self, trees: Sequence[TokenTree], room: int, beside: int = 0) -> list[TokenTree]:
+    def choose(
+        self, trees: Sequence[TokenTree], room: int, prompt_rows: int = 0
+    ) -> list[TokenTree]:
         """Return the part of each sequence's tree to verify in the next pass.
 
         Scores are logarithms of calibrated probabilities. ``room`` bounds the nodes of all trees
-        together; ``beside`` is the number of prompt rows in the same pass.
+        together; ``prompt_rows`` is the number of prompt rows in the same pass.
         """
         sizes = [len(tree) for tree in trees]
         counts = [0] * len(trees)
@@ -110,7 +112,7 @@ class BatchTuner:
             owner = np.repeat(np.arange(len(trees)), sizes)
             scores = np.concatenate([tree.scores for tree in trees])
             order = np.argsort(-scores, kind="stable")[:room]
-            best = self._worth(np.cumsum(np.exp(scores[order])), beside)
+            best = self._worth(np.cumsum(np.exp(scores[order])), prompt_rows)
             counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
         return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
 
@@ -134,11 +136,11 @@ class BatchTuner:
         if self._drafting:
             self._backoff.drafting_took(drafting, plain, found=drafted > 0)
 
-    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], beside: int) -> int:
+    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], prompt_rows: int) -> int:
         """Return how many of the likeliest nodes to verify, which bring ``sums`` tokens."""
         with self.tuner.lock:
             cost, rows = self.tuner.cost, self._sequences
-            plain, base = cost.seconds(rows), rows + beside
+            plain, base = cost.seconds(rows), rows + prompt_rows
             limit = TOLERANCE * max(self._spent, _ASSUMED * plain) - self._lost
 
             def affordable(count: int) -> bool:
@@ -149,7 +151,7 @@ class BatchTuner:
                 return longest - cost.seconds(base, hopeful=True)
 
             best = nodes_to_verify(sums, plain / rows, longer_s, affordable)
-            if best or beside:
+            if best or prompt_rows:
                 return best
             self._retry.wait -= 1
             attempt = min(rows, len(sums))

@@ -55,7 +55,7 @@ class GapWork:
     # -- the pass --------------------------------------------------------------------------------
 
     def __call__(self) -> None:
-        """Call the caller's check."""
+        """Run the caller's check."""
         self._check()
 
     @contextmanager
@@ -166,12 +166,12 @@ class Speculation:
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
     ) -> dict[str, DraftSource]:
         """Return the session's sources with these names, prepared for a generation."""
-        held = self._sources.setdefault(session, {})
+        sources = self._sources.setdefault(session, {})
         for name in names:
-            if name not in held:
-                held[name] = self._makers[name](session)
-            held[name].begin(prompt)
-        return {name: held[name] for name in names}
+            if name not in sources:
+                sources[name] = self._makers[name](session)
+            sources[name].begin(prompt)
+        return {name: sources[name] for name in names}
 
 
 class Drafting(ABC):
@@ -232,7 +232,7 @@ class Stepper(Drafting):
         self._took = (0.0, 0.0, 0.0)  # seconds of that pass: total, waiting, shared with a draft
         self._prefill = time.perf_counter()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
-        self._cramped = False  # trees do not fit in memory
+        self._out_of_memory = False  # for trees
 
     def prefilled(self, rows: int) -> None:
         """Record that a prompt of ``rows`` has just been computed."""
@@ -277,7 +277,7 @@ class Stepper(Drafting):
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
         session, self._plan = self.session, None
-        drafts = left > 1 and not self._cramped
+        drafts = left > 1 and not self._out_of_memory
         tree = self._draft(left - 1, check) if drafts else TokenTree.empty()
         ahead = self._run.ahead(self._plan, tree) if left > 1 else None
         work = None if ahead is None else self._work(*ahead)
@@ -288,7 +288,7 @@ class Stepper(Drafting):
                     logits = session.extend_tree(token, tree, check=gap_work)
                 except MemoryBudgetError:
                     # Its rows and logits do not fit the budget: one row may still fit.
-                    self._cramped, self._plan, tree = True, None, TokenTree.empty()
+                    self._out_of_memory, self._plan, tree = True, None, TokenTree.empty()
                     self._note = "no more drafts: they need memory that the budget does not have"
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
@@ -326,7 +326,7 @@ class Stepper(Drafting):
         room = self._room()
         ready = {name: source.ready(self._history) for name, source in sources.items()}
         missing = {name: source.missing(self._history) for name, source in sources.items()}
-        worth = TokenTree.empty()
+        verified = TokenTree.empty()
         while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
             started = time.perf_counter()
@@ -348,10 +348,10 @@ class Stepper(Drafting):
             seconds = time.perf_counter() - started
             charged += seconds
             if (found := self._run.drafted(plan, tree, seconds)) is not None:
-                worth = found
+                verified = found
                 break
-        self._run.drafting_took(worth, time.perf_counter() - began, charged)
-        return worth
+        self._run.drafting_took(verified, time.perf_counter() - began, charged)
+        return verified
 
 
 class Proposer(Drafting):
@@ -374,7 +374,7 @@ class Proposer(Drafting):
         self._mixed = MixedTree()
 
     def chosen(self, token: int) -> None:
-        """``token`` is the first token that the next pass computes."""
+        """Record the first token that the next pass computes."""
         del self._history[self._computed :]  # left by an abandoned pass
         self._history.append(token)
         self._mixed.clear()
@@ -405,7 +405,7 @@ class Proposer(Drafting):
         return source.proposal(self._history, TreeSize(budget, depth))
 
     def proposed(self, name: str, found: TokenTree | LocalrtError) -> None:
-        """Take what a source proposes; the answer is the same without one that has failed."""
+        """Add a source's proposal; a source that has failed is not used again."""
         if isinstance(found, LocalrtError):
             del self._sources[name]
         elif len(found):
@@ -420,7 +420,7 @@ class Proposer(Drafting):
         return min(most, self.session.capacity - len(self.session.tokens) - 1)
 
     def verified(self, computed: TreePass) -> None:
-        """Learn from a pass that has ended."""
+        """Learn from a finished pass."""
         tree, path = computed.tree, computed.path
         self.passes += 1
         self.emitted += 1 + len(path)

@@ -16,8 +16,9 @@ from localrt.hub import ResolvedModel, resolve, resolve_adapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """``settings`` say where files are kept. ``offline``: the network is not used; None follows the
-    environment. ``notes`` collects lines for the user about one model.
+    """``settings`` say where files are kept. ``offline``: never use the network; None follows the
+    environment. ``progress`` is called with every step, and setting ``cancel`` ends loading.
+    ``notes`` collects lines for the user about one model.
     """
 
     settings: Settings = field(default_factory=Settings.from_environment)
@@ -35,8 +36,12 @@ class LoadContext:
         return resolve_adapter(name, **self._for_hub())
 
     def _for_hub(self) -> dict[str, Any]:
-        names = ("settings", "offline", "progress", "cancel")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "settings": self.settings,
+            "offline": self.offline,
+            "progress": self.progress,
+            "cancel": self.cancel,
+        }
 
     def report(self, stage: str, done: int, total: int, unit: str, detail: str = "") -> None:
         """Report progress, if anybody listens."""

@@ -6,7 +6,7 @@ It changes the tokens of no sequence. ``speculative/batch_tuner.py`` decides wha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeAlias
 
 from localrt.common.errors import MemoryBudgetError
@@ -50,15 +50,15 @@ class BatchSpeculation(Generic[Owner]):
         if tuner is None:
             return None
         started = time.perf_counter()
-        beside = sum(len(tokens) for _, _, tokens in prompts)
+        prompt_rows = sum(len(tokens) for _, _, tokens in prompts)
         whole = [i for i, (seq, _, ids) in enumerate(prompts) if len(ids) == len(seq.pending)]
-        trees = self._trees(tuner, running, proposers, beside)
+        trees = self._trees(tuner, running, proposers, prompt_rows)
         drafting = time.perf_counter() - started
         drafted = sum(map(len, trees))
-        self.rows = len(running) + drafted + beside
+        self.rows = len(running) + drafted + prompt_rows
         started = time.perf_counter()
         try:
-            found = self._engine.extend_trees(
+            logits_of = self._engine.extend_trees(
                 [
                     (session, seq.pending[0], tree)
                     for (seq, session), tree in zip(running, trees, strict=True)
@@ -74,18 +74,18 @@ class BatchSpeculation(Generic[Owner]):
         seconds = time.perf_counter() - started
         items, emitted = [], 0
         for (seq, session), proposer, tree, logits in zip(
-            running, proposers, trees, found, strict=False
+            running, proposers, trees, logits_of, strict=False
         ):
             computed = TreePass(tree, logits)
-            said = _accepted(seq, computed)
+            chunks = _accepted(seq, computed)
             session.keep(computed.rows)
             if proposer is not None:
                 proposer.verified(computed)
             emitted += 1 + len(computed.path)
-            items.append((seq, said))
+            items.append((seq, chunks))
         for seq, _, tokens in prompts:
             seq.pending = seq.pending[len(tokens) :]
-        for at, logits in zip(whole, found[len(running) :], strict=True):
+        for at, logits in zip(whole, logits_of[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].accept(logits)))
         if not prompts:  # the rows of prompts would distort the measurement
             tuner.passed(drafted, emitted, seconds, drafting)
@@ -107,49 +107,50 @@ class BatchSpeculation(Generic[Owner]):
         tuner: BatchTuner,
         running: Sequence[Running[Owner]],
         proposers: Sequence[Proposer | None],
-        beside: int,
+        prompt_rows: int,
     ) -> list[TokenTree]:
         each = max(_FEWEST, _NODES // len(running))
-        looks = tuner.should_draft(len(running))
-        drafting = []
+        drafts = tuner.should_draft(len(running))
+        depths: dict[Proposer, int] = {}  # the most, of those that draft
         for (seq, _), proposer in zip(running, proposers, strict=True):
             if proposer is not None:
                 proposer.chosen(seq.pending[0])
-                if looks:
-                    proposer.look_up(each, seq.ahead - 1, self._check)
-                    drafting.append((proposer, seq.ahead - 1))
-        for name in {name for proposer, _ in drafting for name in proposer.computes}:
-            self._compute(name, tuner, drafting)
-        drafts = dict(drafting)
+                if drafts:
+                    depths[proposer] = seq.ahead - 1
+                    proposer.look_up(each, depths[proposer], self._check)
+        for name in {name for proposer in depths for name in proposer.computes}:
+            self._compute(name, tuner, depths)
         trees = [
-            TokenTree.empty() if proposer not in drafts else proposer.tree(each)
+            TokenTree.empty() if proposer not in depths else proposer.tree(each)
             for proposer in proposers
         ]
-        room = self._engine.pass_rows - beside
+        room = self._engine.pass_rows - prompt_rows
         rows = running[0][1].tree_rows  # from the memory budget, the same for all
         room = room if rows is None else min(room, rows)
-        return tuner.choose(trees, max(0, room - len(running)), beside)
+        return tuner.choose(trees, max(0, room - len(running)), prompt_rows)
 
-    def _compute(
-        self, name: str, tuner: BatchTuner, drafting: Sequence[tuple[Proposer, int]]
-    ) -> None:
+    def _compute(self, name: str, tuner: BatchTuner, depths: Mapping[Proposer, int]) -> None:
         """Let the source ``name`` of all sequences compute their trees together, if it pays."""
         size = tuner.size(name)
         if size is None:
             return
         started = time.perf_counter()
-        asked = [(own, own.proposal(name, size[0], min(size[1], left))) for own, left in drafting]
-        steps = [(own, steps) for own, steps in asked if steps is not None]
-        found = propose_together([each for _, each in steps], check=self._check)
-        for (own, _), tree in zip(steps, found, strict=True):
-            own.proposed(name, tree)
-        trees = [tree for tree in found if isinstance(tree, TokenTree)]
+        budget, depth = size
+        proposals = {
+            proposer: steps
+            for proposer, most in depths.items()
+            if (steps := proposer.proposal(name, budget, min(depth, most))) is not None
+        }
+        results = propose_together(list(proposals.values()), check=self._check)
+        for proposer, result in zip(proposals, results, strict=True):
+            proposer.proposed(name, result)
+        trees = [result for result in results if isinstance(result, TokenTree)]
         tuner.drafted(name, trees, size, time.perf_counter() - started)
 
 
 def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
     """Accept the tokens along the sequence's tree; return their chunks."""
-    said = list(seq.accept(computed.first))
+    chunks = list(seq.accept(computed.first))
     while not seq.done and (logits := computed.after(seq.pending[0])) is not None:
-        said += seq.accept(logits)
-    return said
+        chunks += seq.accept(logits)
+    return chunks
