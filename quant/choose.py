@@ -64,7 +64,7 @@ def make_ops(
     if kept != "bf16" and (latent or not on_gpu):
         raise OptionError(_no_kv_format(kv_format))
     if device.startswith("cuda"):
-        from localrt.quant.cuda.device import count_gpus
+        from localrt.quant.cuda.driver import count_gpus
 
         index, found = device.removeprefix("cuda").removeprefix(":") or "0", count_gpus()
         if not found:
@@ -167,7 +167,7 @@ def _default_device() -> str:
     """``"cuda"`` if a GPU can be used; NVIDIA's bindings are imported only if there is a driver."""
     if not _has_driver() or find_spec("cuda") is None:
         return "cpu"
-    from localrt.quant.cuda.device import count_gpus
+    from localrt.quant.cuda.driver import count_gpus
 
     return "cuda" if count_gpus() else "cpu"
 
@@ -204,7 +204,7 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     A broken installation counts as none: torch can compute on unpacked weights.
     """
     from localrt.quant.cuda.attention import takes_heads
-    from localrt.quant.cuda.device import device_of
+    from localrt.quant.cuda.driver import device_of
     from localrt.quant.cuda.latent import takes_latents
     from localrt.quant.cuda.programs import NO_COMPILER, OLDEST, has_compiler
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import (
     launch_seconds,
 )
 from localrt.quant.cuda.attention import attend
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.latent import attend_latent_rows
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty, upload

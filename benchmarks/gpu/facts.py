@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.gpu.timing import Result, guarded
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.measuring import measure_gpu
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import upload

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.random_store import random_packed
 from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import Result, guarded
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.steps import move_rows

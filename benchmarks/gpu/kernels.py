@@ -31,7 +31,8 @@ from benchmarks.gpu.timing import (
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
 from localrt.quant.cuda.cuts import Cut, best_cut
-from localrt.quant.cuda.device import Device, device_of
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,

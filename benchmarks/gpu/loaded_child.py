@@ -27,7 +27,7 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.planner import Plan, PlanRequest
 from localrt.offload.planner.plan import placed_shape
 from localrt.offload.ring import PAGE
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 
 
 def free_memory(device: str = "cuda") -> int:

@@ -26,7 +26,7 @@ from benchmarks.gpu.memory import free_memory, watch
 from benchmarks.gpu.timing import RUNS, Result, guarded, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps

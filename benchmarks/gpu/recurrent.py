@@ -18,7 +18,8 @@ from benchmarks.gpu.timing import (
     Result,
     guarded,
 )
-from localrt.quant.cuda.device import Device, device_of
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.recurrent import SequenceTable, mix_rows
 from localrt.quant.cuda.tensor import Tensor

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from localrt.quant.cuda.capture import Capture, record
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import Cuda, Event
+from localrt.quant.cuda.driver import Cuda, Event, device_of
 from localrt.quant.cuda.stream import Cut
 from localrt.quant.cuda.tensor import UINT8, zeros
 

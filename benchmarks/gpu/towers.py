@@ -22,7 +22,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.choose import vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import cublas
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import dense_product
 from localrt.quant.cuda.tensor import BFLOAT16, empty, upload

@@ -139,7 +139,7 @@ def _cuda_nbytes(name: str, formats: Iterable[str]) -> tuple[int, int]:
     weights that are not packed, or are unpacked first.
     """
     from localrt.quant.cuda import cublas
-    from localrt.quant.cuda.device import device_of
+    from localrt.quant.cuda.driver import device_of
     from localrt.quant.cuda.formats import TYPES
     from localrt.quant.cuda.launch import prefers_int8
 

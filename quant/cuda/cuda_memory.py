@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import array_of
+from localrt.quant.cuda.driver import array_of, device_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream

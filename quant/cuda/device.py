@@ -8,13 +8,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.memory import GRANULE, Pool
 from localrt.quant.cuda.programs import Program
 
@@ -210,37 +208,3 @@ def emulate(launcher: Launcher | None) -> Launcher | None:
     global _emulator
     before, _emulator = _emulator, launcher
     return before
-
-
-def count_gpus() -> int:
-    """GPUs that NVIDIA's driver shows; 0 without it or its bindings."""
-    from localrt.quant.cuda.driver import bindings
-
-    try:
-        status, count = bindings().cuDeviceGetCount()
-    except LocalrtError:
-        return 0
-    return int(count) if int(status) == 0 else 0
-
-
-_opening = threading.Lock()
-
-
-def device_of(name: str) -> Any:
-    """The device of a name: ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
-    with _opening:  # two threads that come first would get one each
-        if name == "cpu":
-            return _ram()
-        return _cuda(int(name.removeprefix("cuda").removeprefix(":") or "0"))
-
-
-@cache
-def _ram() -> Ram:
-    return Ram()
-
-
-@cache
-def _cuda(index: int) -> Device:
-    from localrt.quant.cuda.driver import Cuda
-
-    return Cuda(index)

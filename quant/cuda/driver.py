@@ -23,7 +23,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError, MissingExtraE
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
-from localrt.quant.cuda.device import Device, Grid, Values
+from localrt.quant.cuda.device import Device, Grid, Ram, Values
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.programs import OLDEST, Program, machine_code
 
@@ -429,3 +429,33 @@ def bindings() -> Any:
     if int(status) != 0:
         raise _error(driver, "cuInit", status)
     return driver
+
+
+def count_gpus() -> int:
+    """GPUs that NVIDIA's driver shows; 0 without it or its bindings."""
+    try:
+        status, count = bindings().cuDeviceGetCount()
+    except LocalrtError:
+        return 0
+    return int(count) if int(status) == 0 else 0
+
+
+_opening = threading.Lock()
+
+
+def device_of(name: str) -> Any:
+    """The device of a name: ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
+    with _opening:  # two threads that come first would get one each
+        if name == "cpu":
+            return _ram()
+        return _cuda(int(name.removeprefix("cuda").removeprefix(":") or "0"))
+
+
+@cache
+def _ram() -> Ram:
+    return Ram()
+
+
+@cache
+def _cuda(index: int) -> Device:
+    return Cuda(index)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from localrt.quant.cuda.capture import Capture, Check, Replay, record
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable

@@ -20,7 +20,7 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_file import (
     FINE_RATES,

@@ -28,7 +28,7 @@ from localrt.quant.cuda.attention import (
     new_cache,
 )
 from localrt.quant.cuda.capture import Capture
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import GraphedForward, Recordings

@@ -16,7 +16,7 @@ import numpy as np
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda import cublas
 from localrt.quant.cuda.attention import attend, rope_append, takes_heads
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import LayerPlace
 from localrt.quant.cuda.launch import launch, pointers, prefers_int8
 from localrt.quant.cuda.linear import linear

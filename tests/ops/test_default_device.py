@@ -10,7 +10,7 @@ import pytest
 
 from localrt.common.option_names import on_command_line, spelled
 from localrt.quant import choose
-from localrt.quant.cuda import device as devices
+from localrt.quant.cuda import driver as devices
 from localrt.quant.ops.attention import AttentionSpec
 
 torch = pytest.importorskip("torch")

@@ -12,8 +12,7 @@ from benchmarks.gpu import attention, facts, grouped, loaded_child, recurrent, t
 from benchmarks.gpu.kernels import random_rows
 from benchmarks.gpu.memory import free_memory, watch
 from localrt.quant.cuda import cuda_memory
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.products import quantize
 from localrt.quant.cuda.tensor import UINT8, empty
 from tests.driver.inside.conftest import Kernels

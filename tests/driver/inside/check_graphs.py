@@ -12,8 +12,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.counting import _our_calls, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.launch import CudaStopwatch
 from localrt.quant.cuda.measuring import measure_gpu
 from localrt.quant.cuda.ops import CudaOps

@@ -17,8 +17,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.graph import _RECORDED, _ROWS, GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.speculative.source import TreeSize

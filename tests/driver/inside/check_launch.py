@@ -17,8 +17,8 @@ from localrt.common.errors import LocalrtError
 from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda import launch as launching
 from localrt.quant.cuda import programs
-from localrt.quant.cuda.device import device_of, emulate
-from localrt.quant.cuda.driver import Cuda, Event
+from localrt.quant.cuda.device import emulate
+from localrt.quant.cuda.driver import Cuda, Event, device_of
 from localrt.quant.cuda.launch import CudaStopwatch, gpu_file, launch
 from localrt.quant.cuda.programs import Compiled, Program
 from localrt.quant.cuda.steps import _Norm, norm

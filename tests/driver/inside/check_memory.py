@@ -13,8 +13,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.device import device_of
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, upload, zeros
 from tests.driver.inside.conftest import Kernels

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localrt.quant.cuda import cublas, products
-from localrt.quant.cuda import device as devices
 from localrt.quant.cuda import driver as calling
+from localrt.quant.cuda import driver as devices
 from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.programs import Program

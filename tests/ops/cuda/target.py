@@ -11,7 +11,8 @@ import torch
 from benchmarks.gpu.exchange import DTYPES as DTYPES
 from benchmarks.gpu.exchange import back as back
 from benchmarks.gpu.exchange import seen_from as seen_from
-from localrt.quant.cuda.device import count_gpus, device_of, emulate
+from localrt.quant.cuda.device import emulate
+from localrt.quant.cuda.driver import count_gpus, device_of
 from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.cuda.tensor import Tensor, upload

@@ -12,9 +12,10 @@ import torch
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.quant import choose
-from localrt.quant.cuda import device as devices
+from localrt.quant.cuda import driver as devices
 from localrt.quant.cuda import programs
-from localrt.quant.cuda.device import Ram, device_of
+from localrt.quant.cuda.device import Ram
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.tensor import upload
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec, Rope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.quant.cuda.device import device_of
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.graph import Recordings, StaticPass, StaticStep
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.stream import CudaPass, Stream

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.quant.cuda.device import Ram, device_of
+from localrt.quant.cuda.device import Ram
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.tensor import (
     BFLOAT16,
