@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Forward
-
-if TYPE_CHECKING:
-    from localrt.quant.cpu.ops import NativeOps
 
 
 class Tape:
@@ -162,10 +160,22 @@ class Recording:
         return logits
 
 
+class Recorder(Protocol):
+    """What a replay needs of an ``Ops``."""
+
+    def follow_limits(self) -> None: ...
+
+    def begin_adapters(self, batch: Batch) -> None: ...
+
+    def recording(self, tape: Tape) -> AbstractContextManager[None]: ...
+
+    def run_steps(self, first: Any, count: int) -> None: ...
+
+
 class ReplayedForward:
     """A decoder's ``forward`` whose decode steps are recorded once, and replayed."""
 
-    def __init__(self, ops: NativeOps, forward: Forward) -> None:
+    def __init__(self, ops: Recorder, forward: Forward) -> None:
         self._ops, self._forward = ops, forward
         self._recording: Recording | None = None
         self._records = True  # nothing is known to stand against it
