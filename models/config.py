@@ -17,9 +17,6 @@ from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import LayerSpec, MlpSpec
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-
 # A sparse layer's tensors, below ``model.layers.N.``, in localrt's names
 ROUTER = "mlp.gate"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Layer, Part
+from localrt.models.checkpoints.base import EMBEDDING, HEAD
+from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
 from localrt.models.layers.parts import (
     Embedding,

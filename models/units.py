@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.weights import AskedTensors, is_ignored, missing_tensor

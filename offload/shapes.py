@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind, Where, host_piece, link_piece

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.config import EMBEDDING, HEAD
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint
 from localrt.models.registry import read_config
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import PackedTensor

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from localrt.common.free_memory import return_free_memory
 from localrt.loading.context import LoadContext
-from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part, memory_places
+from localrt.models.config import DecoderConfig, Part, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, GatedMlp, Head, PassState, SplitMlp

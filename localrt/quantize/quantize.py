@@ -21,9 +21,9 @@ from localrt.common.progress import Progress, ProgressCallback, note_to
 from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import kept_format, read_head_config
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from localrt.models.checkpoints.base import WeightBlock
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, WeightBlock
 from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import Unit, list_units
 from localrt.offload.store import StoreWriter

@@ -28,6 +28,8 @@ from localrt.common.errors import CheckpointError, reason_of
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 _MOST_PER_CALL = 1 << 30  # systems refuse or silently shorten reads of 2 GiB and more
 
 

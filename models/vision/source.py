@@ -13,8 +13,8 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf.vision import VisionGguf
-from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
 from localrt.models.weight_files import STORED_TOWER, projectors_beside, rivals, words_in_common

@@ -14,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
+from localrt.models.checkpoints.base import EMBEDDING
 from localrt.models.checkpoints.store.checkpoint import Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.config import EMBEDDING, memory_places
+from localrt.models.config import memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.units import TABLES

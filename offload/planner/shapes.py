@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.option_names import option
-from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
-from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD
+from localrt.models.config import CHOICE_BIAS
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.layers.ngrams import NGRAM_TABLE

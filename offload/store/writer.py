@@ -26,7 +26,7 @@ from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.files import atomic_write
 from localrt.common.formatting import format_bytes
-from localrt.models.checkpoints.base import TensorInfo, WeightBlock
+from localrt.models.checkpoints.base import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (
     LAYOUT,
@@ -39,7 +39,6 @@ from localrt.models.checkpoints.store.manifest import (
     UnitTensor,
     read_manifest,
 )
-from localrt.models.config import EMBEDDING
 from localrt.models.units import Unit
 from localrt.quant.formats import F32
 from localrt.quant.formats.tiled import TiledTensor

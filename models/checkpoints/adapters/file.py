@@ -2,7 +2,7 @@
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
 of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base model
-before any is read, and gets the name and row order of the tensor that it changes (``places.py``).
+before any is read, and gets the name and row order of the tensor that it changes (``module_map.py``).
 Nothing is unpickled.
 """
 
@@ -20,23 +20,23 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.adapters.places import (
+from localrt.models.checkpoints.adapters.module_map import (
     Place,
     is_beside_text,
     places,
     text_module,
     why_only_merged,
 )
-from localrt.models.checkpoints.base import Checkpoint, RangedFile, StoredTensor
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
 from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, QWEN_DELTA, hf_tensor_name
-from localrt.models.checkpoints.safetensors.header import (
+from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
+from localrt.models.checkpoints.safetensors_header import (
     is_raw,
     read_header,
     read_json,
     unread_type_error,
 )
-from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
@@ -153,7 +153,6 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
 _HASHED = 1 << 18  # bytes at a time: they stay in the CPU cache
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WRAPPER = "base_model.model."
 # How PEFT names a module's parts: A, B, and DoRA's magnitudes.
 _PEFT = re.compile(
@@ -348,9 +347,9 @@ def _assembled(
             if magnitude is not None:
                 own = magnitude if place.rows is None else magnitude[place.rows]
                 part = _decomposed(part, own, place.name, base)
-            if place.name == _HEAD:
+            if place.name == HEAD:
                 head = part
-            elif place.name == _EMBEDDING:
+            elif place.name == EMBEDDING:
                 embedding = part
             else:
                 matrices[place.name] = part
@@ -386,7 +385,7 @@ def _checked(
                 f"{_MERGE}"
             )
     if (magnitude := parts.magnitude) is not None and (
-        int(np.prod(magnitude.info.shape)) != shape[0] or found[0].name == _EMBEDDING
+        int(np.prod(magnitude.info.shape)) != shape[0] or found[0].name == EMBEDDING
     ):
         raise CheckpointError(
             f"{path}: module {module!r:.100}: magnitudes {magnitude.info.shape} for {shape[0]} rows"
@@ -404,14 +403,14 @@ def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoi
             f"{source.path}: module {module!r:.100} has {shape[0]} rows, which are not those of "
             f"{base.path.name}: the adapter is for another model"
         ) from error
-    tied = _HEAD not in base.tensors
+    tied = HEAD not in base.tensors
     for place in found:
-        info = base.tensors.get(_EMBEDDING if place.name == _HEAD and tied else place.name)
+        info = base.tensors.get(EMBEDDING if place.name == HEAD and tied else place.name)
         if info is None or len(info.shape) != 2:
             raise CheckpointError(
                 f"{source.path}: {base.path.name} has no module {module!r:.100}: {_why_not(name)}"
             )
-        out, inner = info.shape if place.name != _EMBEDDING else info.shape[::-1]
+        out, inner = info.shape if place.name != EMBEDDING else info.shape[::-1]
         rows = shape[0] if place.rows is None else len(place.rows)
         if (rows, shape[1]) != (out, inner):
             raise CheckpointError(
@@ -432,7 +431,7 @@ def _why_not(name: str) -> str:
 def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -> LowRank:
     """DoRA: scale each row of ``W + B A`` to its own magnitude."""
     if name not in base.tensors:
-        name = _EMBEDDING  # of a tied head
+        name = EMBEDDING  # of a tied head
     factors, at = np.empty(len(magnitude), np.float32), 0
     for rows in _rows(base, name):
         rows = rows + part.b[at : at + len(rows)] @ part.a

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import StoredTensor
+from localrt.models.checkpoints.base import EMBEDDING, HEAD, StoredTensor
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import (
     CONFIG_KEYS,
@@ -62,7 +62,7 @@ def model_config(
         if value is not None:
             config[name] = value
     _add_routing(config, architecture, metadata)
-    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["tie_word_embeddings"] = HEAD not in tensors
     config["sliding_window"] = config.get("sliding_window") or None  # 0 means none
     _add_vocabulary(config, metadata, tensors)
     _add_partial_rotary(config)
@@ -190,7 +190,7 @@ def _add_vocabulary(
     """Add the vocabulary size, from the embedding's rows if the file does not say it."""
     if "vocab_size" in config:
         return
-    if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
+    if (embedding := tensors.get(EMBEDDING)) is not None:
         config["vocab_size"] = embedding.rows
     elif "tokenizer.ggml.tokens" in metadata:
         config["vocab_size"] = metadata.count("tokenizer.ggml.tokens")

@@ -33,7 +33,7 @@ from localrt.models.checkpoints.gguf.vision_families import (
     vision_config,
 )
 from localrt.models.checkpoints.rows import JoinedRows, OrderedColumns, in_halves, regrouped
-from localrt.models.checkpoints.safetensors.header import is_raw, unread_type_error
+from localrt.models.checkpoints.safetensors_header import is_raw, unread_type_error
 from localrt.quant.formats import F32, unpack
 from localrt.quant.formats.packed import Bytes
 

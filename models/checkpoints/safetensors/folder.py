@@ -16,19 +16,26 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.base import (
+    EMBEDDING,
+    HEAD,
+    RangedFile,
+    RowSource,
+    SourcedCheckpoint,
+    StoredTensor,
+)
 from localrt.models.checkpoints.family_tensors import (
     family_tensors,
     is_hash_constant,
 )
 from localrt.models.checkpoints.rows import rotary_rows
-from localrt.models.checkpoints.safetensors.header import (
+from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY, plain_tensors
+from localrt.models.checkpoints.safetensors_header import (
     is_raw,
     read_header,
     read_json,
     unread_type_error,
 )
-from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY, plain_tensors
 from localrt.models.checkpoints.schemes import (
     published_notes,
     published_tensors,
@@ -50,12 +57,11 @@ NO_HEAD = (
     "the model has no head for text: lm_head.weight is not in its files. It embeds texts; if its "
     'embedding is its head, set "tie_word_embeddings": true in config.json'
 )
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED = 1 << 20  # bytes at a time
 TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3"})
 """Models that see, by ``model_type``, whose outer config ties the head unless it says otherwise."""
 _KIMIS_LENGTH = "model_max_length"
-_HEADS_LAYER = "transformer_layer_config"
+HEADS_LAYER = "transformer_layer_config"
 
 
 def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -65,7 +71,7 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         CheckpointError: a part is of a wrong type.
     """
     flat = dict(config)
-    for key in (*TEXT_KEYS, _HEADS_LAYER):
+    for key in (*TEXT_KEYS, HEADS_LAYER):
         text = flat.pop(key, None) or {}
         if not isinstance(text, dict):
             raise CheckpointError(f"{path}: {key} is not an object")
@@ -149,8 +155,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         head in the file that differs is kept, whatever the config says.
         """
         asked = self.config.get("tie_word_embeddings", self.config.get("tie_embedding"))
-        if _HEAD in self.tensors:
-            tied = asked is True and self._is_copy(_HEAD, _EMBEDDING)
+        if HEAD in self.tensors:
+            tied = asked is True and self._is_copy(HEAD, EMBEDDING)
             if asked is True and not tied:
                 self.notes += ("the head in the file is used: it is not the embedding",)
             return {"tie_word_embeddings": tied}

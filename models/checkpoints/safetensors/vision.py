@@ -14,7 +14,7 @@ from typing import Any
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.checkpoints.safetensors.folder import weight_map
-from localrt.models.checkpoints.safetensors.header import (
+from localrt.models.checkpoints.safetensors_header import (
     is_raw,
     read_header,
     read_json,

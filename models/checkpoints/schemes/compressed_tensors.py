@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.safetensors.header import (
+from localrt.models.checkpoints.safetensors_header import (
     E5M2,
     INT8,
     INT32,

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.safetensors.header import E5M2, RAW_BYTES
+from localrt.models.checkpoints.safetensors_header import E5M2, RAW_BYTES
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
     CodedRows,

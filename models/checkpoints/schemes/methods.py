@@ -10,7 +10,7 @@ from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.safetensors.header import read_json
+from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.models.checkpoints.schemes.bitsandbytes import BitsAndBytes
 from localrt.models.checkpoints.schemes.compressed_tensors import CompressedTensors
 from localrt.models.checkpoints.schemes.floats import Fp8, ModelOpt

@@ -21,7 +21,7 @@ import numpy as np
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.safetensors.header import RAW_BYTES, UINT32
+from localrt.models.checkpoints.safetensors_header import RAW_BYTES, UINT32
 from localrt.models.checkpoints.schemes.floats import fp8_rows, mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.safetensors.header import EXPONENTS, INT32, RAW_BYTES
+from localrt.models.checkpoints.safetensors_header import EXPONENTS, INT32, RAW_BYTES
 from localrt.models.checkpoints.schemes.weights import require_shape, wrong
 from localrt.quant.formats import (
     AFFINE,

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.safetensors.header import INT32
+from localrt.models.checkpoints.safetensors_header import INT32
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
     CodedRows,

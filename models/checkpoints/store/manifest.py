@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.safetensors.header import read_json
+from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.quant.formats import F32, FORMATS, Exactness, Format
 from localrt.quant.formats.tiled import padded_rows, tile_span
 

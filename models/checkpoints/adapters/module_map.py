@@ -18,13 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import Checkpoint, RowSource, TensorInfo, WeightBlock
+from localrt.models.checkpoints.base import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    RowSource,
+    TensorInfo,
+    WeightBlock,
+)
 from localrt.models.checkpoints.family_tensors import delta_tensors
 from localrt.models.checkpoints.gguf.names import QWEN_DELTA
 from localrt.models.checkpoints.rows import rotary_rows
 from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.text_model import decoder_tensor
-from localrt.models.config import EMBEDDING, HEAD
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.methods.rotation import restored_rows
