@@ -20,11 +20,12 @@ from localrt.common.formatting import format_rate
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.version import __version__
 from localrt.hub.known_models import find_known
-from localrt.offload.planner import Plan, PlanRequest, make_plan
-from localrt.offload.planner.gpus import DEFAULT_GPU
-from localrt.offload.planner.pc import Hardware, planned_hardware
-from localrt.offload.planner.shapes import shape_from_config
+from localrt.planning.advice import make_forecast
+from localrt.planning.describe_pc import Hardware, planned_hardware
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.gpus import DEFAULT_GPU
 from localrt.planning.recommending import sized
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.ops.kv_formats import KvFormat
 
 
@@ -125,7 +126,7 @@ def rows() -> Iterator[Record]:
         print(f"{each.model}: {each.tok_s} published, {plan.tok_s:.1f} forecast", flush=True)
 
 
-def forecast(published: Published, settings: Settings) -> Plan:
+def forecast(published: Published, settings: Settings) -> Forecast:
     """Our plan for the PC of ``published``: what was not named of it is a usual PC's. As in other
     engines, a layer's MLP is computed by one processor.
     """
@@ -147,7 +148,7 @@ def forecast(published: Published, settings: Settings) -> Plan:
         kv_format=published.kv_format,
         splits=False,
     )
-    return make_plan(request)
+    return make_forecast(request)
 
 
 def published_table(record: Mapping[str, Any]) -> str:

@@ -79,20 +79,20 @@ if TYPE_CHECKING:
     from localrt.library import find_draft as find_draft
     from localrt.library import list_models as list_models
     from localrt.library import list_variants as list_variants
+    from localrt.library import plan as plan
     from localrt.library import pull as pull
     from localrt.library import remove_model as remove_model
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
-    from localrt.offload.planner.plan import Change as Change
-    from localrt.offload.planner.plan import Plan as Plan
-    from localrt.offload.planner.plan import PlannedContext as PlannedContext
-    from localrt.offload.planner.plan import PlannedSize as PlannedSize
-    from localrt.offload.planner.verdict import Verdict as Verdict
-    from localrt.planning.plan import plan as plan
+    from localrt.planning.forecast import Change as Change
+    from localrt.planning.forecast import PlannedContext as PlannedContext
+    from localrt.planning.forecast import PlannedSize as PlannedSize
+    from localrt.planning.plan import Plan as Plan
     from localrt.planning.preview import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
     from localrt.planning.preview import preview as preview
     from localrt.planning.preview import preview_size as preview_size
+    from localrt.planning.verdict import Verdict as Verdict
     from localrt.service.live import LiveModel as LiveModel
     from localrt.service.status import Flow as Flow
     from localrt.service.status import LaneUse as LaneUse
@@ -119,11 +119,13 @@ _NAMES = {
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
     "localrt.drafts.offers": "DraftOffer",
-    "localrt.library": "find_draft list_models list_variants pull remove_model search_models uses",
+    "localrt.library": (
+        "find_draft list_models list_variants plan pull remove_model search_models uses"
+    ),
     "localrt.service.live": "LiveModel",
-    "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",
-    "localrt.offload.planner.verdict": "Verdict",
-    "localrt.planning.plan": "plan",
+    "localrt.planning.forecast": "Change PlannedContext PlannedSize",
+    "localrt.planning.verdict": "Verdict",
+    "localrt.planning.plan": "Plan",
     "localrt.planning.preview": "Outlook Preview preview preview_size",
     "localrt.common.progress": "Progress",
     "localrt.common.settings": "Settings",

@@ -1,7 +1,7 @@
 """Computes what each part takes of memory, in bytes, for the whole program.
 
 Loading, planner, drafts, budgets and the server use it. It turns shapes, rows and contexts into
-bytes; ``offload/memory`` says how much memory there is, ``offload/planner`` divides it. Estimates
+bytes; ``offload/memory`` says how much memory there is, ``localrt/planning`` divides it. Estimates
 err on the large side: a budget is a hard limit for the whole process.
 """
 

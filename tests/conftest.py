@@ -154,9 +154,9 @@ def given_seeds(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading measures nothing: what the machine reads and computes per second is given."""
     from localrt.loading import placing
-    from localrt.offload.planner import measure
     from localrt.offload.reading.disk_speed import DiskProfile
     from localrt.offload.reading.files import ReadMode
+    from localrt.planning import measure
     from tests.planner.models import machine
 
     rates = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0), machine()
@@ -176,8 +176,8 @@ def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, own folders, and nothing is measured: plans are for given rates."""
     from localrt.offload import hardware
-    from localrt.offload.planner import pc as plan_pc
-    from localrt.offload.planner.machine import MachineProfile
+    from localrt.planning import describe_pc as plan_pc
+    from localrt.planning.machine import MachineProfile
     from tests.planner.models import machine
 
     for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):

@@ -31,7 +31,7 @@ def exists(name: str) -> bool:
         ROOT,
         *(ROOT / room for room in _ROOMS),
         ROOT / "quant/cpu/csrc",
-        ROOT / "offload/planner",
+        ROOT / "localrt/planning",
     )
     return any((place / name).exists() for place in places)
 

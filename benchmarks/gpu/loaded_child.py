@@ -24,9 +24,8 @@ from benchmarks.gpu.memory import watch
 from localrt.api import Model
 from localrt.engine.types import Chunk
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner import Plan, PlanRequest
-from localrt.offload.planner.plan import placed_shape
 from localrt.offload.ring import PAGE
+from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
 from localrt.quant.cuda.driver import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
@@ -201,7 +200,7 @@ def throttled(link_bytes_s: float) -> Iterator[None]:
 @contextmanager
 def with_ring(times: float) -> Iterator[None]:
     """Plan whole layers with one size of the GPU's ring: so many of the largest unit."""
-    from localrt.offload.planner import search
+    from localrt.planning import search
 
     def rings(slots: Sequence[int], *_: Any, **__: Any) -> Iterator[search.Ring]:
         yield search.Ring(-(-int(times * slots[-1]) // PAGE) * PAGE, slots[-1])
@@ -222,7 +221,7 @@ def placed_as(fields: Mapping[str, Any]) -> Iterator[None]:
     known |= {"split": {name: tuple(shares) for name, shares in fields["split"].items()}}
     placement = Placement(**{**fields, **known})
 
-    def plan(request: PlanRequest, rows: int) -> Plan:
+    def plan(request: PlanRequest, rows: int) -> Forecast:
         return replace(first_plan(request, rows), placement=placement)
 
     with (

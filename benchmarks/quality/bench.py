@@ -29,9 +29,9 @@ from benchmarks.quality.rows import (
     make_reference,
 )
 from localrt.common.errors import LocalrtError
+from localrt.planning.mix import MIX_METHOD
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method
-from localrt.quantize.mix import MIX_METHOD
 from localrt.quantize.quantize import Recipe, quantize_model
 
 _VARIABLE = "XDG_DATA_HOME"

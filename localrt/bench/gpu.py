@@ -19,16 +19,17 @@ from localrt.common.settings import Settings
 from localrt.engine.types import Metrics
 from localrt.offload import hardware
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import PlanRequest, make_plan
-from localrt.offload.planner.advice import helpful_changes
-from localrt.offload.planner.gpus import DEFAULT_GPU, GPUS, GpuModel
-from localrt.offload.planner.pc import Hardware, budgets_of, machine_here, with_gpu
+from localrt.planning.advice import helpful_changes, make_forecast
+from localrt.planning.describe_pc import Hardware, budgets_of, machine_here, with_gpu
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.gpus import DEFAULT_GPU, GPUS, GpuModel
 from localrt.planning.models import shape_of
+from localrt.planning.report import explain
 from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.offload.planner.plan import Change
+    from localrt.planning.forecast import Change
 
 _TOKENS = 16
 _NAMES = {"gpu": "GPU", "link": "link to the GPU", "cpu": "CPU", "ssd": "disk"}
@@ -158,7 +159,7 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
         kv_format=parse_kv_format(options.kv_format or "bf16"),
         held=work.prompt_tokens + work.tokens // 2,
     )
-    plan = make_plan(request)
+    plan = make_forecast(request)
     found = plan.prediction
     busy: dict[str, float] = {
         name: seconds * found.tok_s for name, seconds in found.busy.items() if seconds
@@ -202,7 +203,7 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
     heading = (
         f"SIMULATED: no GPU here. A plan for a {gpu.name} (link {gpu.link_bytes_s / 1e9:.3g} GB/s) "
         f"with {format_bytes(plan.request.budgets.vram)} of its memory; nothing ran on it.\n\n"
-        f"{plan.details}"
+        f"{explain(plan)}"
     )
     return Outcome(
         [result],

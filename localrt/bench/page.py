@@ -36,7 +36,7 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
-from localrt.offload.planner.verdict import meanings
+from localrt.planning.verdict import meanings
 
 NOT_MEASURED = "not measured"
 

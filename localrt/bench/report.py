@@ -20,7 +20,7 @@ from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import Machine
-from localrt.offload.planner.verdict import meanings
+from localrt.planning.verdict import meanings
 
 _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace

@@ -37,7 +37,7 @@ from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
-from localrt.offload.planner.measure import is_busy
+from localrt.planning.measure import is_busy
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),

@@ -18,10 +18,10 @@ from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, f
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.drafts.placement import PairPlan, plan_pair
-from localrt.offload.planner import Plan
-from localrt.offload.planner.pc import PRESETS, Hardware
+from localrt.library import plan
+from localrt.planning.describe_pc import PRESETS, Hardware
 from localrt.planning.models import find_model, shape_of
-from localrt.planning.plan import plan
+from localrt.planning.plan import Plan
 from localrt.planning.what_runs import what_runs
 from localrt.quant.ops.kv_formats import KV_FORMATS
 

@@ -26,9 +26,9 @@ from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.module_map import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
+from localrt.planning.mix import MIX_METHOD
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text
-from localrt.quantize.mix import MIX_METHOD
 from localrt.quantize.quantize import (
     CALIBRATION_TOKENS,
     QuantizeReport,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from localrt.cli.description import ModelDescription, describe_model
 from localrt.cli.help import Examples, ProgressLine
 from localrt.common.errors import ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line
@@ -22,7 +23,6 @@ from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.models.vision.cost import SIDE
 from localrt.planning import chooser
-from localrt.planning.description import ModelDescription, describe_model
 
 EXAMPLES: Examples = (
     ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
-from localrt.drafts.heads.files import is_head
 from localrt.hub.files import gguf_variants, name_words
 from localrt.hub.listing import list_models
 from localrt.models.checkpoints.gguf.file import GgufFile
+from localrt.models.checkpoints.opening import is_head
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 from localrt.models.weight_files import is_draft_file

@@ -18,15 +18,15 @@ from localrt.offload.account import (
     FIRST_CONTEXT,
     GROWTH_NBYTES,
     MARGIN_NBYTES,
+    Budgets,
     draft_nbytes,
     longest_context,
     resident_account,
 )
 from localrt.offload.memory import current_rss, ram_budget
-from localrt.offload.planner import Budgets, shape_from_checkpoint
-from localrt.offload.planner.measure import machine_profile
-from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.shapes import ModelShape
+from localrt.offload.shapes import ModelShape, shape_from_checkpoint
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.measure import machine_profile
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
 

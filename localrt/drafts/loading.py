@@ -17,7 +17,6 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.drafts.discovery import MTP
 from localrt.drafts.head import HeadDraft
-from localrt.drafts.heads.files import is_head
 from localrt.drafts.model import DraftPlace, ModelDraft
 from localrt.drafts.selection import PLUS_NGRAM, Draft, Drafts
 from localrt.engine.native.engine import NativeEngine
@@ -26,6 +25,7 @@ from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.native import check_left
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.opening import is_head
 from localrt.models.registry import read_config
 from localrt.offload.account import draft_growth_nbytes, resident_account
 from localrt.offload.memory import ram_budget

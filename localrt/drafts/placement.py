@@ -15,11 +15,11 @@ from typing import Any, Literal
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes, format_rate, table
 from localrt.offload.account import draft_nbytes
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.plan import Plan, PlanRequest
-from localrt.offload.planner.predict import find_plan
-from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.predict import find_forecast
+from localrt.planning.simulate import simulate
 
 ACCEPTANCE = 0.7
 """The assumed share of a draft's first choices that are right, if it is unknown: code has more,
@@ -49,7 +49,7 @@ class PairCandidate:
     """
 
     place: Place
-    plan: Plan | None = None
+    plan: Forecast | None = None
     problem: str = ""
     tok_s: float = 0.0
     plain_tok_s: float = 0.0
@@ -200,7 +200,7 @@ def _forecast(
     drafted, on_gpu = empty.place != "no draft", empty.place == "draft on GPU"
     level_s = cache(partial(_level_s, draft, target, ctx, on_gpu=on_gpu))
     for rows in _PLANNED_ROWS if drafted else (1,):
-        plan = find_plan(replace(target, rows=rows))
+        plan = find_forecast(replace(target, rows=rows))
         if plan is None:
             continue
         verify = cache(partial(_pass_s, plan))
@@ -225,7 +225,7 @@ def _forecast(
     return best
 
 
-def _pass_s(plan: Plan, rows: int) -> float:
+def _pass_s(plan: Forecast, rows: int) -> float:
     """Return the seconds of a pass of ``rows`` rows under the plan's placement."""
     return simulate(plan.request.costs(rows=rows), plan.placement, passes=2, warm_up=2).seconds
 

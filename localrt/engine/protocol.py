@@ -34,7 +34,7 @@ from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.models.vision.sight import Sight
-    from localrt.offload.planner import Plan
+    from localrt.planning.forecast import Forecast
     from localrt.quant.ops.kv import BlockCache, FillBlocks
     from localrt.quant.ops.states import SavedState
     from localrt.speculative.tree import TokenTree
@@ -63,7 +63,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class Speeds:
     """Forecast decoding speed in tokens per second; the ceiling assumes perfect overlap."""
 
     tok_s: float
@@ -81,7 +81,7 @@ class Rates:
     expert_hits: float | None = None
 
 
-Forecaster = Callable[[Rates], Forecast]
+Forecaster = Callable[[Rates], Speeds]
 """Makes a forecast from the current rates."""
 
 
@@ -181,7 +181,7 @@ class EngineSession(ABC):
         """Return the counts of the engine's pipeline so far; None if it has none."""
         return None
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Speeds | None:
         """Return the speed that was planned; None if there was no plan. Takes milliseconds."""
         return None
 
@@ -253,7 +253,7 @@ class Engine(ABC):
     pass_rows: int = 512
     shares_passes: bool = False
     recurrent: bool = False
-    plan: Plan | None = None
+    plan: Forecast | None = None
     weights = WeightStore()  # an empty store
     ram: int | None = None
     gpu_memory: int | None = None
@@ -438,7 +438,7 @@ class Engine(ABC):
         """Return the pipeline's counts so far; None if everything is resident."""
         return self.weights.counts()
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Speeds | None:
         """Return the planned speed at the disk's recent rate; None if there was no plan."""
         return None
 

@@ -16,9 +16,9 @@ from localrt.common.settings import Settings
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
-from localrt.offload.planner.gpus import measured_profile
-from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.offload.planner.measure import with_corrections
+from localrt.planning.gpus import measured_profile
+from localrt.planning.machine import GpuProfile, MachineProfile
+from localrt.planning.measure import with_corrections
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format

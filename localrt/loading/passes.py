@@ -22,14 +22,13 @@ from localrt.models.decoder import Decoder
 from localrt.models.weight_store import Task
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner import Plan, make_plan
-from localrt.offload.planner.advice import LEAST_GAIN
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import Corrections
-from localrt.offload.planner.measure import is_busy, keep_corrections
-from localrt.offload.planner.plan import placed_shape
-from localrt.offload.planner.predict import on_machine
-from localrt.offload.planner.simulate import simulate
+from localrt.planning.advice import LEAST_GAIN, make_forecast
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import Forecast, placed_shape
+from localrt.planning.machine import Corrections
+from localrt.planning.measure import is_busy, keep_corrections
+from localrt.planning.predict import on_machine
+from localrt.planning.simulate import simulate
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 
 _WARM, _MEASURED = 2, 3  # passes: what comes the second time is recorded
@@ -41,7 +40,7 @@ _WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
 _SEEN = 0.02  # least share of a pass that the host's part must have to be measured
 
 
-def measured(plan: Plan, streamed: StreamedWeights, context: LoadContext) -> Plan:
+def measured(plan: Forecast, streamed: StreamedWeights, context: LoadContext) -> Forecast:
     """Return ``plan`` with its forecast corrected by measured passes; corrections are cached.
 
     Passes are measured once, only if a GPU works together with CPU or link, and not while other
@@ -64,7 +63,7 @@ def measured(plan: Plan, streamed: StreamedWeights, context: LoadContext) -> Pla
         )
         plan = on_machine(plan, machine)
         if shape.experts is None:  # a mixture's dense part does not move
-            best = make_plan(plan.request).tok_s
+            best = make_forecast(plan.request).tok_s
             if best > LEAST_GAIN * plan.tok_s:
                 context.notes.append(
                     f"{format_rate(plan.tok_s)} tok/s are expected as measured; when it is loaded "

@@ -21,7 +21,7 @@ from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import placed_forecast
-from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
+from localrt.engine.protocol import EngineInfo, Forecaster, Rates, Speeds
 from localrt.hub.names import shown_path
 from localrt.loading.context import LoadContext
 from localrt.loading.gpu import open_gpu
@@ -40,6 +40,7 @@ from localrt.offload.account import (
     LOADING_NBYTES,
     MARGIN_NBYTES,
     Account,
+    Budgets,
     MemoryPart,
     ring_for_all_nbytes,
     unstreamable_gpu_nbytes,
@@ -51,21 +52,16 @@ from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Where
-from localrt.offload.planner import (
-    Budgets,
-    ModelShape,
-    Plan,
-    PlanRequest,
-    make_plan,
-    shape_from_checkpoint,
-)
-from localrt.offload.planner.costs import expert_costs
-from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.measure import machine_profile
-from localrt.offload.planner.search import fits
-from localrt.offload.planner.shapes import check_shapes
-from localrt.offload.planner.simulate import simulate
+from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.offload.store.cached import cached_store, mend_unit
+from localrt.planning.advice import make_forecast
+from localrt.planning.costs import expert_costs
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.machine import typical_machine
+from localrt.planning.measure import machine_profile
+from localrt.planning.search import fits
+from localrt.planning.shapes import check_shapes
+from localrt.planning.simulate import simulate
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import damage
 from localrt.quant.ops.attention import AttentionSpec
@@ -91,11 +87,11 @@ def choose_context(request: PlanRequest, ctx: int | None, notes: list[str]) -> P
         on_ssd = replace(request, kv_on_ssd=True)
         if ctx is not None and request.machine.gpu is None and fits(on_ssd):
             return on_ssd
-        make_plan(request)  # raises, unless ``fits`` was too strict
+        make_forecast(request)  # raises, unless ``fits`` was too strict
     return request
 
 
-def first_plan(request: PlanRequest, rows: int) -> Plan:
+def first_plan(request: PlanRequest, rows: int) -> Forecast:
     """Plan for a short context from which the caches can grow to the whole one. With keys and
     values on the SSD, plan for the whole context at once.
 
@@ -105,17 +101,17 @@ def first_plan(request: PlanRequest, rows: int) -> Plan:
         MemoryBudgetError: the whole context does not fit.
     """
     if request.kv_on_ssd:
-        return make_plan(request)
+        return make_forecast(request)
     first = min(request.ctx, FIRST_CONTEXT)
     while True:
-        plan = make_plan(replace(request, ctx=first, rows=rows))
+        plan = make_forecast(replace(request, ctx=first, rows=rows))
         if first >= request.ctx or _can_grow(plan, request.ctx):
             # Later forecasts are for plain passes of one row.
             return replace(plan, request=replace(plan.request, rows=1))
         first = min(request.ctx, 2 * first)
 
 
-def _can_grow(plan: Plan, ctx: int) -> bool:
+def _can_grow(plan: Forecast, ctx: int) -> bool:
     """Whether the caches of ``ctx`` tokens fit beside unstreamable weights in RAM and VRAM."""
     shape, placement = plan.request.shape, plan.placement
     sizes = shape.kv_nbytes(plan.request.kv_format, ctx)
@@ -247,7 +243,7 @@ def load_placed(
     return engine, request.ctx
 
 
-def _with_ring(plan: Plan) -> Plan:
+def _with_ring(plan: Forecast) -> Forecast:
     """Return the plan with a ring for streaming, even if nothing is streamed yet."""
     placement = plan.placement
     if placement.ram_ring or placement.uses_gpu or plan.request.shape.routed:
@@ -286,7 +282,7 @@ def _packed(
     )
 
 
-def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | None:
+def _kv_tier(plan: Forecast, config: DecoderConfig, settings: Settings) -> KvTier | None:
     """Return the SSD tier for the KV cache; None if the plan keeps no layer's cache there.
 
     Raises:
@@ -314,17 +310,17 @@ def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | 
     )
 
 
-def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
+def _forecaster(plan: Forecast, streamed: StreamedWeights) -> Forecaster:
     """Return a function that forecasts speed from current rates and placement of weights."""
-    last: list[tuple[object, Forecast]] = []
+    last: list[tuple[object, Speeds]] = []
 
-    def forecast(rates: Rates) -> Forecast:
+    def speeds(rates: Rates) -> Speeds:
         now = {stage.name: stage.where for stage in streamed.stages}
         if not last or last[0][0] != (rates, now):
             last[:] = [((rates, now), predict(rates, now))]
         return last[0][1]
 
-    def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
+    def predict(rates: Rates, now: Mapping[str, Where]) -> Speeds:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
         lane = streamed.gpu
         if lane is not None and lane.gpu is not None and lane.gpu.unpinned:
@@ -339,6 +335,6 @@ def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
             machine = machine.with_cpu(rates.cpu_s / planned)
             request = replace(plan.request, machine=machine)
             steady = simulate(request.costs(expert_hits=rates.expert_hits), placement)
-        return Forecast(1 / steady.seconds, 1 / steady.bound)
+        return Speeds(1 / steady.seconds, 1 / steady.bound)
 
-    return forecast
+    return speeds

@@ -1,8 +1,19 @@
-"""Forecasts models before they are loaded: ``localrt.plan``, previews, the table of what runs.
+"""Plans where each unit of a model should be on a machine, and forecasts how fast that will be.
 
-``models.py`` finds the model by its name, ``recommending.py`` chooses among a repository's files,
-``plan.py`` and ``preview.py`` ask the planner (``offload/planner``), which knows no names and no
-hub. Start with ``plan.py``.
+Everything here is arithmetic on numbers of bytes and operations: no weight is read, and torch is
+never imported. It knows rates, placements and schedules, but not the code that executes a placement
+(``offload/pipeline``).
+
+Start with ``plan.py``, what ``localrt.plan`` returns, and ``advice.make_forecast``: a
+``PlanRequest`` becomes a ``Forecast`` (``forecast.py``). ``models.py`` finds a model by its name,
+``shapes.py`` gets its sizes from its config, ``recommending.py`` chooses among a repository's
+files. ``machine.py`` holds a machine's rates, ``costs.py`` turns them into seconds; ``measure.py``
+measures rates, or ``describe_pc.py`` and ``gpus.py`` read them from a description. ``search.py``
+tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the schedule as
+``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay, ``verdict.py``
+judges it for chat, ``advice.py`` finds what would help, ``mix.py`` what fewer bits lose, and
+``report.py`` prints it all. ``pair.py`` places a draft beside its target. ``preview.py`` and
+``what_runs.py`` are plans in a line, for lists of models.
 """
 
 from __future__ import annotations

@@ -18,17 +18,16 @@ from localrt.common.errors import (
 from localrt.common.files import write_text
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
-from localrt.drafts.heads.files import is_head
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import HubRef, looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
-from localrt.offload.planner import ModelShape
-from localrt.offload.planner.advice import in_format
-from localrt.offload.planner.shapes import shape_from_config
-from localrt.offload.shapes import shape_from_checkpoint
+from localrt.models.checkpoints.opening import is_head
+from localrt.offload.shapes import ModelShape, shape_from_checkpoint
+from localrt.planning.advice import in_format
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.formats import FORMATS
 
 _CONFIG = "config.json"

@@ -1,48 +1,54 @@
-"""``localrt.plan``: where a model would live and how fast it would be, before anything is loaded.
+"""What ``localrt.plan`` returns: a forecast, what would help, and the commands to type.
 
-It reads a model's shape, not its weights; ``localrt.offload.planner`` makes the plan. A model that
-is not on this machine is planned for the file that would be downloaded. The plan also compares
-other sizes of the weights: speeds are estimated, losses are those that ``localrt quantize --bits``
-measured.
+It reads a model's shape, not its weights. A model that is not on this machine is planned for the
+file that would be downloaded. Other sizes of the weights are compared too: their speeds are
+estimated, their losses are those that ``localrt quantize --bits`` measured.
 """
 
 from __future__ import annotations
 
 import shlex
 import timeit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
-from localrt.common.option_names import on_command_line, option
+from localrt.common.errors import HubError, LocalrtError
+from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
-from localrt.drafts.offers import own_draft
 from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.names import HubRef, looks_like_path
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.vision.cost import SIDE, picture_cost
-from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
-from localrt.offload.planner.advice import (
+from localrt.offload.shapes import ModelShape
+from localrt.offload.store.pack import fingerprint
+from localrt.planning.advice import (
     LEAST_GAIN,
     helpful_changes,
     in_bits,
     largest_contexts,
     layer_bits,
+    make_forecast,
 )
-from localrt.offload.planner.pc import Hardware, planned_hardware
-from localrt.offload.planner.plan import Change, PlannedPicture, PlannedPlace, PlannedSize
-from localrt.offload.planner.predict import estimate
-from localrt.offload.planner.verdict import Expected
-from localrt.offload.store.pack import fingerprint
+from localrt.planning.describe_pc import Hardware, planned_hardware, with_formats
+from localrt.planning.forecast import (
+    Change,
+    Forecast,
+    PlannedPicture,
+    PlannedPlace,
+    PlannedSize,
+    PlanRequest,
+)
+from localrt.planning.mix import MIX_FORMATS, LossTable, known_losses
 from localrt.planning.models import find_model, has_weights, hub_ref, known_model_of, shape_of
+from localrt.planning.predict import estimate
 from localrt.planning.recommending import (
     FILE,
     as_published,
@@ -52,89 +58,60 @@ from localrt.planning.recommending import (
     sized,
     usual_offer,
 )
+from localrt.planning.report import explain, page
+from localrt.planning.verdict import Expected
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import FORMATS, pack
-from localrt.quant.ops.kv_formats import KvFormat, parse_kv_format
-from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
+from localrt.quant.ops.kv_formats import KvFormat
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
 _MANY_ROWS = 512  # a tower's products have
 
 
-@known_arguments
-def plan(
-    model: str | Path,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Forecast):
+    """A forecast that can be printed; see ``Forecast`` for its numbers."""
+
+    @property
+    def report(self) -> str:
+        """What ``localrt plan`` prints."""
+        return page(self)
+
+    @property
+    def details(self) -> str:
+        """What ``localrt plan --details`` prints: all tables."""
+        return explain(self)
+
+
+def plan_model(
+    name: str,
+    hardware: Hardware,
+    draft_of: Callable[[Path, bool], tuple[str, str] | None],
     *,
-    ctx: int | None = None,
-    format: str | None = None,
-    kv_format: KvFormat = "bf16",
-    batch: int = 1,
-    kv_on_ssd: bool = False,
-    ram: str | int | None = None,
-    gpu_memory: str | int | None = None,
-    gpu: str | None = None,
-    link: str | None = None,
-    ssd: str | None = None,
-    pc: str | None = None,
-    ram_speed: str | None = None,
-    cores: int | None = None,
-    advise: bool = True,
-    remeasure: bool = False,
-    revision: str | None = None,
-    offline: bool | None = None,
+    ctx: int | None,
+    format: str | None,
+    kv_format: KvFormat,
+    batch: int,
+    kv_on_ssd: bool,
+    advise: bool,
+    remeasure: bool,
+    revision: str | None,
+    offline: bool | None,
 ) -> Plan:
-    """Plan ``model`` for this machine, or for one that is described.
+    """Plan for ``hardware``, with the options of ``localrt.plan``.
 
-    Nothing is loaded; only the config of a hub model that is not on this machine is downloaded. A
-    machine that was never measured is measured first, which takes seconds: call it from a thread.
-
-    Args:
-        model: as ``load`` takes it, or a ``config.json`` (or its folder) without weights.
-        ctx: context in tokens; None is 4096, or the model's own if that is less.
-        format: plan as if packed in this format, such as ``"int4-g32"``.
-        kv_format: how keys and values are kept.
-        batch: sequences at once.
-        kv_on_ssd: let keys and values that do not fit be read from the disk.
-        ram, gpu_memory: sizes to use, such as ``"32GB"``; None: what this machine has.
-        gpu: a GPU by name, or ``virtual:8GB@12GB/s,...``.
-        link, ssd: rates such as ``"12GB/s"``.
-        pc: a whole PC, ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"`` or a preset's name such as
-            ``"gaming-pc"``, instead of this machine; missing parts are assumed typical.
-        ram_speed: the RAM's speed, ``"DDR5-5600"`` or a rate such as ``"60GB/s"``.
-        cores: the number of processor cores.
-        advise: plan variations too, to say what would help and how smaller weights compare; takes
-            about twice as long in all.
-        remeasure: measure this machine again.
-        revision: branch, tag or commit of a hub model.
-        offline: never use the network; None follows the environment.
-
-    Raises:
-        MemoryBudgetError: it does not fit even when streamed; the message says what would fit.
-        LocalrtError: no such model, or an option that cannot be used.
+    ``draft_of`` returns the name of what drafts for the model at a path, streamed or not, and a
+    line on it.
     """
-    for name, value in (("ctx", 1 if ctx is None else ctx), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{option(name)} must be an integer of at least 1, is {value!r}")
-    kv_format = parse_kv_format(kv_format)
-    settings, name = Settings.from_environment(), str(model)
-    wanted = Hardware(
-        ram=ram,
-        gpu_memory=gpu_memory,
-        gpu=gpu,
-        link=link,
-        ssd=ssd,
-        pc=pc,
-        ram_speed=ram_speed,
-        cores=cores,
-    )
+    settings = Settings.from_environment()
     path = find_model(name, settings, revision=revision, offline=offline, any_file=True)
-    ref = hub_ref(name, settings)
+    ref, weights = hub_ref(name, settings), has_weights(path)
     shape = shape_of(path, format)
     machine, budgets, note = planned_hardware(
-        wanted, settings, path=path, formats=_formats(shape), remeasure=remeasure
+        hardware, settings, path=path, formats=_formats(shape), remeasure=remeasure
     )
     offer = None if format is not None else _offer(ref, path, settings, offline)
     file = ""
@@ -149,16 +126,13 @@ def plan(
             shape = replace(shape, notes=(*shape.notes, *((why,) if named else ())))
         else:
             shape = replace(sized(shape, file, candidates.sizes[file]), notes=(why,))
-            # The processor's rates depend on the file's format.
-            machine, budgets, note = planned_hardware(
-                wanted, settings, path=path, formats=_formats(shape)
-            )
+            machine = with_formats(machine, _formats(shape), hardware, settings, path)
     if ctx is not None and ctx > shape.context_length:
         note = (
             f"the context of {ctx} tokens is longer than the {shape.context_length} that "
             f"the model has: answers may degrade{f'. {note}' if note else ''}"
         )
-    found = make_plan(
+    found = make_forecast(
         PlanRequest(
             shape=shape,
             machine=machine,
@@ -170,51 +144,78 @@ def plan(
             called="" if looks_like_path(name) else name,
             thinks=repo_thinks(name) or (ref is not None and repo_thinks(ref.repo)),
             quantization=file,
-            hypothetical=wanted.hypothetical,
+            hypothetical=hardware.hypothetical,
             note=note,
         )
     )
-    if not found.hypothetical:
-        found = replace(found, measured_tok_s=known_speed(settings.data_dir, path.name))
-    if has_weights(path):
+    notes, draft, picture = list(found.notes), "", None
+    if weights:
+        if (drafts := draft_of(path, not found.fits)) is not None:
+            draft, line = drafts
+            if found.placement.uses_gpu:  # ``auto`` drafts on the CPU only
+                draft, line = "", f"{line}, on a GPU only if you name it as the draft ({draft})"
+            notes.append(line)
         resolved = resolve(name, settings=settings, revision=revision, download=False)
-        found = _with_picture(_with_draft(found, path, settings), resolved)
+        try:
+            picture = _picture(found, resolved)
+        except LocalrtError as error:
+            notes.append(f"pictures are refused: {error}")
+    changes, sizes = list[Change](), tuple[PlannedSize, ...]()
     if advise:
-        found = _advised(found, path, settings, offer, file, resized=format is not None)
-    if not has_weights(path) and looks_like_path(name):
-        return found  # there is nothing to run
+        changes += helpful_changes(found)
+        if offer is not None:
+            changes += other_files(offer, file, found.request, found.tok_s)
+        elif format is None:
+            sizes = other_sizes(found, path, settings)
+        changes.sort(key=lambda each: -each.gain)
+    runs = weights or not looks_like_path(name)
+    if runs and (sizes or not weights):  # sizes in bits, or other files, replace changes of format
+        changes = [each for each in changes if (each.option or ("",))[0] != "format"]
     # The ``load`` options of the plan; those that describe another PC are left out.
+    here = not found.hypothetical
     given = {
         "ctx": ctx,
         "kv_format": None if kv_format == "bf16" else kv_format,
-        "ram": None if found.hypothetical else ram,
-        "gpu_memory": None if found.hypothetical else gpu_memory,
+        "ram": hardware.ram if here else None,
+        "gpu_memory": hardware.gpu_memory if here else None,
     }
     options = {each: value for each, value in given.items() if value is not None}
-    return _with_commands(found, name, options, weights=has_weights(path))
+    command = partial(_command, runs=runs)
+    return Plan(
+        request=found.request,
+        placement=found.placement,
+        prediction=found.prediction,
+        memory=found.memory,
+        estimated=found.estimated,
+        measured_tok_s=known_speed(settings.data_dir, path.name) if here else None,
+        notes=tuple(notes),
+        draft=draft,
+        picture=picture,
+        command=command("chat", name, options),
+        changes=tuple(
+            replace(each, command=command(*_to_type(each, name, options))) for each in changes
+        ),
+        contexts=tuple(
+            replace(each, command=command("chat", name, {**options, "ctx": each.tokens}))
+            for each in (largest_contexts(found) if advise else ())
+        ),
+        sizes=tuple(
+            replace(each, command=command("quantize", name, {"bits": f"{each.bits:.1f}"}))
+            for each in sizes
+        ),
+    )
 
 
-def _with_draft(plan: Plan, path: Path, settings: Settings) -> Plan:
-    """Add what drafts for the model: ``auto`` does so on the CPU, and with streamed weights too
-    with a head or a small model of its family.
+def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
+    """Return what a picture costs, if the model sees: its tower's passes, and its tokens like any
+    others.
+
+    Raises:
+        LocalrtError: pictures are refused.
     """
-    draft = own_draft(path, settings, streamed=not plan.fits)
-    if draft is None:
-        return plan
-    if plan.placement.uses_gpu:
-        line = f"{draft.line}, on a GPU only if you name it as the draft ({draft.name})"
-        return replace(plan, notes=(*plan.notes, line))
-    return replace(plan, notes=(*plan.notes, draft.line), draft=draft.name)
-
-
-def _with_picture(plan: Plan, found: ResolvedModel) -> Plan:
-    """Add what a picture costs: its tower's passes, and its tokens like any others."""
-    try:
-        cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
-    except LocalrtError as error:
-        return replace(plan, notes=(*plan.notes, f"pictures are refused: {error}"))
+    cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
     if cost is None:
-        return plan
+        return None
     machine, on_gpu = plan.request.machine, False
     if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
         on_gpu = True
@@ -224,8 +225,7 @@ def _with_picture(plan: Plan, found: ResolvedModel) -> Plan:
         rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
         tower = cost.products * rate * _tower_slowness()
     seconds = tower + cost.tokens / plan.prefill_tok_s
-    picture = PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes, on_gpu=on_gpu)
-    return replace(plan, picture=picture)
+    return PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes, on_gpu=on_gpu)
 
 
 @cache
@@ -246,58 +246,28 @@ def _tower_slowness() -> float:
     return as_tower / as_decoder
 
 
-def _advised(
-    plan: Plan, path: Path, settings: Settings, offer: Offer | None, file: str, *, resized: bool
-) -> Plan:
-    """Add what would help. ``file`` is the one chosen of ``offer``; ``resized``: a given format."""
-    changes, sizes = helpful_changes(plan), tuple[PlannedSize, ...]()
-    if offer is not None:
-        changes += other_files(offer, file, plan.request, plan.tok_s)
-    elif not resized:
-        sizes = other_sizes(plan, path, settings)
-    changes = tuple(sorted(changes, key=lambda each: -each.gain))
-    return replace(plan, changes=changes, sizes=sizes, contexts=largest_contexts(plan))
-
-
-def _with_commands(plan: Plan, name: str, options: Mapping[str, object], *, weights: bool) -> Plan:
-    """Add the commands that run ``name`` with these options, and that make each change.
-
-    Without ``weights`` on this machine, changes of format are dropped: nothing can be quantized.
+def _command(command: str, model: str, options: Mapping[str, object], *, runs: bool) -> str:
+    """Return a command line such as ``"localrt chat model.gguf --ctx 8192"``; empty if the model
+    does not run here, or nothing needs to be typed.
     """
-    changes = plan.changes
-    if plan.sizes or not weights:  # sizes in bits, or other files, replace changes of format
-        changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
-    return replace(
-        plan,
-        command=typed("chat", name, options),
-        changes=tuple(replace(each, command=_command_of(each, name, options)) for each in changes),
-        contexts=tuple(
-            replace(each, command=typed("chat", name, {**options, "ctx": each.tokens}))
-            for each in plan.contexts
-        ),
-        sizes=tuple(
-            replace(each, command=typed("quantize", name, {"bits": f"{each.bits:.1f}"}))
-            for each in plan.sizes
-        ),
-    )
-
-
-def typed(command: str, model: str, options: Mapping[str, object]) -> str:
-    """Return a command line such as ``"localrt chat model.gguf --ctx 8192"``."""
+    if not (runs and command):
+        return ""
     words = ["localrt", command, shlex.quote(model)]
     return " ".join(words + [on_command_line(name, value) for name, value in options.items()])
 
 
-def _command_of(change: Change, model: str, options: Mapping[str, object]) -> str:
-    """Return the command for a change; empty for a change of hardware."""
+def _to_type(
+    change: Change, model: str, options: Mapping[str, object]
+) -> tuple[str, str, Mapping[str, object]]:
+    """Return the command, model and options of a change; no command for a change of hardware."""
     if change.option is None:
-        return ""
+        return "", model, {}
     name, value = change.option
     if name == FILE:
-        return typed("chat", value, options)
+        return "chat", value, options
     if name == "format":
-        return typed("quantize", model, {name: value})
-    return typed("chat", model, {**options, name: value})
+        return "quantize", model, {name: value}
+    return "chat", model, {**options, name: value}
 
 
 def _formats(shape: ModelShape) -> set[str]:
@@ -325,7 +295,7 @@ def _offer(
 # -- other sizes of the weights --------------------------------------------------------------------
 
 
-def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
+def other_sizes(plan: Forecast, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
     """Return the planned size of the model at ``path``, then smaller ones that are faster.
 
     Smaller ones are the usual size, and the largest that stay in memory and in GPU memory. Empty
@@ -370,7 +340,7 @@ def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize
     return (own, *faster) if faster else ()
 
 
-def _size(plan: Plan, bits: float, table: LossTable | None, scale: float) -> PlannedSize | None:
+def _size(plan: Forecast, bits: float, table: LossTable | None, scale: float) -> PlannedSize | None:
     format_ = min(MIX_FORMATS, key=lambda name: abs(FORMATS[name].bits_per_weight - bits))
     shape = in_bits(plan.request.shape, bits, format_)
     expected = estimate(replace(plan.request, shape=shape))

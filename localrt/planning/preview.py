@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from localrt.common.errors import (
-    LocalrtError,
     MemoryBudgetError,
     OptionError,
     UnsupportedModelError,
@@ -24,17 +22,13 @@ from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.models.weight_files import files_nbytes
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import Plan, make_plan
-from localrt.offload.planner.advice import helpful_changes
-from localrt.offload.planner.measure import known_machine
-from localrt.offload.planner.pc import Hardware, budgets_of, gpu_here, machine_on_device, with_gpu
-from localrt.offload.planner.plan import Change, PlanRequest, in_words
-from localrt.offload.planner.search import fits
+from localrt.planning.advice import helpful_changes, make_forecast
+from localrt.planning.describe_pc import Hardware, budgets_of, gpu_here, machine_on_device, with_gpu
+from localrt.planning.forecast import Change, Forecast, PlanRequest, in_words
+from localrt.planning.measure import known_machine
 from localrt.planning.models import find_model, shape_of
+from localrt.planning.search import fits
 from localrt.quant.ops.kv_formats import parse_kv_format
-
-if TYPE_CHECKING:
-    from localrt.loading.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +106,7 @@ def preview(
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
         asked = replace(asked, ctx=held)
     try:
-        plan = make_plan(asked)
+        plan = make_forecast(asked)
     except MemoryBudgetError as error:
         return Preview(
             fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error.marked}"
@@ -138,7 +132,7 @@ def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
     return Preview(fits=False, weight_bytes=nbytes, read_bytes=read, tok_s=rate)
 
 
-def _of_plan(plan: Plan) -> Preview:
+def _of_plan(plan: Forecast) -> Preview:
     on_gpu = plan.placement.uses_gpu
     return Preview(
         fits=plan.fits,
@@ -175,37 +169,38 @@ class Outlook:
     changes: tuple[Change, ...] = ()
 
 
-def outlook(parts: LoadedModel, *, settings: Settings | None = None) -> Outlook:
-    """Return the outlook of a loaded model, within the budgets that the user gave."""
-    plan = parts.engine.plan
-    try:
-        if plan is not None:
-            nbytes = round(plan.request.shape.pass_nbytes)
-            return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
-        return _resident(parts, settings or Settings.from_environment())
-    except (LocalrtError, OSError):  # files deleted, or a model the planner does not know
-        return Outlook()
+def streamed_outlook(plan: Forecast) -> Outlook:
+    """Return the outlook of a streamed model, within the budgets that the user gave."""
+    nbytes = round(plan.request.shape.pass_nbytes)
+    return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
 
 
-def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
-    shape = shape_of(parts.path)
+def resident_outlook(
+    path: Path, *, ctx: int, format: str, device: str, ram: int | None, gpu_memory: int | None
+) -> Outlook:
+    """Return the outlook of a model whose weights all stay where they are computed.
+
+    Raises:
+        LocalrtError, OSError: its files were deleted, or the planner does not know it.
+    """
+    settings, shape = Settings.from_environment(), shape_of(path)
     nbytes = round(shape.pass_nbytes)
-    machine = known_machine(settings.cache_dir, parts.path)
-    if machine is None or parts.engine.info.format in ("bf16", "f32"):
+    machine = known_machine(settings.cache_dir, path)
+    if machine is None or format in ("bf16", "f32"):
         return Outlook(token_bytes=nbytes)
     vram = 0
-    if parts.engine.info.device.startswith("cuda"):
+    if device.startswith("cuda"):
         here = gpu_here()
         if here is None:
             return Outlook(token_bytes=nbytes)
         # Take the whole GPU's memory: the free memory lacks what this model has taken.
         machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
-        vram = parts.engine.gpu_memory or here[0].vram_bytes
+        vram = gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
-    budgets = budgets_of(machine, ram_budget(parts.engine.ram), vram)
-    ctx = min(parts.ctx, DEFAULT_CONTEXT)
+    budgets = budgets_of(machine, ram_budget(ram), vram)
+    ctx = min(ctx, DEFAULT_CONTEXT)
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
-    plan = make_plan(request)
+    plan = make_forecast(request)
     ceiling = rate / nbytes if nbytes else None
     if ceiling and plan.fits:
         ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes time too

@@ -21,21 +21,16 @@ from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
 from localrt.hub.resolving import Offer
-from localrt.offload.account import UNKNOWN_MODEL_NBYTES
+from localrt.offload.account import UNKNOWN_MODEL_NBYTES, Budgets
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import (
-    Budgets,
-    MachineProfile,
-    ModelShape,
-    PlanRequest,
-    shape_from_config,
-)
-from localrt.offload.planner.advice import LEAST_GAIN
-from localrt.offload.planner.pc import budgets_of, machine_on_device
-from localrt.offload.planner.plan import Change
-from localrt.offload.planner.predict import estimate, whole_nbytes
-from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
-from localrt.offload.shapes import aligned
+from localrt.offload.shapes import ModelShape, aligned
+from localrt.planning.advice import LEAST_GAIN
+from localrt.planning.describe_pc import budgets_of, machine_on_device
+from localrt.planning.forecast import Change, PlanRequest
+from localrt.planning.machine import MachineProfile
+from localrt.planning.predict import estimate, whole_nbytes
+from localrt.planning.shapes import shape_from_config
+from localrt.planning.verdict import READING_TOK_S, Expected, speed
 
 FILE = "file"
 """The option name of a change to another of a repository's files."""

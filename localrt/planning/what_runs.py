@@ -13,12 +13,13 @@ from typing import Any
 from localrt.common.formatting import format_bytes, format_seconds, table
 from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
+from localrt.offload.account import Budgets
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import Budgets, MachineProfile
-from localrt.offload.planner.pc import Hardware, budgets_of, machine_on_device, planned_hardware
-from localrt.offload.planner.report import figures, gpu_room
-from localrt.offload.planner.verdict import Expected, Level, meanings, speed
+from localrt.planning.describe_pc import Hardware, budgets_of, machine_on_device, planned_hardware
+from localrt.planning.machine import MachineProfile
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
+from localrt.planning.report import figures, gpu_room
+from localrt.planning.verdict import Expected, Level, meanings, speed
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}

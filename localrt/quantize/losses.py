@@ -21,13 +21,13 @@ import numpy as np
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.offload.store.pack import fingerprint, stored_infos
+from localrt.planning.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import CODECS, Format
 from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
 from localrt.quantize.calibration import Calibration, HiddenStates
 from localrt.quantize.layer import LayerQuantizer, common_names
-from localrt.quantize.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2

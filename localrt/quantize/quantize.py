@@ -29,6 +29,7 @@ from localrt.models.units import Unit, list_units
 from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
 from localrt.offload.store.writer import FilePlan, plan_files
+from localrt.planning.mix import MIX_FORMATS, MIX_METHOD, LossTable
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cpu.scales import fast_search
 from localrt.quant.formats import CODECS, FORMATS, Format
@@ -42,7 +43,6 @@ from localrt.quant.methods import (
 from localrt.quantize.calibration import Calibration, calibration_ops
 from localrt.quantize.layer import ROUTERS, LayerQuantizer, common_names, folded_rotation
 from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
-from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
 from localrt.quantize.tower import KeptTower
 
 CALIBRATION_TOKENS = 16_384

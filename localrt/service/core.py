@@ -211,9 +211,21 @@ class Core:
 
     def advise(self) -> Outlook:
         # Imports the planner, a megabyte that a model in memory does not need.
-        from localrt.planning.preview import outlook
+        from localrt.planning.preview import Outlook, resident_outlook, streamed_outlook
 
-        found = outlook(self.parts)
+        engine, found = self.engine, Outlook()
+        with suppress(LocalrtError, OSError):  # files deleted, or a model the planner does not know
+            if engine.plan is not None:
+                found = streamed_outlook(engine.plan)
+            else:
+                found = resident_outlook(
+                    self.parts.path,
+                    ctx=self.parts.ctx,
+                    format=engine.info.format,
+                    device=engine.info.device,
+                    ram=engine.ram,
+                    gpu_memory=engine.gpu_memory,
+                )
         self.watch.token_bytes = found.token_bytes
         self.watch.ceiling_tok_s = found.ceiling_tok_s
         return found

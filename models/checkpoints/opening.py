@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError, reason_of
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError, reason_of
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
+from localrt.models.checkpoints.text_model import DraftHeadError
 from localrt.models.weight_files import (
     INDEX_NAME,
     WEIGHTS_NAME,
@@ -96,3 +97,15 @@ def _pickle_error(path: Path) -> UnsupportedModelError:
         f"{path} holds pickled weights, and unpickling runs whatever code the file contains: use "
         "the model's safetensors or GGUF version, or convert it where you trust it"
     )
+
+
+def is_head(path: Path) -> bool:
+    """Whether there is only a head at ``path``, and no model."""
+    open_model = SafetensorsCheckpoint if path.is_dir() else GgufCheckpoint
+    try:
+        open_model(path).close()
+    except DraftHeadError:
+        return True
+    except (LocalrtError, OSError):
+        pass
+    return False

@@ -128,14 +128,14 @@ def test_unload_ends_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 CHILD = """
     import json, sys, psutil
-    import localrt, localrt.offload.planner.measure
+    import localrt, localrt.planning.measure
     from localrt.offload.reading.disk_speed import DiskProfile
     from localrt.offload.reading.files import ReadMode
-    from localrt.offload.planner.machine import typical_machine
+    from localrt.planning.machine import typical_machine
 
     # Measuring takes seconds.
     known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
-    localrt.offload.planner.measure.machine_profile = lambda *_, **__: (known, typical_machine())
+    localrt.planning.measure.machine_profile = lambda *_, **__: (known, typical_machine())
     rss = lambda: psutil.Process().memory_info().rss / 1e6
     path = sys.argv[1]
     GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")

@@ -15,7 +15,10 @@ from benchmarks.gpu import disk, loaded, loaded_child
 from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
 from benchmarks.gpu.timing import Result
-from localrt.offload.planner import Budgets, PlanRequest, make_plan, shape_from_config
+from localrt.offload.account import Budgets
+from localrt.planning.advice import make_forecast
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.driver import rehearsal
 from tests.planner.models import machine
@@ -163,6 +166,6 @@ def test_ring(times: float) -> None:
     budgets = Budgets(ram=32 << 30, process=1 << 30, vram=6 << 30)
     sizes: Any = {"budgets": budgets, "ctx": 512, "kv_format": parse_kv_format("bf16")}
     with loaded_child.with_ring(times):
-        plan = make_plan(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
+        plan = make_forecast(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
     largest = max(unit.nbytes for unit in shape.units if unit.kind == "mlp")
     assert plan.placement.vram_ring == pytest.approx(times * largest, rel=1e-4)

@@ -18,7 +18,7 @@ from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock
-from localrt.offload.planner.gpus import parse_gpu
+from localrt.planning.gpus import parse_gpu
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.drafts.conftest import Choose

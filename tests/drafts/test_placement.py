@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from localrt.common.errors import OptionError
 from localrt.drafts.placement import PairCandidate, PairPlan, plan_pair
 from localrt.offload.account import Budgets
-from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.shapes import ModelShape
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.machine import MachineProfile
 from tests.planner.models import MB, machine, shape
 
 TARGET = shape(layers=6)

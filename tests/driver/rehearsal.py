@@ -25,9 +25,9 @@ from benchmarks.gpu import disk, facts, loaded, loaded_child, pictures, towers
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.offload.placement import Where
-from localrt.offload.planner import Plan, PlanRequest
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.offload.reading.files import ReadMode
+from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory, programs
 from localrt.quant.cuda import driver as calling
@@ -113,7 +113,7 @@ def run_apart(command: list[str], **options: Any) -> CompletedProcess[str]:
     return subprocess.run([command[0], "-m", "tests.driver.rehearsal"], **options)
 
 
-def _by_turns(request: PlanRequest, rows: int) -> Plan:
+def _by_turns(request: PlanRequest, rows: int) -> Forecast:
     """In all places, those of the SSD if RAM is short."""
     plan, units = _first_plan(request, rows), request.shape.units
     short = request.budgets.ram in (3_000_000_000, 6_000_000_000)

@@ -11,7 +11,7 @@ import pytest
 from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress
 from localrt.loading.gpu import open_gpu
-from localrt.offload.planner.machine import typical_machine
+from localrt.planning.machine import typical_machine
 from tests.planner.models import RATE
 
 torch = pytest.importorskip("torch")

@@ -14,27 +14,29 @@ from localrt.loading import passes
 from localrt.loading.context import LoadContext
 from localrt.loading.passes import Passes, corrections_of, measured
 from localrt.models.weight_store import Task
-from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan
-from localrt.offload.planner.gpus import GPUS, measured_profile
-from localrt.offload.planner.machine import Corrections
-from localrt.offload.planner.measure import with_corrections
-from localrt.offload.planner.simulate import simulate
+from localrt.offload.account import Budgets
+from localrt.planning.advice import make_forecast
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.gpus import GPUS, measured_profile
+from localrt.planning.machine import Corrections
+from localrt.planning.measure import with_corrections
+from localrt.planning.simulate import simulate
 from tests.planner.models import RATE, machine, shape
 
 MB = 1_000_000
 
 
-def plan(*, experts: int = 0, vram: int = 100) -> Plan:
+def plan(*, experts: int = 0, vram: int = 100) -> Forecast:
     """Of a model for a measured GPU that has not room for all of it, with whole layers."""
     profile = measured_profile("RTX 4060 8GB", 8 << 30, RATE)
     here = replace(machine(), gpu=profile, link_bytes_s=RATE.to_gpu_bytes_s)
     model = shape(layers=24, mlp=4096 * 2000, experts=experts)
     budgets = Budgets(ram=2_000 * MB, vram=vram * MB, process=20 * MB, cuda_context=0)
     request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256, splits=False)
-    return make_plan(request)
+    return make_forecast(request)
 
 
-def as_if(plan: Plan, corrections: Corrections) -> Passes:
+def as_if(plan: Forecast, corrections: Corrections) -> Passes:
     """Passes that took what a replay with these corrections says, all of a kind in one task."""
     mixture = plan.request.shape.experts is not None
     here = replace(plan.request.machine, corrections=(corrections, corrections))
@@ -91,8 +93,8 @@ def test_mixtures(visit: float) -> None:
 
 
 def load(
-    plan: Plan, found: Corrections, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Plan, list[str]]:
+    plan: Forecast, found: Corrections, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Forecast, list[str]]:
     """The plan and the notes of a load that finds these corrections."""
     notes = list[str]()
     monkeypatch.setattr(passes, "is_busy", lambda: False)
@@ -123,7 +125,7 @@ def test_next_load(
     assert now.placement == first.placement
     machine = with_corrections(first.request.machine, tmp_path)
     assert machine.corrections == (found, None)
-    later = make_plan(replace(first.request, machine=machine))
+    later = make_forecast(replace(first.request, machine=machine))
     assert bool(notes) is moves is (later.tok_s > 1.05 * now.tok_s)
     if moves:
         assert later.placement.where != first.placement.where

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.drafts.heads.files import is_head
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.opening import is_head
 from localrt.models.decoder import FinalNorm
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span

@@ -11,8 +11,8 @@ import torch
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.drafts.heads.dflash import BlockDecoder
-from localrt.drafts.heads.files import is_head
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.opening import is_head
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_heads import load_block

@@ -18,9 +18,10 @@ from transformers import Qwen3_5TextConfig
 from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
-from localrt.drafts.heads.files import is_head, open_head
+from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.opening import is_head
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.planning.models import shape_of
 from localrt.quant.ops.features import AFTER_LAST, Features

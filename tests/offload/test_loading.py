@@ -28,16 +28,16 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 CHILD = """
     import json, psutil, sys, time
-    import localrt, localrt.offload.planner.measure
+    import localrt, localrt.planning.measure
     from localrt.offload.memory import peak_rss
 
     job = json.loads(sys.argv[1])
     if not job["measure"]:  # measuring takes seconds
         from localrt.offload.reading.disk_speed import DiskProfile
         from localrt.offload.reading.files import ReadMode
-        from localrt.offload.planner.machine import typical_machine
+        from localrt.planning.machine import typical_machine
         known = DiskProfile(ReadMode(direct=True, threads=2, block=1 << 20), 1e9, 0.0)
-        localrt.offload.planner.measure.machine_profile = lambda *_, **__: (known,
+        localrt.planning.measure.machine_profile = lambda *_, **__: (known,
         typical_machine())
 
     def threads(here):  # one that was joined is counted until the system has let go of it

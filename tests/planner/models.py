@@ -6,10 +6,13 @@ import functools
 from typing import Any
 
 from localrt.hub.known_models import find_known
+from localrt.offload.account import Budgets
 from localrt.offload.placement import PlacedUnit
-from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan, shape_from_config
-from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
+from localrt.planning.advice import make_forecast
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.cuda.gpu_file import GpuRates
 
 _KNOWN = {
@@ -353,7 +356,7 @@ def planned(
     machine: MachineProfile,
     budgets: Budgets,
     **options: Any,
-) -> Plan:
+) -> Forecast:
     """``make_plan``, with a request of these parts."""
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, **options)
-    return make_plan(request)
+    return make_forecast(request)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
+from localrt.offload.account import Budgets
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
-from localrt.offload.planner import Budgets, Plan
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import KernelRate, MachineProfile
-from localrt.offload.planner.plan import placed_shape
-from localrt.offload.planner.report import explain
-from localrt.offload.planner.search import with_long_passes
-from localrt.offload.planner.simulate import simulate
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import Forecast, placed_shape
+from localrt.planning.machine import KernelRate, MachineProfile
+from localrt.planning.report import explain
+from localrt.planning.search import with_long_passes
+from localrt.planning.simulate import simulate
 from tests.planner.models import MB, machine, planned, published, shape
 
 
@@ -60,7 +60,7 @@ def test_slow_link() -> None:
     assert with_long_passes(quick, placement).gpu_rows == LEAST_GPU_ROWS
 
 
-def llama(link: float = 12e9, vram: int = 12_000) -> Plan:
+def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:
     """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM."""
     budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
     return planned(published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048)

@@ -8,15 +8,15 @@ import pytest
 
 from localrt.common.errors import OptionError
 from localrt.offload.placement import PlacedUnit
-from localrt.offload.planner.costs import Costs, expert_costs
-from localrt.offload.planner.gpus import (
+from localrt.planning.costs import Costs, expert_costs
+from localrt.planning.gpus import (
     GPUS,
     find_gpu,
     measured_profile,
     parse_bandwidth,
     parse_gpu,
 )
-from localrt.offload.planner.machine import Corrections, KernelRate, typical_machine
+from localrt.planning.machine import Corrections, KernelRate, typical_machine
 from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 

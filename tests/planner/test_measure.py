@@ -13,11 +13,11 @@ import pytest
 
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.planner import measure
-from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.measure import machine_profile
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.offload.reading.files import ReadMode
+from localrt.planning import measure
+from localrt.planning.machine import MachineProfile, typical_machine
+from localrt.planning.measure import machine_profile
 from localrt.quant.cpu.abi import find_library
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,12 +12,15 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.offload.planner import Budgets, PlanRequest, make_plan, pc
-from localrt.offload.planner.machine import KernelRate, MachineProfile
-from localrt.offload.planner.pc import Hardware
-from localrt.offload.planner.predict import estimate
-from localrt.offload.planner.verdict import meanings, speed
+from localrt.offload.account import Budgets
+from localrt.planning import describe_pc as pc
 from localrt.planning import preview as preview_module
+from localrt.planning.advice import make_forecast
+from localrt.planning.describe_pc import Hardware
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.machine import KernelRate, MachineProfile
+from localrt.planning.predict import estimate
+from localrt.planning.verdict import meanings, speed
 from localrt.planning.what_runs import what_runs
 from tests.planner.models import machine, planned, shape
 
@@ -107,7 +108,7 @@ def test_forecast_within_rates(
     request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
     found = estimate(request)
     try:
-        plan = make_plan(request)
+        plan = make_forecast(request)
     except localrt.MemoryBudgetError:
         assert found is None
         return
@@ -192,13 +193,11 @@ def test_outlook_ceiling(
         monkeypatch.setattr(module, "known_machine", lambda *_: machine())
     forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
     plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
-    engine = SimpleNamespace(
-        plan=plan if streamed else None,
-        info=SimpleNamespace(format="int8-g32", device="cpu"),
-        ram=None,
-    )
-    parts: Any = SimpleNamespace(engine=engine, path=tiny_folder, ctx=256)
-    found = preview_module.outlook(parts)
+    found = preview_module.streamed_outlook(plan)
+    if not streamed:
+        found = preview_module.resident_outlook(
+            tiny_folder, ctx=256, format="int8-g32", device="cpu", ram=None, gpu_memory=None
+        )
     assert found.ceiling_tok_s is not None
     assert forecast is not None
     assert found.ceiling_tok_s >= (plan.tok_s if streamed else forecast)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.offload.planner.gpus import GPUS, parse_gpu
-from localrt.offload.planner.pc import (
+from localrt.planning.describe_pc import (
     PRESETS,
     Hardware,
     Pc,
@@ -19,6 +18,7 @@ from localrt.offload.planner.pc import (
     parse_memory_speed,
     parse_pc,
 )
+from localrt.planning.gpus import GPUS, parse_gpu
 from localrt.planning.what_runs import what_runs
 
 

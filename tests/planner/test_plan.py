@@ -13,23 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.offload.account import Budgets
 from localrt.offload.placement import Where
-from localrt.offload.planner import (
-    Budgets,
-    Plan,
-)
-from localrt.offload.planner.advice import helpful_changes, in_format, least_ram
-from localrt.offload.planner.gpus import GPUS
-from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.plan import PlanRequest, placed_shape
-from localrt.offload.planner.report import explain, one_line
-from localrt.offload.planner.search import fits
+from localrt.planning.advice import helpful_changes, in_format, least_ram
+from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
+from localrt.planning.gpus import GPUS
+from localrt.planning.machine import typical_machine
+from localrt.planning.report import explain, one_line
+from localrt.planning.search import fits
 from tests.planner.models import MB, machine, planned, published, shape
 
 CODER = published("qwen2.5-coder-1.5b")
 
 
-def assert_within(plan: Plan) -> None:
+def assert_within(plan: Forecast) -> None:
     """Accounts within budgets, rings large enough, every unit placed."""
     budgets, placement, shape_ = plan.request.budgets, plan.placement, placed_shape(plan)
     assert plan.memory.total("ram") <= budgets.ram

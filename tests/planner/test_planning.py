@@ -12,13 +12,13 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.planner.machine import Corrections
-from localrt.offload.planner.measure import keep_corrections
-from localrt.offload.planner.pc import Hardware, with_gpu
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import plan
+from localrt.planning.describe_pc import Hardware, with_gpu
+from localrt.planning.machine import Corrections
+from localrt.planning.measure import keep_corrections
+from localrt.planning.mix import GroupLoss, LossTable
 from localrt.quant.cuda.gpu_file import GpuFile
-from localrt.quantize.mix import GroupLoss, LossTable
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
 from tests.store.synthetic import SyntheticCheckpoint

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from localrt.offload.planner import Budgets, PlanRequest, make_plan, shape_from_config
-from localrt.offload.planner.gpus import GPUS
-from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.predict import estimate, whole_nbytes
+from localrt.offload.account import Budgets
+from localrt.planning.advice import make_forecast
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.gpus import GPUS
+from localrt.planning.machine import MachineProfile, typical_machine
+from localrt.planning.predict import estimate, whole_nbytes
+from localrt.planning.shapes import shape_from_config
 from tests.planner.models import CONFIGS, published
 
 GB = 10**9
@@ -35,7 +38,7 @@ def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float
     machine = with_gpu() if gpu else typical_machine()
     budgets = Budgets(ram=ram, vram=8 * GB if gpu else 0)
     request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
-    expected, plan = estimate(request), make_plan(request)
+    expected, plan = estimate(request), make_forecast(request)
     assert expected is not None
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
     assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)

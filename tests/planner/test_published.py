@@ -13,10 +13,11 @@ from benchmarks.gpu.loaded import LARGE
 from benchmarks.published import PUBLISHED, Published, forecast
 from localrt.common.settings import Settings
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner import ModelShape, shape_from_config
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.offload.planner.simulate import simulate
+from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs
+from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.planning.shapes import shape_from_config
+from localrt.planning.simulate import simulate
 
 NEAR = 0.25
 

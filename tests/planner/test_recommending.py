@@ -9,10 +9,10 @@ import pytest
 from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known, repo_thinks
 from localrt.hub.resolving import Offer
-from localrt.offload.planner.pc import Hardware, planned_hardware
-from localrt.offload.planner.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning import recommending
+from localrt.planning.describe_pc import Hardware, planned_hardware
 from localrt.planning.recommending import recommend, recommend_on
+from localrt.planning.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 
 BITS = {
     "Q2_K": 3.0,

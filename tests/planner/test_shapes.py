@@ -13,8 +13,10 @@ import pytest
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.planner import Budgets, shape_from_checkpoint, shape_from_config
-from localrt.offload.planner.report import explain
+from localrt.offload.account import Budgets
+from localrt.offload.shapes import shape_from_checkpoint
+from localrt.planning.report import explain
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.models.tiny import save_tiny

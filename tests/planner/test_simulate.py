@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.simulate import RingModel, Simulation, Slot, simulate
 from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs
+from localrt.planning.simulate import RingModel, Simulation, Slot, simulate
 from tests.planner.models import machine, shape
 
 CPU_PLACES = (Where.RAM, Where.SSD)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.offload.planner.solve import (
+from localrt.planning.solve import (
     Counts,
     Problem,
     UnitClass,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.offload.planner.verdict import Expected, judge
+from localrt.planning.verdict import Expected, judge
 
 GB = 10**9
 FITS = Expected(tok_s=23.4, prefill_tok_s=200, nbytes=5 * GB, needed=5 * GB)

@@ -18,17 +18,17 @@ from localrt.common.progress import Progress
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store.pack import fingerprint
-from localrt.quant.formats import CODECS, FORMATS
-from localrt.quant.ops.protocol import Batch
-from localrt.quant.reference.ops import TorchOps
-from localrt.quantize.calibration import calibration_windows
-from localrt.quantize.mix import (
+from localrt.planning.mix import (
     MIX_FORMATS,
     GroupLoss,
     LossTable,
     known_losses,
     table_path,
 )
+from localrt.quant.formats import CODECS, FORMATS
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.reference.ops import TorchOps
+from localrt.quantize.calibration import calibration_windows
 from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
 from tests.models.tiny import tokens
 from tests.store.synthetic import SyntheticCheckpoint

@@ -17,7 +17,6 @@ from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
-from localrt.models.checkpoints.text_model import DraftHeadError
 
 _TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
 # An assistant's tokens, cluster by cluster, in folders and in GGUF files
@@ -110,15 +109,3 @@ def prediction_notes(path: Path) -> tuple[str, ...]:
     except (LocalrtError, OSError):
         return ()
     return (f"its MTP block of {format_bytes(nbytes)} drafts for it",)
-
-
-def is_head(path: Path) -> bool:
-    """Whether there is only a head at ``path``, and no model."""
-    open_model = SafetensorsCheckpoint if path.is_dir() else GgufCheckpoint
-    try:
-        open_model(path).close()
-    except DraftHeadError:
-        return True
-    except (LocalrtError, OSError):
-        pass
-    return False

@@ -37,9 +37,9 @@ from localrt.engine.protocol import (
     Engine,
     EngineInfo,
     EngineSession,
-    Forecast,
     Forecaster,
     Logits,
+    Speeds,
 )
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.weight_store import WeightStore
@@ -53,7 +53,7 @@ from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
     from localrt.models.vision.sight import Sight, Take
-    from localrt.offload.planner import Plan
+    from localrt.planning.forecast import Forecast
 
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
@@ -80,7 +80,7 @@ class NativeEngine(Engine):
         pass_rows: int = PREFILL_ROWS,
         forecaster: Forecaster | None = None,
         ssd_bytes_s: float = 0.0,
-        plan: Plan | None = None,
+        plan: Forecast | None = None,
         ram: RamForecast | None = None,
     ) -> None:
         self.plan = plan
@@ -170,7 +170,7 @@ class NativeEngine(Engine):
         if self._thread is not None:
             self._thread.shutdown()
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Speeds | None:
         counts = self.counts()
         if self._forecaster is None or counts is None:
             return None
@@ -367,7 +367,7 @@ class NativeEngine(Engine):
                 self.gpu_memory = gpu_memory
         return_free_memory()
 
-    def _set_ram(self, nbytes: int, plan: Plan) -> None:
+    def _set_ram(self, nbytes: int, plan: Forecast) -> None:
         elsewhere = plan.request.budgets.ram - plan.for_weights_and_caches() + self._taken
         words = f"the budget is {format_bytes(nbytes)} of RAM now"
         try:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
-from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
+from localrt.engine.protocol import Check, Engine, EngineSession, Logits, Speeds
 from localrt.models.weight_store import PipelineCounts
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
@@ -229,7 +229,7 @@ class NativeSession(EngineSession):
     def counts(self) -> PipelineCounts | None:
         return self._engine.counts()
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Speeds | None:
         return self._engine.forecast()
 
     def trim(self, length: int) -> int:

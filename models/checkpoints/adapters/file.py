@@ -2,7 +2,7 @@
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
 of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base model
-before any is read, and gets the name and row order of the tensor that it changes (``module_map.py``).
+before any is read, and gets the name and row order of the tensor that it changes (``module_map``).
 Nothing is unpickled.
 """
 

@@ -23,8 +23,8 @@ from localrt.offload.experts import hybrid
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner import Plan, PlanRequest
-from localrt.offload.planner.machine import Corrections
+from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.machine import Corrections
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.device import emulate
@@ -145,7 +145,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Placement], None]:
     def placed(placement: Placement) -> None:
         plan = placing.first_plan
 
-        def first_plan(request: PlanRequest, rows: int) -> Plan:
+        def first_plan(request: PlanRequest, rows: int) -> Forecast:
             return replace(plan(request, rows), placement=placement)
 
         monkeypatch.setattr(placing, "first_plan", first_plan)

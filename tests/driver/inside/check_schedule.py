@@ -22,13 +22,13 @@ from localrt.loading.passes import corrections_of, run_passes
 from localrt.models.decoder import Decoder
 from localrt.offload.account import Budgets
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import Corrections, GpuProfile, KernelRate, MachineProfile
-from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.search import Candidate, Rooms, best_of
-from localrt.offload.planner.simulate import simulate
 from localrt.offload.ring import PAGE
 from localrt.offload.shapes import shape_from_checkpoint
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.machine import Corrections, GpuProfile, KernelRate, MachineProfile
+from localrt.planning.search import Candidate, Rooms, best_of
+from localrt.planning.simulate import simulate
 from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver

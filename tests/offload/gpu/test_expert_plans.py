@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from localrt.offload.placement import Where
-from localrt.offload.planner import shape_from_checkpoint
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.offload.planner.simulate import simulate
+from localrt.offload.shapes import shape_from_checkpoint
+from localrt.planning.costs import Costs
+from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.planning.simulate import simulate
 from tests.offload.gpu.placed_on_gpu import place_on_gpu
 from tests.offload.gpu.test_hybrid_experts import places
 from tests.offload.placed import Model, needs_kernels, wide_mixture

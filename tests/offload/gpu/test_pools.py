@@ -15,8 +15,8 @@ from localrt.offload.account import SPARE_VRAM_NBYTES, gpu_scratch_nbytes
 from localrt.offload.device.gpu import Clock, Gpu, Slab, share_slabs
 from localrt.offload.memory import MemoryPressure
 from localrt.offload.placement import Where
-from localrt.offload.planner.shapes import shape_from_config
 from localrt.offload.shapes import ModelShape
+from localrt.planning.shapes import shape_from_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.device import Ram
 from localrt.quant.cuda.memory import Block

@@ -27,13 +27,13 @@ from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES
 from localrt.offload.memory import memory_state
-from localrt.offload.planner.machine import (
+from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
+from localrt.planning.machine import (
     Corrections,
     KernelRate,
     MachineProfile,
     typical_machine,
 )
-from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import GpuFile, kept_of
@@ -194,7 +194,7 @@ def _measure_aside(job: list[Any]) -> bool:
         return False  # a packaged app has no interpreter: it would start a second app
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
-        "from localrt.offload.planner.measure import main; main(sys.argv[2:])"
+        "from localrt.planning.measure import main; main(sys.argv[2:])"
     )
     package = Path(sys.modules["localrt"].__file__ or "")
     root = str(package.resolve().parents[1])

@@ -24,10 +24,10 @@ from localrt.offload.account import (
     kv_tail_nbytes,
 )
 from localrt.offload.placement import LEAST_GPU_ROWS, KvPlace, PlacedUnit, Placement, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.simulate import simulate
-from localrt.offload.planner.solve import (
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.simulate import simulate
+from localrt.planning.solve import (
     AttentionPlace,
     Counts,
     Problem,

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind
-from localrt.offload.planner.machine import Corrections, GpuProfile, MachineProfile
 from localrt.offload.shapes import ModelShape
+from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 

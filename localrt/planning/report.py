@@ -20,24 +20,24 @@ from localrt.common.formatting import (
 )
 from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
-from localrt.offload.planner.machine import Corrections, MachineProfile
-from localrt.offload.planner.plan import (
-    Plan,
+from localrt.offload.shapes import ModelShape
+from localrt.planning.forecast import (
+    Forecast,
     PlannedPicture,
     PlannedSize,
     PlanRequest,
     placed_shape,
 )
-from localrt.offload.planner.predict import EVEN_EXPERTS
-from localrt.offload.planner.simulate import Resource
-from localrt.offload.planner.verdict import (
+from localrt.planning.machine import Corrections, MachineProfile
+from localrt.planning.predict import EVEN_EXPERTS
+from localrt.planning.simulate import Resource
+from localrt.planning.verdict import (
     PROMPT_TOKENS,
     READING_TOK_S,
     meanings,
     part_of,
     speed,
 )
-from localrt.offload.shapes import ModelShape
 
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",
@@ -59,7 +59,7 @@ _KINDS = {
 _KV_PLACES = {"ram": "in RAM", "vram": "in GPU memory", "ssd": "on the SSD"}
 
 
-def one_line(plan: Plan) -> str:
+def one_line(plan: Forecast) -> str:
     """Return the rate, the ceiling and the bottleneck as one line."""
     prediction = plan.prediction
     ceiling = speed(prediction.ceiling_tok_s)
@@ -69,7 +69,7 @@ def one_line(plan: Plan) -> str:
     )
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Forecast) -> str:
     """Return the whole plan as text."""
     text = "\n".join(_lines(plan))
     return "\n".join([text, "", *meanings(text)])
@@ -83,7 +83,7 @@ def hypothetical_line(options: Sequence[str]) -> str:
     return f"A hypothetical PC ({', '.join(options)}): {rest}."
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: Forecast) -> Iterator[str]:
     request, shape = plan.request, plan.request.shape
     if plan.hypothetical:
         yield hypothetical_line(plan.hypothetical)
@@ -162,7 +162,7 @@ def figures(machine: MachineProfile) -> Iterator[str]:
         yield rate("link to it", "link_bytes_s", machine.link_bytes_s)
 
 
-def _placement(plan: Plan) -> Iterator[str]:
+def _placement(plan: Forecast) -> Iterator[str]:
     units: dict[Where, list[PlacedUnit]] = {}
     for unit in placed_shape(plan).units:
         where = plan.placement.where[unit.name]
@@ -207,7 +207,7 @@ def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
             yield f"{name}: {100 * share:.0f} %"
 
 
-def _prediction(plan: Plan) -> Iterator[str]:
+def _prediction(plan: Forecast) -> Iterator[str]:
     prediction = plan.prediction
     yield one_line(plan)
     if plan.measured_tok_s is not None:
@@ -253,7 +253,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     )
 
 
-def _sizes(plan: Plan) -> Iterator[str]:
+def _sizes(plan: Forecast) -> Iterator[str]:
     as_they_are, *others = plan.sizes
     for size in plan.sizes:
         what = "as they are: nothing is lost"
@@ -273,7 +273,7 @@ def _loss(size: PlannedSize) -> str:
     return f"loses {size.loss:.3f} nats a token, perplexity about {100 * expm1(size.loss):+.1f} %"
 
 
-def _long_passes(plan: Plan) -> Iterator[str]:
+def _long_passes(plan: Forecast) -> Iterator[str]:
     """Yield how passes of many rows differ."""
     placement, shape = plan.placement, placed_shape(plan)
     if not placement.gpu_rows:
@@ -300,14 +300,14 @@ _MOST_GAINS = 5
 _MOST_NOTES = 2
 
 
-def page(plan: Plan) -> str:
+def page(plan: Forecast) -> str:
     """Return the plan in about twenty lines."""
     text = "\n".join(_page_lines(plan))
     more = "Where the weights go, and where the time: add --details"
     return "\n".join([text, "", *meanings(text), "", more])
 
 
-def _page_lines(plan: Plan) -> Iterator[str]:
+def _page_lines(plan: Forecast) -> Iterator[str]:
     shape, called = plan.request.shape, plan.request.called
     yield str(plan.verdict)
     yield ""
@@ -339,7 +339,7 @@ def _page_lines(plan: Plan) -> Iterator[str]:
             yield from _wrapped(f"Note: {note}")
 
 
-def _room(plan: Plan) -> str:
+def _room(plan: Forecast) -> str:
     budgets = plan.request.budgets
     source = plan.request.machine.sources.get("ram_bytes", "typical")
     text = f"{format_bytes(budgets.ram)} of RAM to use ({source})"
@@ -353,7 +353,7 @@ def gpu_room(machine: MachineProfile, budgets: Budgets) -> str:
     return f", {part_of(budgets.vram, machine.gpu.vram_bytes)} of GPU memory"
 
 
-def _prompt(plan: Plan) -> str:
+def _prompt(plan: Forecast) -> str:
     wait = format_seconds(plan.expected.wait_s)
     return f"A page of text ({PROMPT_TOKENS} tokens) is read in {wait}"
 
@@ -366,7 +366,7 @@ def _picture(picture: PlannedPicture) -> str:
     )
 
 
-def _contexts(plan: Plan) -> list[tuple[str, ...]]:
+def _contexts(plan: Forecast) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for number, each in enumerate(plan.contexts):
         why = "all that the model has" if each.whole else "the most that fits"
@@ -385,7 +385,7 @@ def _contexts(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _gains(plan: Plan) -> list[tuple[str, ...]]:
+def _gains(plan: Forecast) -> list[tuple[str, ...]]:
     """Return rows for changes and smaller weights, the best first."""
     gains = [(each.gain, each.tok_s, each.what, each.command) for each in plan.changes]
     for size in plan.sizes[1:]:
@@ -398,7 +398,7 @@ def _gains(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _shown(command: str, plan: Plan) -> str:
+def _shown(command: str, plan: Forecast) -> str:
     """Shorten a command to ``add --option`` if it only adds an option to the plan's command."""
     if plan.command and command.startswith(f"{plan.command} --"):
         return f"add {command.removeprefix(plan.command).strip()}"

@@ -15,11 +15,11 @@ from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter_contexts
-from localrt.offload.planner.plan import Change, Plan, PlannedContext, PlanRequest
-from localrt.offload.planner.predict import estimate, find_plan
-from localrt.offload.planner.search import fits
-from localrt.offload.planner.verdict import READING_TOK_S
 from localrt.offload.shapes import ModelShape, aligned
+from localrt.planning.forecast import Change, Forecast, PlannedContext, PlanRequest
+from localrt.planning.predict import estimate, find_forecast
+from localrt.planning.search import fits
+from localrt.planning.verdict import READING_TOK_S
 from localrt.quant.formats import FORMATS
 
 LEAST_GAIN = 1.05
@@ -34,7 +34,7 @@ _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def make_forecast(request: PlanRequest) -> Forecast:
     """Return the best plan for ``request``.
 
     Raises:
@@ -52,7 +52,7 @@ def make_plan(request: PlanRequest) -> Plan:
         missing = request.shape.off_gpu
         note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
         request = replace(request, shape=replace(request.shape, notes=(*request.shape.notes, note)))
-    plan = find_plan(request)
+    plan = find_forecast(request)
     if plan is None:
         raise _refusal(request)
     return plan
@@ -139,7 +139,7 @@ def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
 # -- what would help -------------------------------------------------------------------------------
 
 
-def helpful_changes(plan: Plan) -> tuple[Change, ...]:
+def helpful_changes(plan: Forecast) -> tuple[Change, ...]:
     """Return the changes that make the plan faster, best first."""
     now = estimate(plan.request)
     if now is None:
@@ -153,7 +153,7 @@ def helpful_changes(plan: Plan) -> tuple[Change, ...]:
     return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | None]]:
+def _changes(plan: Forecast) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | None]]:
     """Yield changes to try: (description, changed request, option that does it)."""
     request, budgets = plan.request, plan.request.budgets
     machine = request.machine
@@ -190,7 +190,7 @@ def _round(nbytes: float) -> int:
     return int(-(-nbytes // step) * step)
 
 
-def largest_contexts(plan: Plan) -> tuple[PlannedContext, ...]:
+def largest_contexts(plan: Forecast) -> tuple[PlannedContext, ...]:
     """Return the largest context that fits, and the largest that is also fast enough when full.
 
     Tries the model's context and its halves. Fast enough is reading speed, or 90 % of the plan's

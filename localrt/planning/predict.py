@@ -1,4 +1,4 @@
-"""Predicts a model's speed: ``estimate`` in milliseconds, ``find_plan`` with a full search.
+"""Predicts a model's speed: ``estimate`` in milliseconds, ``find_forecast`` with a full search.
 
 An estimate solves by rules for usual rings, and assumes that a pass lasts as long as its busiest
 resource works. Its rates are within a quarter of a replay's, mostly within a tenth. It serves for
@@ -14,10 +14,11 @@ from itertools import chain
 from localrt.common.formatting import format_bytes
 from localrt.offload.account import PREFILL_ROWS, placed_account
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
-from localrt.offload.planner.search import (
+from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs
+from localrt.planning.forecast import Forecast, PlanRequest, Prediction
+from localrt.planning.machine import MachineProfile
+from localrt.planning.search import (
     Rooms,
     Solution,
     Times,
@@ -29,10 +30,9 @@ from localrt.offload.planner.search import (
     rows_choices,
     split_solutions,
 )
-from localrt.offload.planner.simulate import RESOURCES, simulate
-from localrt.offload.planner.solve import Counts, Problem, bound
-from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected
-from localrt.offload.shapes import ModelShape
+from localrt.planning.simulate import RESOURCES, simulate
+from localrt.planning.solve import Counts, Problem, bound
+from localrt.planning.verdict import PROMPT_TOKENS, Expected
 
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
 """The note on the plan of every mixture."""
@@ -173,7 +173,7 @@ def _prompt_seconds(costs: Costs, solution: Solution, rows: int) -> float:
 # -- at length -------------------------------------------------------------------------------------
 
 
-def find_plan(request: PlanRequest) -> Plan | None:
+def find_forecast(request: PlanRequest) -> Forecast | None:
     """Return the best plan, or None if nothing fits."""
     notes = tuple(filter(None, (request.note, *request.shape.notes)))
     if request.quantization and (found := _estimated(request)) is not None:
@@ -184,7 +184,7 @@ def find_plan(request: PlanRequest) -> Plan | None:
         return _planned(placed, best.placement, (*notes, *more))
     if not request.uses_gpu:
         return None
-    plan = find_plan(request.without_gpu())
+    plan = find_forecast(request.without_gpu())
     if plan is None:
         return None
     note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
@@ -196,14 +196,14 @@ def _planned(
     placement: Placement,
     notes: tuple[str, ...],
     estimated: Expected | None = None,
-) -> Plan:
+) -> Forecast:
     shape = request.shape
     if shape.experts is not None:
         notes = (*notes, EVEN_EXPERTS)
     if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
         note = f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget"
         notes = (*notes, note)
-    return Plan(
+    return Forecast(
         request=request,
         placement=placement,
         prediction=_predicted(request, placement, estimated),
@@ -221,7 +221,7 @@ def _planned(
     )
 
 
-def on_machine(plan: Plan, machine: MachineProfile) -> Plan:
+def on_machine(plan: Forecast, machine: MachineProfile) -> Forecast:
     """Return the same placement with the forecast for other rates."""
     request = replace(plan.request, machine=machine)
     return replace(plan, request=request, prediction=_predicted(request, plan.placement, None))

@@ -24,7 +24,7 @@ from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.offload.memory import memory_state, ram_budget
-from localrt.offload.planner.gpus import (
+from localrt.planning.gpus import (
     DEFAULT_GPU,
     OTHERS,
     GpuModel,
@@ -34,8 +34,8 @@ from localrt.offload.planner.gpus import (
     parse_bandwidth,
     parse_gpu,
 )
-from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.measure import known_machine, machine_profile, with_corrections
+from localrt.planning.machine import MachineProfile, typical_machine
+from localrt.planning.measure import known_machine, machine_profile, with_corrections
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_file import known_rates
 
@@ -366,6 +366,20 @@ def planned_hardware(
         source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
     machine = _with_source(machine, ram_bytes=source)
     return machine, budgets_of(machine, ram, vram), note or other_gpu(wanted.gpu or "")
+
+
+def with_formats(
+    machine: MachineProfile,
+    formats: Iterable[str],
+    wanted: Hardware,
+    settings: Settings,
+    path: Path,
+) -> MachineProfile:
+    """Return what ``planned_hardware`` gave with the rates of more ``formats``."""
+    if wanted.pc is not None:
+        return machine
+    here, _ = machine_here(settings, path if wanted.ssd is None else None, formats)
+    return replace(machine, kernels=_as_wanted(here, wanted).kernels)
 
 
 def machine_here(

@@ -18,8 +18,8 @@ from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
-from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.ring import COPY_BLOCK, Chunk, chunks, fixed_places, place
+from localrt.planning.costs import Costs, expert_costs
 
 
 @dataclass(slots=True)

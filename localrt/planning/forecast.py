@@ -1,4 +1,4 @@
-"""Plain values for planning: the request, and the plan with its placement and forecast."""
+"""Plain values for planning: the request, and the forecast with its placement."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
 from localrt.offload.account import LONG_PREFILL_ROWS, PREFILL_ROWS, Account, Budgets
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.simulate import Resource
-from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs
+from localrt.planning.machine import MachineProfile
+from localrt.planning.simulate import Resource
+from localrt.planning.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.quant.ops.kv_formats import KvFormat
 
 PlannedPlace = Literal["streamed", "memory", "gpu"]
@@ -213,16 +213,16 @@ def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Where a model's weights are on a machine, the forecast, and what would help.
+class Forecast:
+    """Where a model's weights are on a machine, and how fast it is there.
 
-    Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
-    are the present weights, then smaller ones; ``contexts`` are the largest that fits and, if that
-    is slow, the largest that is not. These are empty unless requested. ``command`` runs the model;
-    it is empty if there is nothing to run. ``draft`` is what drafts for it by default,
-    ``picture`` what one costs a model that sees. ``estimated`` is the forecast of a model that is
+    Sizes are in bytes, rates in tokens per second. ``estimated`` is the forecast of a model that is
     not on this machine, as in tables of many models; ``measured_tok_s`` is what the model last made
-    on this one.
+    on this one. The rest is what ``localrt.plan`` adds: ``changes`` would help, best first;
+    ``sizes`` are the present weights, then smaller ones; ``contexts`` are the largest that fits
+    and, if that is slow, the largest that is not. ``command`` runs the model; it is empty if there
+    is nothing to run. ``draft`` is what drafts for it by default, ``picture`` what one costs a
+    model that sees.
     """
 
     request: PlanRequest
@@ -248,20 +248,6 @@ class Plan:
             tok_s=self.tok_s,
             where="in memory",
         )
-
-    @property
-    def report(self) -> str:
-        """What ``localrt plan`` prints."""
-        from localrt.offload.planner.report import page  # imports this module
-
-        return page(self)
-
-    @property
-    def details(self) -> str:
-        """What ``localrt plan --details`` prints: all tables."""
-        from localrt.offload.planner.report import explain
-
-        return explain(self)
 
     @property
     def model(self) -> str:
@@ -428,6 +414,6 @@ class Plan:
         }
 
 
-def placed_shape(plan: Plan) -> ModelShape:
+def placed_shape(plan: Forecast) -> ModelShape:
     """The model as it is placed: MLPs that GPU and CPU share are in pieces."""
     return plan.request.shape.split(plan.placement.split)

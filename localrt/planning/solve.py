@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
+from localrt.planning.costs import Costs, expert_costs, layer_seconds
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
