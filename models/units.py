@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo
-from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.layers.moe import ResidentExperts, load_expert
@@ -148,7 +148,7 @@ def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:
     """
     rows, columns = info.shape
     tile = TILE_ROWS * info.format.row_bytes(columns)
-    least = UNIT_ALIGNMENT // math.gcd(tile, UNIT_ALIGNMENT)
+    least = PAGE // math.gcd(tile, PAGE)
     step = max(least, limit // tile // least * least) * TILE_ROWS
     for number, start in enumerate(range(0, rows, step)):
         yield Unit(f"head.{number}", (info.name,), rows=(start, min(start + step, rows)))

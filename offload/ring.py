@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from localrt.common.files import PAGE
 from localrt.offload.device.gpu import Event
 from localrt.quant.ops.arrays import aligned_buffer
 
-PAGE = 4096
 COPY_BLOCK = 16 << 20
 """Bytes of a copy over the link, if there is room for so many at once."""
 

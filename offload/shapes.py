@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
@@ -286,7 +286,7 @@ class ModelShape:
 
 def aligned(nbytes: int) -> int:
     """A unit's place in a store: whole pages."""
-    return -(-nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+    return -(-nbytes // PAGE) * PAGE
 
 
 def shape_from_checkpoint(checkpoint: Checkpoint, experts: int | None = None) -> ModelShape:

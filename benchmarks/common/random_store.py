@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
-    UNIT_ALIGNMENT,
     Manifest,
     Source,
     StoredUnit,
@@ -240,7 +240,7 @@ class RandomStore:
                 tensor = UnitTensor(name, info.format, shape, at, row=rows[0])
                 inside.append(tensor)
                 at += -(-tensor.nbytes // 64) * 64
-            size = -(-at // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+            size = -(-at // PAGE) * PAGE
             units.append(StoredUnit(unit.name, unit.name, 0, size, "", tuple(inside)))
         self.manifest = _Manifest(tuple(units))
         self._units = {unit.name: unit for unit in units}

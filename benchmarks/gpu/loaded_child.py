@@ -22,9 +22,9 @@ import localrt
 from benchmarks.gpu.configs import random_ids
 from benchmarks.gpu.memory import watch
 from localrt.api import Model
+from localrt.common.files import PAGE
 from localrt.engine.types import Chunk
 from localrt.offload.placement import Placement, Where
-from localrt.offload.ring import PAGE
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
 from localrt.quant.cuda.driver import device_of
 

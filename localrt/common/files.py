@@ -20,6 +20,9 @@ from localrt.common.errors import OptionError, StorageError, reason_of
 MOST_BYTES = 256 << 20
 """The most that is read whole of a file that a user names, or of stdin."""
 
+PAGE = 4096
+"""Direct reads need multiples of it, in bytes, for offsets, sizes and addresses."""
+
 _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others

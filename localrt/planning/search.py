@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from localrt.common.files import PAGE
 from localrt.offload.account import (
     PREFILL_ROWS,
     activation_nbytes,
@@ -116,7 +117,6 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
     return 0
 
 
-_PAGE = 4096
 _MOST_SLOTS = 6
 _LEAST_SHARE = 0.01  # of an MLP, to be worth the exchange between GPU and CPU
 _LINK_PARTS = (1.0, 0.9, 0.8)  # of what a link could copy without a gap
@@ -233,13 +233,13 @@ def split_solutions(
     fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
     fixed += len(mlps) * costs.splitting()
     by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
-    edges = 3 * _PAGE + 3 * TILE_ROWS / shape.inner * largest  # of a layer's pieces
+    edges = 3 * PAGE + 3 * TILE_ROWS / shape.inner * largest  # of a layer's pieces
     for layers in (1, 2):
         if whole <= layers * largest:
             return
         gpu = (room - layers * (largest + edges)) / (whole - layers * largest)
         ring = layers * ((1 - gpu) * largest + edges)
-        gpu = (room - ring - len(mlps) * _PAGE) / whole
+        gpu = (room - ring - len(mlps) * PAGE) / whole
         most = (fixed + by_cpu * (1 - gpu)) / (copying + by_cpu)
         for link in (0.0, *(part * most for part in parts)):
             if gpu > 0 and 1 - gpu - link >= _LEAST_SHARE:
@@ -254,7 +254,7 @@ def _split(
 ) -> tuple[Costs, Solution] | None:
     """Return the placement with these pieces, if they fit."""
     costs = replace(costs, shape=costs.shape.split(shares))
-    size = ring // _PAGE * _PAGE
+    size = ring // PAGE * PAGE
     search = _Search(costs, rooms, prefill_rows=1)
     problem = replace(search.problem(Ring(0, 0), Ring(size, size)), attention="gpu")
     tables = {"embedding": Where.RAM}
@@ -385,7 +385,7 @@ def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ri
     times = (2.0,) if few else (1.05, 1.25, 1.5, 2, 3, 4)
     sizes |= {(int(slots[-1] * each), slots[-1]) for each in times}
     for size, slot in sorted(sizes):
-        ring = -(-size // _PAGE) * _PAGE
+        ring = -(-size // PAGE) * PAGE
         if ring <= rooms.vram / 2:
             yield Ring(ring, slot)
 
@@ -409,7 +409,7 @@ def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Rin
         times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
         sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
         for size in sorted(sizes):
-            ring = -(-size // _PAGE) * _PAGE
+            ring = -(-size // PAGE) * PAGE
             if ring == slot or ring <= rooms.ram / 2:
                 yield Ring(ring, slot)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from localrt.common.files import PAGE
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
 from localrt.planning.costs import Costs, expert_costs, layer_seconds
 
@@ -232,7 +233,6 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
 _MOST_SHORT = 64  # steps that rounding down may take from a sum
-_PAGE = 4096
 
 
 def solve_greedily(problem: Problem) -> Counts | None:
@@ -313,8 +313,8 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     """
     if _nbytes(sizes, limits) < target:
         return None
-    fine = min((size for size in sizes if size), default=_PAGE) // _STEPS_OF_A_UNIT
-    step = max(_PAGE, fine // _PAGE * _PAGE, target // _MOST_STEPS)
+    fine = min((size for size in sizes if size), default=PAGE) // _STEPS_OF_A_UNIT
+    step = max(PAGE, fine // PAGE * PAGE, target // _MOST_STEPS)
     goal = -(-target // step)
     floors = [size // step for size in sizes]
     # Split each count into powers of two, so that a class has only a few items.

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localrt.common.errors import MemoryBudgetError, StorageError
-from localrt.offload.kv.file import PAGE, IoTask, IoThread, KvFile
+from localrt.common.files import PAGE
+from localrt.offload.kv.file import IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
 from localrt.quant.formats.packed import Bytes

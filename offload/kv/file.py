@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from localrt.common.errors import StorageError, reason_of
+from localrt.common.files import PAGE
 from localrt.quant.formats.packed import Bytes
 
 IoTask: TypeAlias = "Future[None]"
@@ -87,7 +88,6 @@ def _refuse(task: IoTask) -> None:
     task.set_exception(StorageError("the model is closed: load it again"))
 
 
-PAGE = 4096  # direct I/O needs multiples of it for offsets, sizes and addresses
 _REQUEST = 8 << 20
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT, StoredUnit, UnitTensor
+from localrt.common.files import PAGE
+from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import load_mlp
 from localrt.models.layers.parts import GatedMlp, PassState, SplitMlp
@@ -97,7 +98,7 @@ def split_unit(
             ranges += [(begin, begin + own.nbytes // len(begins)) for begin in begins]
             tensors.append(own)
             at += own.nbytes
-        nbytes = -(-at // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+        nbytes = -(-at // PAGE) * PAGE
         own_unit = replace(unit, name=name, nbytes=nbytes, sha256="", tensors=tuple(tensors))
         return Piece(own_unit, (stop - first, stop_down - first_down), tuple(ranges), taken)
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.models.weight_store import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S, require_answer
-from localrt.offload.ring import PAGE
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.arrays import Array, Pass, Weight, aligned_buffer

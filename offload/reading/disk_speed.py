@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import CheckpointError, reason_of
+from localrt.common.files import PAGE
 from localrt.offload.reading.files import ReadMode, StoreFiles
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer
 
 _MB = 1 << 20

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
-from localrt.common.files import atomic_write
+from localrt.common.files import PAGE, atomic_write
 from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints.base import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -33,7 +33,6 @@ from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
     PARTIAL_NAME,
     PREDICTION,
-    UNIT_ALIGNMENT,
     Manifest,
     StoredUnit,
     UnitTensor,
@@ -107,7 +106,7 @@ def _plan_file(name: str, units: Sequence[Unit], tensors: Mapping[str, TensorInf
             kind = "F32" if len(placed.shape) == 1 else "U8"
             extents[tensor] = (kind, first, position + placed.nbytes)
             position += placed.nbytes
-        position = _pad(extents, position, UNIT_ALIGNMENT)
+        position = _pad(extents, position, PAGE)
         planned.append(UnitPlan(unit.name, begin, position - begin, tuple(inside)))
     header = _header(extents)
     shifted = (
@@ -139,7 +138,7 @@ def _header(extents: Mapping[str, tuple[str, int, int]]) -> bytes:
         size = (end - begin) // (4 if kind == "F32" else 1)
         entries[name] = {"dtype": kind, "shape": [size], "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    total = -(-(8 + len(text)) // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+    total = -(-(8 + len(text)) // PAGE) * PAGE
     return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.files import PAGE
 from localrt.quant.cuda.driver import array_of, device_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.routing import CudaRouting
@@ -25,7 +26,6 @@ from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 
-_PAGE = 4096
 _SAMPLE = 256 << 20
 _RETURNED = 1 << 20  # pinned at once
 
@@ -212,7 +212,7 @@ class CudaCopies:
         Medians of five; takes a fraction of a second and 512 MB of each.
         """
         source = self.host_buffer(_SAMPLE)
-        source[::_PAGE] = 1
+        source[::PAGE] = 1
         out, other = self.alloc(_SAMPLE), self.alloc(_SAMPLE)
         link, memory = [], []
         for _ in range(6):

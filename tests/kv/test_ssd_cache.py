@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError, OptionError, StorageError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.kv.file import PAGE, IoThread, KvFile
+from localrt.offload.kv.file import IoThread, KvFile
 from localrt.offload.kv.tier import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
-from localrt.offload.ring import PAGE
 from localrt.quant.formats.packed import Bytes
 
 Fault = Callable[[StoredUnit, int], None]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
@@ -20,7 +21,6 @@ from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
-from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps

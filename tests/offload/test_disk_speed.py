@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from localrt.common.errors import CheckpointError
+from localrt.common.files import PAGE
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.offload.reading.files import ReadMode
-from localrt.offload.ring import PAGE
 
 
 @pytest.fixture

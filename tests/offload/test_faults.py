@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from localrt.common.errors import CancelledError, CheckpointError
+from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.reading.reader import POLL_S
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import (

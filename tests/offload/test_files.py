@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from localrt.common.errors import CheckpointError
+from localrt.common.files import PAGE
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer
 
 IN_MEMORY = Path("/dev/shm")

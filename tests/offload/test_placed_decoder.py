@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
+from localrt.common.files import PAGE
 from localrt.offload.placement import Where
-from localrt.offload.ring import PAGE
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat
 from tests.offload.placed import (

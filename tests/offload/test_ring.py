@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localrt.offload.ring import PAGE, Chunk, Lease, Ring, fixed_places
+from localrt.common.files import PAGE
+from localrt.offload.ring import Chunk, Lease, Ring, fixed_places
 from localrt.quant.ops.arrays import aligned_buffer
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError
+from localrt.common.files import PAGE
 from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import Model, needs_kernels, pack_synthetic
 

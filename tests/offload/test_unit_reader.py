@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError, CheckpointError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.reading.reader import UnitReader
-from localrt.offload.ring import PAGE, Ring
+from localrt.offload.ring import Ring
 from tests.offload.fake_source import FakeSource, content, make_units
 from tests.waits import wait_for
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.quant.formats import F32, FORMATS, Exactness, Format
 from localrt.quant.formats.tiled import padded_rows, tile_span
@@ -33,9 +34,6 @@ LAYOUT = "tiles-16"
 
 PREDICTION = "mtp"
 """The unit of a model's MTP block, the beginning of its tensors' names, and its file's name."""
-
-UNIT_ALIGNMENT = 4096
-"""Bytes: a unit begins at a multiple of it and is one long, so that disks can read it directly."""
 
 _VERSION_KEY = "localrt_store"
 _LARGEST = 1 << 62
@@ -232,8 +230,8 @@ def _unit(fields: _Fields) -> StoredUnit:
     if PurePath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
         raise fields.error(f"unit {name!r:.60} lies in no file of this folder")
     offset, nbytes = fields.whole("offset"), fields.whole("nbytes")
-    if offset % UNIT_ALIGNMENT or nbytes % UNIT_ALIGNMENT:
-        raise fields.error(f"unit {name!r:.60} is not aligned to {UNIT_ALIGNMENT} bytes")
+    if offset % PAGE or nbytes % PAGE:
+        raise fields.error(f"unit {name!r:.60} is not aligned to {PAGE} bytes")
     tensors = tuple(_tensor(entry) for entry in fields.objects("tensors"))
     end = 0
     for tensor in tensors:

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from localrt.common.files import PAGE
 from localrt.loading import passes
 from localrt.loading.passes import corrections_of, run_passes
 from localrt.models.decoder import Decoder
 from localrt.offload.account import Budgets
 from localrt.offload.placement import Placement, Where
-from localrt.offload.ring import PAGE
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.planning.costs import Costs
 from localrt.planning.forecast import PlanRequest

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
-from localrt.offload.ring import PAGE
 from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
+from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels

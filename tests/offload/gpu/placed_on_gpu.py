@@ -11,11 +11,11 @@ from typing import Any
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.placement import Placement, Where
-from localrt.offload.ring import PAGE
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing
 

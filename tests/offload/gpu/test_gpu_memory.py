@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
+from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.account import gpu_scratch_nbytes
 from localrt.offload.device.gpu import SLABS, Clock, Gpu, Slab, share_slabs
 from localrt.offload.memory import MemoryPressure
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
-from localrt.offload.ring import PAGE
 from localrt.offload.shapes import PassSizes, shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from tests.models.tiny import tokens

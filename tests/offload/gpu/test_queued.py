@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError, CheckpointError, LocalrtError
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Event
 from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
-from localrt.offload.ring import PAGE, Ring
+from localrt.offload.ring import Ring
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Bytes
 from tests.offload.fake_source import FakeSource, content, make_units
