@@ -25,8 +25,7 @@ from localrt.api import Model
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-
-Floats = npt.NDArray[np.float32]
+from localrt.quant.formats.packed import Floats
 
 
 class Tally:

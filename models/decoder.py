@@ -25,12 +25,12 @@ from localrt.models.layers.parts import (
     Tap,
     joined,
 )
-from localrt.models.weight_store import Check, ResidentWeights, WeightStore
+from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, vector_to_host
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 def load_attention(

@@ -15,11 +15,10 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.moe import Experts, RoutingWatch
-from localrt.models.layers.parts import Check as Check
 from localrt.models.layers.parts import Head, PassState
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.protocol import Batch, Check, Ops
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 

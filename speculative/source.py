@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Check as Check
 from localrt.speculative.tree import TokenTree
 
 DEPTH = 16
 MOST_NODES = 2048
 
-# Called now and then while a source works; raises CancelledError to abandon it.
-Check = Callable[[], None]
 # The accepted draft tokens and the one after them, once they are known.
 Outcome = Callable[[], Sequence[int] | None]
 
@@ -106,7 +106,6 @@ class DraftSource(ABC):
         return 0
 
 
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 

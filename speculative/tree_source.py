@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CancelledError
+from localrt.quant.formats.packed import Floats
 from localrt.speculative.best_first import Children, Growth, drive, likeliest
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (
@@ -24,7 +25,6 @@ from localrt.speculative.source import (
     Drafter,
     DraftFailedError,
     DraftSource,
-    Floats,
     Outcome,
     Proposal,
     Rows,

@@ -51,7 +51,7 @@ from localrt.quant.cuda.stream import Between, Cut
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import Batch, Check
 
 COUNT, USED = 128, 8
 DEPTHS = (4, 20)
@@ -105,7 +105,7 @@ class StubbedGpu:
         finally:
             self._recorded = None
 
-        def replay(check: Callable[[], None] | None = None) -> None:
+        def replay(check: Check | None = None) -> None:
             for each in recorded:
                 each(check)
 

@@ -38,13 +38,12 @@ from localrt.loading.native import check_left
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.kv import GrowingCache, KVCache
 from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows, Step
 from localrt.speculative.tree_source import TreeSource
-
-Floats = npt.NDArray[np.float32]
 
 OUTPUT_ROWS = 1 << 16
 """The rows of an output matrix that a head keeps in memory if the model's own is streamed. A

@@ -6,7 +6,7 @@ does not know templates, files or where a session came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from localrt.common.errors import CancelledError
 from localrt.common.progress import Progress
@@ -16,6 +16,7 @@ from localrt.engine.request import Request
 from localrt.engine.types import Chunk, FinishReason
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.quant.ops.protocol import Check
 
 
 def generate(
@@ -76,9 +77,7 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
     yield answer.end(reason)
 
 
-def _prefill(
-    session: EngineSession, request: Request, meter: Meter, check: Callable[[], None]
-) -> Logits:
+def _prefill(session: EngineSession, request: Request, meter: Meter, check: Check) -> Logits:
     prompt = request.prompt
     # The last token runs again even if the session holds all tokens: its logits are needed.
     held = session.trim(min(common_prefix(session.tokens, prompt), len(prompt) - 1))

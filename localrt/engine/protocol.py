@@ -30,6 +30,7 @@ from localrt.common.option_names import option
 from localrt.models.weight_store import PipelineCounts, WeightStore
 from localrt.offload.memory import current_rss
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
+from localrt.quant.ops.protocol import Check
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from localrt.speculative.tree import TokenTree
 
 Logits = npt.NDArray[np.float32]
-
-# Called between layers (or blocks of tokens) of a pass; raises CancelledError to abandon it.
-Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

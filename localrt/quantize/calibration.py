@@ -39,7 +39,7 @@ from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import Batch, Check
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
@@ -125,7 +125,7 @@ class HiddenStates:
         ops: CalibrationOps,
         windows: Windows,
         *,
-        check: Callable[[], None] = lambda: None,
+        check: Check = lambda: None,
     ) -> None:
         if any(spec.value_norm for spec in config.attending):
             raise OptionError(
@@ -266,7 +266,7 @@ class Calibration:
         windows: Sequence[Sequence[int]],
         checkpoint: Checkpoint | None = None,
         *,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
     ) -> HiddenStates:
         """The states of ``windows`` before the first layer of ``checkpoint``, or of the source."""
         return HiddenStates(

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.common.option_names import option
-from localrt.engine.protocol import Check, Engine
+from localrt.engine.protocol import Engine
+from localrt.quant.ops.protocol import Check
 from localrt.service.core import Core
 from localrt.service.requests import whole_ids
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,9 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Pass, Vector, Weight, copy_to_host, large_floats
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.protocol import Batch, HostRows, MlpWeights, Ops, SplitOps
+from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps
 
 Logits = npt.NDArray[np.float32]
-
-Check: TypeAlias = Callable[[], None]
-"""Called while a pass waits and between its parts; may raise to abandon it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -16,8 +16,9 @@ from localrt.models.vision.siglip import (
     read_encoder,
     text_size,
 )
-from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units
+from localrt.models.vision.tower import Linear, Norm, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionSteps
 
 _NO_CROPS = "pictures are seen as a whole: this model's setting to pan and scan is not followed"

@@ -30,7 +30,6 @@ from localrt.models.vision.tower import (
     Block,
     BlockConfig,
     BlockNames,
-    Check,
     Linear,
     Prepared,
     Seen,
@@ -39,6 +38,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Places, VisionSteps
 
 _BEGIN, _ROW, _END = "<|image>", "<|image|>", "<image|>"

@@ -20,8 +20,9 @@ from localrt.models.vision.siglip import (
     read_encoder,
     text_size,
 )
-from localrt.models.vision.tower import Check, Linear, Prepared, Seen, Tower, Units
+from localrt.models.vision.tower import Linear, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionSteps
 
 _AROUND = "<fake_token_around_image>"

@@ -32,8 +32,9 @@ from localrt.models.vision.siglip import (
     read_encoder,
     text_size,
 )
-from localrt.models.vision.tower import Check, Linear, Norm, Prepared, Seen, Tower, Units
+from localrt.models.vision.tower import Linear, Norm, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
 _EPS = 1e-5  # of the projector's norm; configs do not say it

@@ -34,7 +34,6 @@ from localrt.models.vision.tower import (
     Block,
     BlockConfig,
     BlockNames,
-    Check,
     Linear,
     Norm,
     Prepared,
@@ -44,6 +43,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Places, VisionActivation, VisionSteps
 
 _EPS = 1e-5  # whatever the config says, as in transformers

@@ -36,7 +36,6 @@ from localrt.models.vision.tower import (
     Block,
     BlockConfig,
     BlockNames,
-    Check,
     Linear,
     Norm,
     Prepared,
@@ -46,6 +45,7 @@ from localrt.models.vision.tower import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Places, VisionSteps
 
 _EPS = 1e-6  # of all norms; configs do not say it

@@ -29,9 +29,9 @@ from localrt.models.vision.cost import TowerSizes
 from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.source import VisionSource
-from localrt.models.vision.tower import Check, Prepared, Seen, Tower, Units
+from localrt.models.vision.tower import Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.protocol import Given
+from localrt.quant.ops.protocol import Check, Given
 from localrt.quant.ops.vision import VisionSteps
 
 Tokens = npt.NDArray[np.int64]

@@ -16,18 +16,11 @@ import numpy as np
 
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.pixels import Patches, activation, integer, number
-from localrt.models.vision.tower import (
-    Block,
-    BlockConfig,
-    BlockNames,
-    Check,
-    Linear,
-    Norm,
-    Units,
-)
+from localrt.models.vision.tower import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Places, VisionSteps
 
 Grid = tuple[int, int]

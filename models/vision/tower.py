@@ -20,9 +20,9 @@ from localrt.models.vision.pixels import Patches
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps
 
-Check = Callable[[], None]
 _Unit = TypeVar("_Unit")
 
 

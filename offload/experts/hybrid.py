@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.layers.moe import Routed, RoutingWatch, Turn
-from localrt.models.layers.parts import Check, PassState
+from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.cache import STAYS, Demand, Key
 from localrt.offload.experts.memory import ExpertMemory
@@ -37,7 +37,7 @@ from localrt.offload.experts.scheduler import (
 )
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Share
-from localrt.quant.ops.protocol import Ops, Recorder
+from localrt.quant.ops.protocol import Check, Ops, Recorder
 
 _HELD_SHARE = 4  # copies ahead may hold one in so many of the RAM's slots
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.moe import Routed, RoutingWatch, load_expert
-from localrt.models.layers.parts import Check, PassState
+from localrt.models.layers.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.offload.device.gpu import SLABS, Clock, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
@@ -26,7 +26,7 @@ from localrt.offload.reading.reader import DemandReader, Source
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Check, Ops
 
 _LEAST_SLOTS = 4  # fewest slots of a pool per expert of a row
 _NEAR = 1.02  # largest ratio of sizes within a class

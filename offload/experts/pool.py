@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, Slot
 from localrt.offload.reading.reader import DemandLoad, DemandReader
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import ExpertWeights, Routing
+from localrt.quant.ops.protocol import Check
 
 
 @dataclass(frozen=True, slots=True)

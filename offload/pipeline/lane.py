@@ -18,7 +18,7 @@ from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint, UnitMem
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import Part
 from localrt.models.layers.parts import Logits, PassState
-from localrt.models.weight_store import Check, Resource
+from localrt.models.weight_store import Resource
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.pipeline.caches import split_batch
@@ -28,7 +28,7 @@ from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array, Pass, Vector, copy_to_host
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 class Step(Protocol):

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
@@ -27,13 +26,11 @@ from localrt.offload.device.gpu import Clock, Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import PassingParts, Stage
 from localrt.offload.placement import Where, host_piece, link_piece
-from localrt.quant.formats.packed import Bytes
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.adapters import Rows
 from localrt.quant.ops.arrays import Vector
 from localrt.quant.ops.protocol import HostOps, Ops
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

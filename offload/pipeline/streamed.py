@@ -17,7 +17,7 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig, Part, Table
 from localrt.models.layers.inputs import InputTable
 from localrt.models.layers.ngrams import HashedTable
-from localrt.models.layers.parts import Check, PassState
+from localrt.models.layers.parts import PassState
 from localrt.models.weight_store import PipelineCounts, Task, WeightStore
 from localrt.offload.account import pass_logits_nbytes
 from localrt.offload.device.gpu import Clock
@@ -32,7 +32,7 @@ from localrt.offload.pipeline.tables import RowTable
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.reader import UnitReader
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 class StreamedWeights(WeightStore):

@@ -22,13 +22,12 @@ import numpy.typing as npt
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
-from localrt.models.weight_store import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.arrays import Array, Pass, Weight, aligned_buffer
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Check, Ops
 from localrt.quant.ops.streams import rows_of_tokens
 
 Ids = npt.NDArray[np.int64]

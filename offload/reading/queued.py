@@ -17,11 +17,11 @@ from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Lease, Ring, fixed_places
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.protocol import Check
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event
 from localrt.offload.ring import Chunk, Lease, Ring, chunks
+from localrt.quant.ops.protocol import Check
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""

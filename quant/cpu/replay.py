@@ -24,7 +24,7 @@ from localrt.quant.cpu.weights import locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.protocol import Batch, Forward
+from localrt.quant.ops.protocol import Batch, Check, Forward
 
 
 class Tape:
@@ -131,7 +131,7 @@ class Recording:
     def run(
         self,
         batch: Batch,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
         features: Features | None = None,
     ) -> Floats:
         """The logits (1, V); the cache counts nothing."""
@@ -185,7 +185,7 @@ class ReplayedForward:
         batch: Batch,
         *,
         rows: Sequence[int] | None = None,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
         features: Features | None = None,
     ) -> Floats:
         if not self._fits(batch, rows):
@@ -212,9 +212,7 @@ class ReplayedForward:
         # Other caches move their blocks as a pass goes on.
         return mask is None and not cache.mix and type(cache) is NativeKVCache
 
-    def _record(
-        self, batch: Batch, check: Callable[[], None] | None, features: Features | None
-    ) -> Floats:
+    def _record(self, batch: Batch, check: Check | None, features: Features | None) -> Floats:
         """Run a pass and record it; the recording is used if it repeats the pass."""
         own = Batch(batch.tokens.copy(), batch.positions.copy(), batch.spans)
         tape, cache = Tape(), _cache(batch)

@@ -9,16 +9,15 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.stream import Between, Cut
+from localrt.quant.ops.protocol import Check
 
 _MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
-
-Check: TypeAlias = Callable[[], None]
 
 
 class Capture:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from localrt.quant.cuda.capture import Capture, Check, Replay, record
+from localrt.quant.cuda.capture import Capture, Replay, record
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import MOST_ROWS
@@ -40,7 +40,7 @@ from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Forward, Span
+from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span
 
 _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64

@@ -20,9 +20,8 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
 from localrt.quant.cuda.tensor import Tensor, zeros
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
-
-Floats = npt.NDArray[np.float32]
 
 _THREADS = 256
 

@@ -9,23 +9,21 @@ share that RAM, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.steps import move_rows
 from localrt.quant.cuda.stream import Between, Recording, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty
-from localrt.quant.ops.protocol import HostRows, MlpSpec, MlpWeights
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.protocol import Check, HostRows, MlpSpec, MlpWeights
 
-Floats = npt.NDArray[np.float32]
-Check = Callable[[], None]
 _Key = tuple[int, int, int]  # rows, D, F
 
 

@@ -56,6 +56,9 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 """What a layer remembers of a sequence: keys and values of each token, or a state."""
 
+Check: TypeAlias = Callable[[], None]
+"""Called between the parts of a pass, and while it waits; raises to abandon it."""
+
 Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 """A decoder's ``forward``."""
 
@@ -217,7 +220,7 @@ class Recorder(Protocol):
         x: Array,
         key: object,
         body: Callable[[Pass, Array], Array],
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
 

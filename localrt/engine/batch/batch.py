@@ -18,12 +18,13 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
-from localrt.engine.protocol import Check, Engine
+from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import current_rss, ram_budget
+from localrt.quant.ops.protocol import Check
 
 # The rest is for activations and other programs.
 _KV_SHARE = 0.8

@@ -23,10 +23,11 @@ from localrt.engine.batch.goals import PassTimes, Reading, rows_of_pass
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
-from localrt.engine.protocol import Check, Engine, EngineSession
+from localrt.engine.protocol import Engine, EngineSession
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.protocol import Check
 
 T = TypeVar("T")
 

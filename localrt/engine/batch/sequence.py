@@ -13,13 +13,14 @@ from typing import Generic, TypeAlias, TypeVar
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.answer import Answer
 from localrt.engine.batch.goals import Goal
-from localrt.engine.protocol import Check, EngineSession, Logits
+from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.protocol import Check
 
 Owner = TypeVar("Owner")
 # The chunks that a pass has brought a sequence.

@@ -19,9 +19,10 @@ import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
-from localrt.engine.protocol import Check, Engine, EngineSession, Logits
+from localrt.engine.protocol import Engine, EngineSession, Logits
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.quant.ops.adapters import Mix
+from localrt.quant.ops.protocol import Check
 
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2

@@ -32,15 +32,7 @@ from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
 from localrt.engine.native.session import NativeSession
-from localrt.engine.protocol import (
-    Check,
-    Engine,
-    EngineInfo,
-    EngineSession,
-    Forecaster,
-    Logits,
-    Speeds,
-)
+from localrt.engine.protocol import Engine, EngineInfo, EngineSession, Forecaster, Logits, Speeds
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.weight_store import WeightStore
 from localrt.offload.account import PREFILL_ROWS
@@ -48,7 +40,7 @@ from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Forward, Ops, Span
+from localrt.quant.ops.protocol import Batch, Check, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
-from localrt.engine.protocol import Check, Engine, EngineSession, Logits, Speeds
+from localrt.engine.protocol import Engine, EngineSession, Logits, Speeds
 from localrt.models.weight_store import PipelineCounts
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import BlockCache, FillBlocks, KVCache, ReadBlocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.states import SavedState
 from localrt.speculative.tree import TokenTree
 
