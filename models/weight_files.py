@@ -17,6 +17,12 @@ from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+MANIFEST_NAME = "manifest.json"
+"""What a store is, in its folder."""
+
+PARTIAL_NAME = "manifest.partial.json"
+"""The manifest of a store that is still being written: it lists the files that are finished."""
+
 STORED_TOWER = "vision"
 """A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
 

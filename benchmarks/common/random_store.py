@@ -21,16 +21,11 @@ import numpy as np
 
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import TensorInfo
-from localrt.models.checkpoints.store.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    Source,
-    StoredUnit,
-    UnitTensor,
-)
+from localrt.models.checkpoints.store.manifest import Manifest, Source, StoredUnit, UnitTensor
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import list_units
+from localrt.models.weight_files import MANIFEST_NAME
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor
 from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields

@@ -28,7 +28,7 @@ from localrt.common.files import private_folder, write_text
 from localrt.common.settings import Settings
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
-from localrt.models.weight_files import index_shards
+from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME, index_shards
 
 _PREFIX = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -167,10 +167,6 @@ def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
     return CachedModel(snapshot / file, commit, variant_name(variant, variants), file)
 
 
-# As in models/checkpoints/store/manifest.py, whose import would take numpy, and time.
-_MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
-
-
 @dataclass(frozen=True, slots=True)
 class OwnStore:
     """A store made by localrt. ``source`` is the packed model's file or folder name, ``origin`` its
@@ -199,14 +195,14 @@ def own_stores(settings: Settings) -> Iterator[OwnStore]:
     """The stores in the data folder, finished or not."""
     folder = settings.data_dir / "stores"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        store = read_store(path) or _read(path, _PARTIAL)
+        store = read_store(path) or _read(path, PARTIAL_NAME)
         if store is not None:
             yield store
 
 
 def read_store(path: Path) -> OwnStore | None:
     """Read the manifest in this folder; None if there is no finished store."""
-    return _read(path, _MANIFEST)
+    return _read(path, MANIFEST_NAME)
 
 
 def _read(path: Path, manifest: str) -> OwnStore | None:
@@ -219,7 +215,7 @@ def _read(path: Path, manifest: str) -> OwnStore | None:
             source=str(source["name"]),
             origin=None if origin is None else Path(origin),
             quantized=values.get("quantization") is not None,
-            finished=manifest == _MANIFEST,
+            finished=manifest == MANIFEST_NAME,
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -230,13 +226,13 @@ def find_quantized(name: str, settings: Settings) -> Path | None:
     folder = settings.data_dir / "stores" / name
     inside = "/" not in name and "\\" not in name and name not in ("", ".", "..")
     # os.path.isdir is False for a name too long for the file system
-    return folder if inside and os.path.isfile(folder / _MANIFEST) else None  # noqa: PTH113
+    return folder if inside and os.path.isfile(folder / MANIFEST_NAME) else None  # noqa: PTH113
 
 
 def is_own_store(path: Path, settings: Settings) -> bool:
     """Whether this is a store, finished or not, in localrt's data folder."""
     return path.parent == settings.data_dir / "stores" and any(
-        (path / name).is_file() for name in (_MANIFEST, _PARTIAL)
+        (path / name).is_file() for name in (MANIFEST_NAME, PARTIAL_NAME)
     )
 
 

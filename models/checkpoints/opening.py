@@ -9,10 +9,11 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
 from localrt.models.checkpoints.text_model import DraftHeadError
 from localrt.models.weight_files import (
     INDEX_NAME,
+    MANIFEST_NAME,
+    PARTIAL_NAME,
     WEIGHTS_NAME,
     is_draft_file,
     is_projector_file,

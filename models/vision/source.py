@@ -15,9 +15,14 @@ from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.checkpoints.safetensors_header import read_json
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.vision.registry import has_tower
-from localrt.models.weight_files import STORED_TOWER, projectors_beside, rivals, words_in_common
+from localrt.models.weight_files import (
+    MANIFEST_NAME,
+    STORED_TOWER,
+    projectors_beside,
+    rivals,
+    words_in_common,
+)
 
 VisionSource = VisionFolder | VisionGguf
 """An open tower: a ``TensorSource`` with a ``config`` and a ``processor``."""

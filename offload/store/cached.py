@@ -35,12 +35,8 @@ from localrt.common.free_memory import return_free_memory
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import (
-    MANIFEST_NAME,
-    PARTIAL_NAME,
-    StoredUnit,
-    read_manifest,
-)
+from localrt.models.checkpoints.store.manifest import StoredUnit, read_manifest
+from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pieces
 from localrt.offload.store.writer import ProgressFunction, partial_folder
 from localrt.quant.cpu.ops import fast_tiler

@@ -30,8 +30,6 @@ from localrt.models.checkpoints.base import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (
     LAYOUT,
-    MANIFEST_NAME,
-    PARTIAL_NAME,
     PREDICTION,
     Manifest,
     StoredUnit,
@@ -39,6 +37,7 @@ from localrt.models.checkpoints.store.manifest import (
     read_manifest,
 )
 from localrt.models.units import Unit
+from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.quant.formats import F32
 from localrt.quant.formats.tiled import TiledTensor
 

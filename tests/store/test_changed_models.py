@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 import localrt
 from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, read_manifest
-from localrt.models.weight_files import model_stamp
+from localrt.models.checkpoints.store.manifest import read_manifest
+from localrt.models.weight_files import MANIFEST_NAME, model_stamp
 from localrt.offload.store.cached import cached_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model

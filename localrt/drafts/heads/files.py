@@ -16,7 +16,7 @@ from localrt.models.checkpoints.base import StoredTensor
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
+from localrt.models.weight_files import MANIFEST_NAME
 
 _TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
 # An assistant's tokens, cluster by cluster, in folders and in GGUF files

@@ -19,7 +19,6 @@ from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.store.manifest import (
-    MANIFEST_NAME,
     PREDICTION,
     Manifest,
     StoredUnit,
@@ -27,7 +26,7 @@ from localrt.models.checkpoints.store.manifest import (
     read_manifest,
 )
 from localrt.models.checkpoints.text_model import prediction_config
-from localrt.models.weight_files import model_stamp
+from localrt.models.weight_files import MANIFEST_NAME, model_stamp
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile

@@ -24,10 +24,6 @@ from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.quant.formats import F32, FORMATS, Exactness, Format
 from localrt.quant.formats.tiled import padded_rows, tile_span
 
-MANIFEST_NAME = "manifest.json"
-PARTIAL_NAME = "manifest.partial.json"
-"""The manifest of a store that is still being written: it lists the files that are finished."""
-
 STORE_VERSION = 1
 LAYOUT = "tiles-16"
 """Names the layout of ``quant/formats/tiled.py``. A change of it needs another name."""
