@@ -14,6 +14,7 @@ import pytest
 
 from localrt.cli import build_parser, main
 from localrt.engine.options import OPTION_NAMES
+from localrt.engine.sampling import Sampling
 from localrt.mcp.config import ServerConfig
 from localrt.tui.keys import KEYS
 from localrt.tui.preferences import _NAMES as CONFIG_NAMES
@@ -70,6 +71,12 @@ def test_the_map_has_every_room() -> None:
     ]
     rooms = {str(package) for package in packages if package.parts not in {(r,) for r in _ROOMS}}
     assert [room for room in sorted(rooms) if f"`{room}" not in text] == []
+
+
+def test_sampling_defaults_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "docs/usage.md").read_text(encoding="utf-8").split())
+    names = "temperature {0.temperature}, top-k {0.top_k}, top-p {0.top_p} and min-p {0.min_p}"
+    assert names.format(Sampling()) in text
 
 
 # -- commands, options and keys --------------------------------------------------------------------

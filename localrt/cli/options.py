@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from localrt.common.errors import OptionError
 from localrt.common.files import read_text
 from localrt.common.settings import ENDPOINT_KEY
 from localrt.engine.options import read_options
+from localrt.engine.sampling import Sampling
 from localrt.hub import DEMO_NAME
 from localrt.quant.ops.kv_formats import KV_FORMATS
 
@@ -103,59 +105,59 @@ _SAMPLING: tuple[Flag, ...] = (
         "--temperature",
         float,
         "T",
-        "0 always takes the most likely token (default: the model's, or 0.8)",
+        "0 always takes the most likely token (default: the model's, or {})",
     ),
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
     ("--draft", str, "MODEL|mtp|ngram|auto|off", _DRAFT_HELP),
 )
-_DRY_BASE_HELP = "DRY: factor for each further repeated token (default: 1.75)"
-_DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: -1)"
-_XTC_HELP = "XTC: leave out tokens as likely as P, all but the least likely (default: 0.1)"
+_DRY_BASE_HELP = "DRY: factor for each further repeated token (default: {})"
+_DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: {})"
+_XTC_HELP = "XTC: leave out tokens as likely as P, all but the least likely (default: {})"
 _SAMPLING_ADVANCED: tuple[Flag, ...] = (
-    ("--top-k", int, "K", "keep the K most likely tokens; 0: all (default: the model's, or 40)"),
+    ("--top-k", int, "K", "keep the K most likely tokens; 0: all (default: the model's, or {})"),
     (
         "--top-p",
         float,
         "P",
-        "keep the likeliest tokens up to a total probability of P (default: the model's, or 0.95)",
+        "keep the likeliest tokens up to a total probability of P (default: the model's, or {})",
     ),
     (
         "--min-p",
         float,
         "P",
-        "keep tokens at least P times as likely as the likeliest (default: the model's, or 0.05)",
+        "keep tokens at least P times as likely as the likeliest (default: the model's, or {})",
     ),
-    ("--typical-p", float, "P", "locally typical sampling with a mass of P (default: 1, off)"),
-    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: 1)"),
+    ("--typical-p", float, "P", "locally typical sampling with a mass of P (default: {}, off)"),
+    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: {})"),
     (
         "--frequency-penalty",
         float,
         "X",
-        "above 0: tokens become less likely each time they occur (default: 0)",
+        "above 0: tokens become less likely each time they occur (default: {})",
     ),
     (
         "--presence-penalty",
         float,
         "X",
-        "above 0: tokens become less likely once they have occurred (default: 0)",
+        "above 0: tokens become less likely once they have occurred (default: {})",
     ),
     (
         "--dry-multiplier",
         float,
         "X",
-        "avoid repeated passages (DRY); 0.8 is usual (default: 0, off)",
+        "avoid repeated passages (DRY); 0.8 is usual (default: {}, off)",
     ),
     ("--dry-base", float, "X", _DRY_BASE_HELP),
-    ("--dry-allowed-length", int, "N", "DRY: repetitions of up to N tokens are free (default: 2)"),
+    ("--dry-allowed-length", int, "N", "DRY: repetitions of up to N tokens are free (default: {})"),
     ("--dry-penalty-last-n", int, "N", _DRY_LAST_HELP),
     ("--dry-sequence-breaker", list, "TEXT", _BREAKERS_HELP),
     (
         "--xtc-probability",
         float,
         "P",
-        "XTC: how often to leave out the most likely tokens (default: 0, never)",
+        "XTC: how often to leave out the most likely tokens (default: {}, never)",
     ),
     ("--xtc-threshold", float, "P", _XTC_HELP),
     ("--tree-budget", int, "K", "draft tokens in one pass (default: tuned while it runs)"),
@@ -186,7 +188,11 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
-    """Declare ``flags``. A missing flag has its default, else None, or False for a switch."""
+    """Declare ``flags``. A missing flag has its default, else None, or False for a switch.
+
+    ``{}`` in a text stands for ``Sampling``'s default.
+    """
+    sampling = {each.name: each.default for each in fields(Sampling)}
     for name, kind, metavar, text in flags:
         how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
         if kind is bool:
@@ -196,6 +202,8 @@ def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defau
         elif isinstance(kind, tuple):
             how = {"choices": kind, "metavar": metavar}
         default = defaults.get(_option(name), False if kind is bool else None)
+        if "{}" in text:
+            text = text.format(f"{sampling[_option(name)]:g}")
         parser.add_argument(name, help=text, default=default, **how)
 
 
