@@ -30,9 +30,9 @@ from benchmarks.gpu.timing import (
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
-from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
+from localrt.quant.cuda.launch_shape import Cut, best_cut
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,

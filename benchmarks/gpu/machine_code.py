@@ -12,9 +12,9 @@ import tempfile
 from dataclasses import dataclass
 from importlib.resources import files
 
-from localrt.quant.cuda.cuts import Cut, best_cut
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
+from localrt.quant.cuda.launch_shape import Cut, best_cut
 from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32

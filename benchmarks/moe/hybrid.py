@@ -44,9 +44,9 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
+from localrt.quant.cuda.hybrid_exchange import HybridExchange
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.sharing import CudaShare
 from localrt.quant.cuda.stream import Between, Cut
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
@@ -182,10 +182,10 @@ def stubbed() -> Iterator[StubbedGpu]:
     with ExitStack() as held:
         held.callback(emulate, before)
         held.enter_context(replaced(graph, "record", stub.record))
-        begin, receive = CudaShare.begin, CudaShare.receive
-        held.enter_context(replaced(CudaShare, "begin", _counted(stub, begin, "event")))
+        begin, receive = HybridExchange.begin, HybridExchange.receive
+        held.enter_context(replaced(HybridExchange, "begin", _counted(stub, begin, "event")))
         held.enter_context(
-            replaced(CudaShare, "receive", _counted(stub, receive, "wait", then=stub.waited))
+            replaced(HybridExchange, "receive", _counted(stub, receive, "wait", then=stub.waited))
         )
         yield stub
 

@@ -26,7 +26,7 @@ from localrt.hub import DEMO_NAME, resolve
 from localrt.offload import hardware
 from localrt.offload.hardware import DiskSpeed
 from localrt.quant.cpu.abi import best_isa
-from localrt.quant.cuda.gpu_file import kept_of, known_rates
+from localrt.quant.cuda.gpu_cache import entry_of, known_rates
 from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
 
 EXAMPLES: Examples = (
@@ -102,7 +102,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
 
 def _gpu_state(cache: Path, name: str) -> dict[str, Any]:
     """Say what was compiled for and measured on the first GPU; loading a model does both."""
-    kept, rates = kept_of(cache, name), known_rates(cache, name)
+    kept, rates = entry_of(cache, name), known_rates(cache, name)
     key = kept.get("key")
     return {
         "compiled_kernels": len(list((cache / "kernels").glob("*.cubin"))),

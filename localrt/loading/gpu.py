@@ -20,7 +20,7 @@ from localrt.planning.gpus import measured_profile
 from localrt.planning.machine import GpuProfile, MachineProfile
 from localrt.planning.measure import with_corrections
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.gpu_file import GpuRates
+from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 

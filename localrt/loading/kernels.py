@@ -224,15 +224,15 @@ def compiling(
     if ops.name != "cuda":
         yield
         return
+    from localrt.quant.cuda.dry_run import DryRunOps
     from localrt.quant.cuda.ops import CudaOps  # these two import the driver
-    from localrt.quant.cuda.sketch import SketchOps
 
     assert isinstance(ops, CudaOps), "no others have their name"
-    sketch = SketchOps(ops)
-    rehearse(source, config, sketch, share or Share.whole(config))
+    dry_run = DryRunOps(ops)
+    rehearse(source, config, dry_run, share or Share.whole(config))
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "localrt-compile")
     try:
-        work = [pool.submit(sketch.prepare, program) for program in sketch.programs]
+        work = [pool.submit(dry_run.prepare, program) for program in dry_run.programs]
         yield
         _wait(work, context)
     finally:

@@ -63,7 +63,7 @@ from localrt.planning.search import fits
 from localrt.planning.shapes import check_shapes
 from localrt.planning.simulate import simulate
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.gpu_file import damage
+from localrt.quant.cuda.gpu_cache import damage
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops

@@ -37,7 +37,7 @@ from localrt.planning.gpus import (
 from localrt.planning.machine import MachineProfile, typical_machine
 from localrt.planning.measure import known_machine, machine_profile, with_corrections
 from localrt.quant.cpu.abi import best_isa
-from localrt.quant.cuda.gpu_file import known_rates
+from localrt.quant.cuda.gpu_cache import known_rates
 
 PRESETS: Mapping[str, str] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
 from localrt.planning.machine import GpuProfile, KernelRate
-from localrt.quant.cuda.gpu_file import ROWS, GpuRates
+from localrt.quant.cuda.gpu_cache import ROWS, GpuRates
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)

@@ -36,7 +36,7 @@ from localrt.planning.machine import (
 )
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.gpu_file import GpuFile, kept_of
+from localrt.quant.cuda.gpu_cache import GpuCache, entry_of
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.arrays import aligned_buffer
@@ -123,7 +123,7 @@ def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
     """
     if machine.gpu is None:
         return machine
-    kept = kept_of(cache, machine.gpu.name).get(_PASSES)
+    kept = entry_of(cache, machine.gpu.name).get(_PASSES)
     try:
         if kept is None or kept["key"] != _pass_key(machine):
             return machine
@@ -141,7 +141,7 @@ def keep_corrections(
     both = [*machine.corrections]
     both[mixture] = found
     kept = {name: asdict(each) for name, each in zip(_KINDS, both, strict=True) if each}
-    file = GpuFile(cache, machine.gpu.name, kept_of(cache, machine.gpu.name).get("key", []))
+    file = GpuCache(cache, machine.gpu.name, entry_of(cache, machine.gpu.name).get("key", []))
     file.write(_PASSES, {"key": _pass_key(machine), **kept})
     return replace(machine, corrections=(both[0], both[1]))
 

@@ -329,7 +329,9 @@ def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | N
 
 
 def _places_in_cache(span: Span) -> npt.NDArray[np.int64]:
-    """Where each row of a sequence lies; those of a tree as if the path to them lay alone."""
+    """The cache position of each row; a tree's row has the one that it would have if its path were
+    decoded alone.
+    """
     held = span.cache.length
     if span.mask is None:
         return np.arange(held, held + span.rows)

@@ -11,7 +11,7 @@ profiler.
 kernels of our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; what was compiled
 is kept on the disk. Which ones a model needs is found by passes through its parts without weights,
 on ``Ops`` that note what they would launch (``localrt/loading/kernels.py``,
-``quant/cuda/sketch.py``). They are compiled on up to four threads while weights load, so that the
+``quant/cuda/dry_run.py``). They are compiled on up to four threads while weights load, so that the
 first prompt compiles nothing.
 
 The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that has
@@ -30,7 +30,7 @@ in 15 bits: as two rows of 8, whose results are added. Sums of a step are whole 
 applied and added in the order of the columns. Columns are dealt out to at most eight chains, which
 are joined as a tree. Their number follows from the columns alone, so a row's bits are the same
 among any others, and however the work is cut. Short matrices share a chain's columns among blocks
-(``quant/cuda/cuts.py``). A format is two structs (``formats.cuh``): one unpacks its words, the
+(``launch_shape.py``). A format is two structs (``formats.cuh``): one unpacks its words, the
 other reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts
 registers, spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
 (``linear_many.cu``); data centers' GPUs unpack them to bf16 for cuBLAS.

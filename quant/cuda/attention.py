@@ -262,13 +262,13 @@ def attention_program(
 
 
 def _blocks(size: int, value: int, kv_format: KvFormat) -> int:
-    """As many as have registers enough."""
+    """Blocks per processor that the register file allows."""
     return 3 if max(size, value) <= (64 if kv_format == "int4" else 128) else 2
 
 
 def _warps(size: int, value: int, *, split: bool) -> int:
-    """Of a block. A prompt's queries lie in shared memory beside keys and values: of large heads,
-    fewer.
+    """Warps per block. A prompt's queries are in shared memory beside keys and values, so large
+    heads get fewer.
     """
     return 4 if split or max(size, value) > 128 else 8
 

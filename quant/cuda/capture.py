@@ -44,7 +44,7 @@ class Capture:
         (free, _), taken = self.device.memory(), self.device.taken_nbytes
         yield
         (now, _), ours = self.device.memory(), self.device.taken_nbytes - taken
-        # More is another program's.
+        # The rest was allocated by another process.
         self._executable_nbytes += min(max(0, free - now - ours), _MOST_NBYTES)
 
     @property
@@ -91,8 +91,8 @@ def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """What is garbage is found later: torch's memory asks for events as it ends, which no recording
-    survives.
+    """Pause garbage collection while capturing: freeing a torch tensor records an event, which
+    aborts the capture.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -54,7 +54,7 @@ class Device(ABC):
         self.thread = threading.local()
 
     def new_pool(self, **options: int) -> Pool:
-        """One of its memory."""
+        """A pool of the device's memory."""
         return Pool(self.alloc, self.free, lock=self._lock, **options)
 
     @property
@@ -65,30 +65,30 @@ class Device(ABC):
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that may still be taken here, with those that are kept for later: to others these
-        are in use.
+        """Bytes that can still be allocated: the GPU's free ones, and those that our pools hold but
+        do not use.
         """
         free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
-        if free < min(unused, _SCARCE_NBYTES):  # other programs find none: they get what is kept
+        if free < min(unused, _SCARCE_NBYTES):  # leave some to other programs
             self.trim()
             free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
         return free + unused
 
     def trim(self) -> None:
-        """Give back memory that nobody uses."""
+        """Free the pools' unused memory."""
         self.kept.trim()
         self.scratch.trim()
 
     def enter(self) -> None:  # noqa: B027  RAM needs nothing
-        """Have the thread call this device, whatever others have made of it."""
+        """Make this device current for the calling thread."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of a GPU that are free, and all of them."""
+        """Return the free and the total bytes of the GPU's memory."""
         return 0, 0
 
     @abstractmethod
     def alloc(self, nbytes: int) -> int:
-        """The address of so many bytes, which may hold anything.
+        """Return the address of ``nbytes`` uninitialized bytes.
 
         Raises:
             MemoryBudgetError: the GPU has no room for them.
@@ -96,25 +96,23 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Give back what ``alloc`` gave."""
+        """Free what ``alloc`` returned."""
 
     @abstractmethod
     def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
-        """Copy contiguous values of the host, which must stay as they are until it is done if they
-        are pinned.
-        """
+        """Copy contiguous values from the host; pinned ones must not change until it is done."""
 
     @abstractmethod
     def stage(self, to: int, values: Values) -> None:
-        """The same, of values that the caller may change at once; the host does not wait."""
+        """The same, but the caller may change the values at once; the host does not wait."""
 
     @abstractmethod
     def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
-        """Copy to contiguous values of the host; it is done when the stream is."""
+        """Copy to contiguous values of the host; done once the stream has got there."""
 
     @abstractmethod
     def fetch(self, values: Values, source: int) -> None:
-        """The same; returns when it is done."""
+        """The same, but return only when it is done."""
 
     @abstractmethod
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -132,7 +130,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self, stream: Any = None) -> None:
-        """Return when the stream has done everything."""
+        """Wait until the stream has done everything."""
 
     @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:

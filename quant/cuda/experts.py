@@ -75,7 +75,7 @@ of the tiles of gate, up and down, of their factors, of the biases of gate and u
 Without a gate, up is in its place.
 """
 _MOST_ENTRIES = 32
-# As HEAVY, of experts.
+# Formats that count as heavy for experts.
 _HEAVY = HEAVY | {*(name for name, codec in AFFINE.items() if codec.bits == 6)}
 _Bits = c_ubyte * (MOST_EXPERTS // 8)
 
@@ -246,7 +246,7 @@ def _launch(
 
 @cache
 def _tile_bytes(format_: str, columns: int) -> int:
-    """Of 16 rows."""
+    """Bytes of a tile of ``TILE_ROWS`` rows."""
     return TILE_ROWS * FORMATS[format_].row_bytes(columns)
 
 

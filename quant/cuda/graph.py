@@ -21,11 +21,11 @@ import numpy as np
 
 from localrt.quant.cuda.capture import Capture, Replay, record
 from localrt.quant.cuda.driver import device_of
+from localrt.quant.cuda.hybrid_exchange import HybridExchange
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.routing import CudaRouting
-from localrt.quant.cuda.sharing import CudaShare
 from localrt.quant.cuda.stream import (
     Between,
     CudaPass,
@@ -152,12 +152,12 @@ class Recordings:
             if seen.static is not None:
                 seen.static.forget(key)
 
-    def share(self, rows: Tensor, routing: Routing, table: ExpertTable) -> CudaShare | None:
+    def share(self, rows: Tensor, routing: Routing, table: ExpertTable) -> HybridExchange | None:
         recording = self._ops.recording
         if recording is None:
             return None
         assert isinstance(routing, CudaRouting), "the choice is made on the GPU"
-        return CudaShare(recording, rows, routing, table)
+        return HybridExchange(recording, rows, routing, table)
 
     def of(self, batch: Batch, shape: _Shape | None) -> StaticPass | None:
         """The recordings for passes of this shape; None if it is new or not recorded."""

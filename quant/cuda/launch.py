@@ -17,7 +17,7 @@ from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.quant.cuda.device import Device, Grid
 from localrt.quant.cuda.driver import Cuda
-from localrt.quant.cuda.gpu_file import GpuFile
+from localrt.quant.cuda.gpu_cache import GpuCache
 from localrt.quant.cuda.programs import Program, toolchain
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty
 
@@ -60,7 +60,7 @@ def is_noting() -> bool:
     return getattr(_noted, "programs", None) is not None
 
 
-def gpu_file(device: Device) -> GpuFile:
+def gpu_file(device: Device) -> GpuCache:
     """A CUDA GPU's kept figures, under the key of all that they depend on."""
     assert isinstance(device, Cuda), "figures are of a GPU"
     version = device.version
@@ -71,7 +71,7 @@ def gpu_file(device: Device) -> GpuFile:
         f"kernels {digest}",
         f"localrt {__version__}",
     )
-    return GpuFile(Settings.from_environment().cache_dir, device.name, key)
+    return GpuCache(Settings.from_environment().cache_dir, device.name, key)
 
 
 _RUNS = 5

@@ -22,11 +22,11 @@ from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.gpu_file import (
+from localrt.quant.cuda.gpu_cache import (
     FINE_RATES,
     RATES,
     ROWS,
-    GpuFile,
+    GpuCache,
     GpuRates,
 )
 from localrt.quant.cuda.launch import (
@@ -69,7 +69,7 @@ def gpu_rates(
     formats: Iterable[str],
     *,
     host: NativeOps | None = None,
-    file: GpuFile | None = None,
+    file: GpuCache | None = None,
     on_step: Step | None = None,
 ) -> GpuRates:
     """The rates of the GPU of ``ops``; missing ones are measured and kept.

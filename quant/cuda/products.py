@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.cuts import Cut, best_cut, groups_of, many_grid
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch_shape import Cut, best_cut, groups_of, many_grid
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 

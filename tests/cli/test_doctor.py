@@ -13,7 +13,7 @@ from localrt.cli import doctor
 from localrt.common.cores import Cores
 from localrt.common.extras import install
 from localrt.offload import hardware
-from localrt.quant.cuda.gpu_file import GpuFile
+from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.planner.models import RATE
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_gpu_tells_what_was_compiled_and_measured(
     cache = tmp_path / "LOCALRT_CACHE"
     (cache / "kernels").mkdir(parents=True)
     (cache / "kernels" / "linear-1.cubin").write_bytes(b"")
-    file = GpuFile(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
+    file = GpuCache(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
     file.write("rates", RATE.to_dict())
     text = _doctor(capsys, as_json=False)
     assert "1 compiled (driver for CUDA 12.8, NVRTC 12.8)" in text

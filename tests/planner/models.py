@@ -13,7 +13,7 @@ from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.planning.shapes import shape_from_config
-from localrt.quant.cuda.gpu_file import GpuRates
+from localrt.quant.cuda.gpu_cache import GpuRates
 
 _KNOWN = {
     "llama-3-70b": "llama3.3:70b",

@@ -18,7 +18,7 @@ from localrt.planning.describe_pc import Hardware, with_gpu
 from localrt.planning.machine import Corrections
 from localrt.planning.measure import keep_corrections
 from localrt.planning.mix import GroupLoss, LossTable
-from localrt.quant.cuda.gpu_file import GpuFile
+from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
 from tests.store.synthetic import SyntheticCheckpoint
@@ -57,7 +57,7 @@ def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "LOCALRT_CACHE"
     by_rule, _ = with_gpu(machine(), Hardware(), cache)
     assert by_rule.sources["gpu"] == "typical"
-    GpuFile(cache, gpu.name, ["key"]).write("rates", RATE.to_dict())
+    GpuCache(cache, gpu.name, ["key"]).write("rates", RATE.to_dict())
     # Another GPU than this machine's is not what was measured.
     other, _ = with_gpu(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
     for each in (by_rule, other):

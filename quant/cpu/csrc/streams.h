@@ -1,5 +1,4 @@
-// Inputs that each layer has of its own, and several residual streams. What is computed is said by
-// quant/ops/streams.py and quant/ops/streams.py.
+// Inputs of each layer's own, and several residual streams. See quant/ops/streams.py for the mathematics.
 #pragma once
 
 namespace {

@@ -19,9 +19,9 @@ from benchmarks.gpu.machine_code import (
 )
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.attention import attention_program, join_program, rope_program
-from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
 from localrt.quant.cuda.latent import append_program, latent_programs
+from localrt.quant.cuda.launch_shape import Cut
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs

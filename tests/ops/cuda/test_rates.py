@@ -11,7 +11,7 @@ import pytest
 
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
-from localrt.quant.cuda.gpu_file import RATES, ROWS, GpuFile, GpuRates
+from localrt.quant.cuda.gpu_cache import RATES, ROWS, GpuCache, GpuRates
 from localrt.quant.cuda.measuring import gpu_rates, measure_gpu
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
@@ -69,7 +69,7 @@ def test_kept_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(rates, products=dict.fromkeys(formats, RATE.products["int4-g32"]))
 
     monkeypatch.setattr(measuring, "measure_gpu", measure)
-    ops, file = CudaOps(device="cpu"), GpuFile(tmp_path, "GPU", ["key"])
+    ops, file = CudaOps(device="cpu"), GpuCache(tmp_path, "GPU", ["key"])
     first = gpu_rates(ops, ["int4-g32", "f32"], file=file)
     assert gpu_rates(ops, ["int4-g32"], file=file) == first
     assert asked == [(["int4-g32"], False)]
@@ -80,8 +80,8 @@ def test_kept_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_rates(CudaOps(device="cpu", fine=True), ["q4_k"], file=file)
     assert asked.pop() == (["q4_k"], False)
     # Another driver's figures, or damaged ones, are as good as none.
-    gpu_rates(ops, ["q4_k"], file=GpuFile(tmp_path, "GPU", ["another"]))
-    damaged = GpuFile(tmp_path, "GPU", ["key"])
+    gpu_rates(ops, ["q4_k"], file=GpuCache(tmp_path, "GPU", ["another"]))
+    damaged = GpuCache(tmp_path, "GPU", ["key"])
     damaged.write(RATES, {**RATE.to_dict(), "replay_s": 0.0})
     gpu_rates(ops, ["q4_k"], file=damaged)
     assert [known for _, known in asked[2:]] == [False, False]

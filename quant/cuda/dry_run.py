@@ -1,7 +1,7 @@
-"""``CudaOps`` that start nothing, to find which kernels a model's passes will launch.
+"""``CudaOps`` that launch nothing: they find which kernels a model's passes will need.
 
-Weights take no memory and results hold nothing; the same code as later chooses kernels. It knows no
-models: the caller runs the steps (``localrt/loading/kernels.py``).
+Weights take no memory and results have no values; kernels are chosen by the same code as in a real
+pass. It knows no models: the caller runs the steps (``localrt/loading/kernels.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertTable, RouterSpec, Route
 _LONGEST = 2048  # rows of a prompt's pass
 
 
-class SketchOps(CudaOps):
+class DryRunOps(CudaOps):
     """See ``CudaOps``. ``programs`` are what its steps would have launched, in order.
 
     Passes of ``lengths`` rows launch every kernel that passes of any length do.

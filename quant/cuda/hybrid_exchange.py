@@ -1,8 +1,8 @@
-"""A recorded layer whose experts GPU and host share: what one hands the other stays in its place.
+"""Exchanges rows and results between GPU and host in a recorded layer whose experts they share.
 
-A recording has the router, then the experts that the layer's table has at the replay, and takes up
-the rest where the host has left it. Rows and choices go to pinned RAM, which kernels write and read
-as it is: no copy is a call of the driver. Layers of a pass share that RAM, one after another.
+The recording runs the router and those experts that are on the GPU at the replay, then reads the
+results of the host's. Rows and choices go through pinned RAM at fixed addresses, which kernels read
+and write directly: no copy is a call of the driver. The layers of a pass use that RAM in turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Exchange:
         self.event = device.event()
 
 
-class CudaShare:
+class HybridExchange:
     """See ``Share``."""
 
     def __init__(

@@ -20,7 +20,7 @@ from localrt.common.files import write_text
 _NAME = "cards.json"
 
 
-def kept_of(folder: Path, name: str) -> dict[str, Any]:
+def entry_of(folder: Path, name: str) -> dict[str, Any]:
     """The entry of the GPU ``name`` in ``folder``, under any key: ``key``, and parts by their
     names. Empty if the file is damaged.
     """
@@ -37,7 +37,7 @@ def damage(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFile:
+class GpuCache:
     """The entry of the GPU ``name`` in ``folder``, as far as it was measured with ``key``."""
 
     folder: Path
@@ -46,14 +46,14 @@ class GpuFile:
 
     def read(self, part: str) -> dict[str, Any]:
         """A part; empty if it is missing or was measured with another key."""
-        kept = kept_of(self.folder, self.name)
+        kept = entry_of(self.folder, self.name)
         values = kept.get(part) if kept.get("key") == list(self.key) else None
         return values if isinstance(values, dict) else {}
 
     def write(self, part: str, values: Mapping[str, Any]) -> None:
         """Replace a part. If it cannot be written, the next process measures it again."""
         path = self.folder / _NAME
-        gpus, kept = _read(path), kept_of(self.folder, self.name)
+        gpus, kept = _read(path), entry_of(self.folder, self.name)
         if kept.get("key") != list(self.key):
             kept = {"key": list(self.key)}
         gpus[self.name] = {**kept, part: dict(values)}
@@ -130,4 +130,4 @@ def known_rates(cache: Path, name: str) -> GpuRates | None:
 
     Nothing is measured: for callers that must not load the GPU.
     """
-    return GpuRates.from_dict(kept_of(cache, name).get(RATES, {}))
+    return GpuRates.from_dict(entry_of(cache, name).get(RATES, {}))

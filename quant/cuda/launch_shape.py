@@ -1,6 +1,6 @@
-"""How the work of a product is cut for a GPU: by a rule of its shape and the GPU's processors.
+"""Divides a product among a GPU's blocks and warps, by its shape and the number of processors.
 
-No result depends on it. It does not know how a product is launched.
+Results do not depend on it. It does not launch anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work of a product is cut.
+    """How a product is divided.
 
     ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
     columns of the same rows.
