@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localrt.speculative.source import Floats
+from localrt.quant.formats.packed import Floats
 from localrt.speculative.tree import ROOT, TokenTree
 
 

@@ -20,7 +20,6 @@ from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import load_mlp
 from localrt.models.layers.parts import GatedMlp, PassState, SplitMlp
-from localrt.models.weight_store import Check
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
@@ -30,7 +29,7 @@ from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.adapters import Rows
 from localrt.quant.ops.arrays import Vector
-from localrt.quant.ops.protocol import HostOps, Ops
+from localrt.quant.ops.protocol import Check, HostOps, Ops
 
 
 @dataclass(frozen=True, slots=True)

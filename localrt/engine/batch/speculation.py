@@ -11,8 +11,8 @@ from typing import Generic, TypeAlias
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
-from localrt.engine.protocol import Check, Engine, EngineSession
-from localrt.engine.speculation import Proposer, TreePass
+from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.speculation import Proposer
 from localrt.quant.ops.protocol import Check
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.batch_tuner import BatchTuner
