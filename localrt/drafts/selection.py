@@ -192,8 +192,8 @@ class Drafts:
         except LocalrtError as error:
             if explicit:
                 raise
-            prefix = "" if isinstance(error, OptionError) else f"draft {name} is not used: "
-            return None, prefix + error.marked
+            named = isinstance(error, OptionError)  # which names the draft itself
+            return None, error.marked if named else f"draft {name} is not used: {error.marked}"
         if explicit or draft.kind == "head":
             return draft, ""
         return draft, f"draft {name} was found on this machine"
