@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
 from benchmarks.gpu.timing import RUNS, Result, guarded, replay_seconds, timed
-from localrt.drafts import head as draft_head
-from localrt.drafts.head import HeadDraft
+from localrt.drafts import head_draft
+from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
 from localrt.drafts.heads.load import Shared, load_head
@@ -104,8 +104,8 @@ def engine_with_head(
     engine = NativeEngine(decoder, info)
     loaded = cast(Any, SimpleNamespace(engine=engine, path=Path("target"), ctx=context))
     with (
-        patch.object(draft_head, "open_head", lambda path: source),
-        patch.object(draft_head, "read_head_config", lambda *_: source.head_config(config.layers)),
+        patch.object(head_draft, "open_head", lambda path: source),
+        patch.object(head_draft, "read_head_config", lambda *_: source.head_config(config.layers)),
     ):
         return engine, HeadDraft(loaded)
 

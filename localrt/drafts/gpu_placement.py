@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.settings import Settings
-from localrt.drafts.model import DraftPlace
+from localrt.drafts.model_draft import DraftPlace
 from localrt.drafts.placement import DRAFT_CTX, DRAFT_NODES, PairPlan, plan_pair
 from localrt.loading.gpu import OpenGpu, open_gpu
 from localrt.loading.options import LoadOptions

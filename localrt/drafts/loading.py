@@ -16,8 +16,8 @@ from pathlib import Path
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.drafts.discovery import MTP
-from localrt.drafts.head import HeadDraft
-from localrt.drafts.model import DraftPlace, ModelDraft
+from localrt.drafts.head_draft import HeadDraft
+from localrt.drafts.model_draft import DraftPlace, ModelDraft
 from localrt.drafts.selection import PLUS_NGRAM, Draft, Drafts
 from localrt.engine.native.engine import NativeEngine
 from localrt.loading.context import LoadContext

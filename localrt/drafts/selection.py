@@ -1,7 +1,7 @@
 """The drafts of one loaded model, and the choice among them for a generation.
 
 Each is loaded when first used, and a note says if memory is too small for it. Models and heads that
-draft are in ``model.py`` and ``head.py``.
+draft are in ``model_draft.py`` and ``head_draft.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.drafts.model import CacheRoom, EngineDrafter
+from localrt.drafts.model_draft import CacheRoom, EngineDrafter
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.source import DraftFailedError, Rows
 

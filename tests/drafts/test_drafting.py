@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import localrt
-from localrt.drafts.head import HeadDraft
+from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.files import prediction_notes
-from localrt.drafts.model import vocabulary_problem
+from localrt.drafts.model_draft import vocabulary_problem
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
 from localrt.loading.load import load_model
@@ -333,7 +333,7 @@ def test_head_of_a_streamed_model(
     with closing(parts.engine), closing(model), model.placed(passing(model.store)) as decoder:
         streamed = replace(parts, engine=NativeEngine(decoder, parts.engine.info))
         for case, most in (("resident", 0), ("streamed", 211), ("of 100", 100)):
-            monkeypatch.setattr("localrt.drafts.head.OUTPUT_ROWS", most)
+            monkeypatch.setattr("localrt.drafts.head_draft.OUTPUT_ROWS", most)
             target = streamed if most else parts
             with closing(HeadDraft(target, own)) as draft:
                 session = target.engine.session(64)

@@ -13,7 +13,7 @@ import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.drafts import gpu_placement
-from localrt.drafts.model import DraftPlace
+from localrt.drafts.model_draft import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES

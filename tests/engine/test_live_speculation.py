@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.drafts.head import HeadDrafter
+from localrt.drafts.head_draft import HeadDrafter
 from localrt.quant.cpu.abi import find_library
 from localrt.speculative.batch_tuner import BatchTuner
 from tests.models.test_heads import TinyBlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from localrt.drafts.model import EngineDrafter
+from localrt.drafts.model_draft import EngineDrafter
 from localrt.speculative.tree_source import TreeSource
 from tests.models.tiny import SIZES
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.drafts.model import EngineDrafter
+from localrt.drafts.model_draft import EngineDrafter
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
 from localrt.speculative.source import DraftFailedError, Rows, TreeSize

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.drafts.head import HeadDraft
+from localrt.drafts.head_draft import HeadDraft
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
