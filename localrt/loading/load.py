@@ -132,7 +132,7 @@ def load_model(
 
 def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
     """Translate Ollama's chat template of the model; None if it cannot be translated."""
-    from localrt.chat_format.templates.go_template import to_jinja  # for those who have one
+    from localrt.chat_format.templates.go_template import to_jinja  # rarely needed
 
     try:
         return ChatTemplate(to_jinja(go_template), name="Ollama's chat template")
@@ -172,7 +172,7 @@ def _reason(checkpoint: Checkpoint) -> str:
 def _load_llamacpp(
     checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
 ) -> tuple[Engine, int]:
-    from localrt.engine.llamacpp.engine import LlamaCppEngine  # for those who use it
+    from localrt.engine.llamacpp.engine import LlamaCppEngine  # an extra
     from localrt.engine.llamacpp.model import LlamaCppModel
     from localrt.engine.llamacpp.trial import check_build
 
