@@ -27,6 +27,7 @@ from localrt.hub.names import HubRef, looks_like_path
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.vision.cost import SIDE, picture_cost
+from localrt.offload.account import Budgets
 from localrt.offload.shapes import ModelShape
 from localrt.offload.store.pack import fingerprint
 from localrt.planning.advice import (
@@ -46,6 +47,7 @@ from localrt.planning.forecast import (
     PlannedSize,
     PlanRequest,
 )
+from localrt.planning.machine import MachineProfile
 from localrt.planning.mix import MIX_FORMATS, LossTable, known_losses
 from localrt.planning.models import find_model, has_weights, hub_ref, known_model_of, shape_of
 from localrt.planning.predict import estimate
@@ -113,26 +115,18 @@ def plan_model(
     machine, budgets, note = planned_hardware(
         hardware, settings, path=path, formats=_formats(shape), remeasure=remeasure
     )
-    offer = None if format is not None else _offer(ref, path, settings, offline)
-    file = ""
+    offer, file = None if format is not None else _offer(ref, path, settings, offline), ""
     if offer is not None:
-        named = ref and ref.variant
-        candidates = only(offer, named) if named else offer
-        chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
-        file, why = chosen.name, f"of its files {chosen.name} is planned: {chosen.reason}"
-        if named:
-            why = f"{named} was not looked up on the hub: its size is an estimate"
-        if as_published(candidates):
-            shape = replace(shape, notes=(*shape.notes, *((why,) if named else ())))
-        else:
-            shape = replace(sized(shape, file, candidates.sizes[file]), notes=(why,))
-            machine = with_formats(machine, _formats(shape), hardware, settings, path)
+        shape, file = _chosen_file(
+            offer, ref.variant if ref else None, shape, machine, budgets, ctx
+        )
+        machine = with_formats(machine, _formats(shape), hardware, settings, path)
     if ctx is not None and ctx > shape.context_length:
         note = (
             f"the context of {ctx} tokens is longer than the {shape.context_length} that "
             f"the model has: answers may degrade{f'. {note}' if note else ''}"
         )
-    found = make_forecast(
+    forecast = make_forecast(
         PlanRequest(
             shape=shape,
             machine=machine,
@@ -148,62 +142,80 @@ def plan_model(
             note=note,
         )
     )
-    notes, draft, picture = list(found.notes), "", None
+    notes, draft, picture = list(forecast.notes), "", None
     if weights:
-        if (drafts := draft_of(path, not found.fits)) is not None:
+        if (drafts := draft_of(path, not forecast.fits)) is not None:
             draft, line = drafts
-            if found.placement.uses_gpu:  # ``auto`` drafts on the CPU only
+            if forecast.placement.uses_gpu:  # ``auto`` drafts on the CPU only
                 draft, line = "", f"{line}, on a GPU only if you name it as the draft ({draft})"
             notes.append(line)
         resolved = resolve(name, settings=settings, revision=revision, download=False)
         try:
-            picture = _picture(found, resolved)
+            picture = _picture(forecast, resolved)
         except LocalrtError as error:
             notes.append(f"pictures are refused: {error}")
-    changes, sizes = list[Change](), tuple[PlannedSize, ...]()
-    if advise:
-        changes += helpful_changes(found)
-        if offer is not None:
-            changes += other_files(offer, file, found.request, found.tok_s)
-        elif format is None:
-            sizes = other_sizes(found, path, settings)
-        changes.sort(key=lambda each: -each.gain)
+    changes, sizes = helpful_changes(forecast) if advise else (), tuple[PlannedSize, ...]()
+    if advise and offer is not None:
+        changes += other_files(offer, file, forecast.request, forecast.tok_s)
+    elif advise and format is None:
+        sizes = other_sizes(forecast, path, settings)
     runs = weights or not looks_like_path(name)
     if runs and (sizes or not weights):  # sizes in bits, or other files, replace changes of format
-        changes = [each for each in changes if (each.option or ("",))[0] != "format"]
+        changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
     # The ``load`` options of the plan; those that describe another PC are left out.
-    here = not found.hypothetical
-    given = {
+    here = not forecast.hypothetical
+    options: dict[str, object] = {
         "ctx": ctx,
         "kv_format": None if kv_format == "bf16" else kv_format,
-        "ram": hardware.ram if here else None,
-        "gpu_memory": hardware.gpu_memory if here else None,
     }
-    options = {each: value for each, value in given.items() if value is not None}
+    options |= {"ram": hardware.ram, "gpu_memory": hardware.gpu_memory} if here else {}
+    options = {each: value for each, value in options.items() if value is not None}
     command = partial(_command, runs=runs)
     return Plan(
-        request=found.request,
-        placement=found.placement,
-        prediction=found.prediction,
-        memory=found.memory,
-        estimated=found.estimated,
+        request=forecast.request,
+        placement=forecast.placement,
+        prediction=forecast.prediction,
+        memory=forecast.memory,
+        estimated=forecast.estimated,
         measured_tok_s=known_speed(settings.data_dir, path.name) if here else None,
         notes=tuple(notes),
         draft=draft,
         picture=picture,
         command=command("chat", name, options),
         changes=tuple(
-            replace(each, command=command(*_to_type(each, name, options))) for each in changes
+            replace(each, command=command(*_to_type(each, name, options)))
+            for each in sorted(changes, key=lambda each: -each.gain)
         ),
         contexts=tuple(
             replace(each, command=command("chat", name, {**options, "ctx": each.tokens}))
-            for each in (largest_contexts(found) if advise else ())
+            for each in (largest_contexts(forecast) if advise else ())
         ),
         sizes=tuple(
             replace(each, command=command("quantize", name, {"bits": f"{each.bits:.1f}"}))
             for each in sizes
         ),
     )
+
+
+def _chosen_file(
+    offer: Offer,
+    variant: str | None,
+    shape: ModelShape,
+    machine: MachineProfile,
+    budgets: Budgets,
+    ctx: int | None,
+) -> tuple[ModelShape, str]:
+    """Return the shape in the file of ``offer`` that is planned, ``variant`` if named, and the
+    file's name.
+    """
+    candidates = only(offer, variant) if variant else offer
+    chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
+    file, why = chosen.name, f"of its files {chosen.name} is planned: {chosen.reason}"
+    if variant:
+        why = f"{variant} was not looked up on the hub: its size is an estimate"
+    if as_published(candidates):
+        return (replace(shape, notes=(*shape.notes, why)) if variant else shape), file
+    return replace(sized(shape, file, candidates.sizes[file]), notes=(why,)), file
 
 
 def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
