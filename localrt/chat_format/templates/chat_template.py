@@ -114,7 +114,6 @@ def _planes(value: Any) -> set[int]:
             return set()
 
 
-Message = Mapping[str, Any]
 _PROBE = "localrt probe"
 _SPEAKING = ("system", "user")  # messages of other roles may have calls only
 
@@ -138,7 +137,7 @@ class MessageTemplate(ABC):
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -158,7 +157,7 @@ class MessageTemplate(ABC):
 
     def render_segments(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         control_tokens: Iterable[str] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -426,7 +425,7 @@ def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment
     return joined or [("", False)]
 
 
-def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
+def _shape(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
     """Copy ``message`` with its content as a string, or as a list of parts if ``parts``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
