@@ -24,7 +24,7 @@ from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
 from localrt.hub.names import HubRef, looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.opening import is_head
+from localrt.models.checkpoints.text_model import DraftHeadError
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.planning.advice import in_format
 from localrt.planning.shapes import shape_from_config
@@ -101,8 +101,8 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         return _shape_of_config(config, format)
     try:
         checkpoint = open_checkpoint(path)
-    except UnsupportedModelError:
-        if format is None or not config.is_file() or is_head(path):
+    except UnsupportedModelError as error:
+        if format is None or not config.is_file() or isinstance(error, DraftHeadError):
             raise  # what cannot be read may still be planned in another format
         return _shape_of_config(config, format)
     try:
