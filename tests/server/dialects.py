@@ -15,6 +15,20 @@ from typing import Any
 import pytest
 
 HI = [{"role": "user", "content": "hi"}]
+
+
+def colours(*names: str) -> dict[str, Any]:
+    """The schema of an object with one of these colours."""
+    return {
+        "type": "object",
+        "properties": {"colour": {"enum": [*names]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+
+
+COLOUR = colours("red", "blue")
+PAINT = {"name": "paint", "parameters": COLOUR}
 # The least that a request of each path has.
 BODIES: Mapping[str, Mapping[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
@@ -71,6 +85,11 @@ class Question:
     def with_system(self, show: Callable[[str], Any] | None = None) -> list[Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages(show)]
+
+
+def events_in(stream: str) -> list[Any]:
+    """The JSON of a stream's events."""
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
 
 
 def data_uri(data: str) -> str:

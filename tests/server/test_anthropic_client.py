@@ -11,23 +11,11 @@ from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
 from tests.server.conftest import Running, serving
-from tests.server.dialects import HI
+from tests.server.dialects import COLOUR, HI
 
 anthropic = pytest.importorskip("anthropic")
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"temperature": 0}}
-TOOLS = [
-    {
-        "name": "paint",
-        "description": "Paints.",
-        "input_schema": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red", "blue"]}},
-            "required": ["colour"],
-            "additionalProperties": False,
-        },
-    }
-]
 
 
 def client_of(server: Running) -> Any:
@@ -85,7 +73,7 @@ def test_stop_sequence(client: Any) -> None:
 
 def test_tokens_are_counted_exactly(client: Any) -> None:
     fields: dict[str, Any] = {"model": "tiny", "system": "Be brief.", "messages": HI}
-    for more in ({}, {"tools": TOOLS}):
+    for more in ({}, {"tools": [{"name": "paint", "input_schema": COLOUR}]}):
         counted = client.messages.count_tokens(**fields, **more).input_tokens
         usage = client.messages.create(max_tokens=1, **fields, **more).usage
         assert usage.input_tokens + usage.cache_read_input_tokens == counted

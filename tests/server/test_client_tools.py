@@ -9,6 +9,7 @@ import pytest
 
 from localrt.server.errors import ApiError
 from tests.server.conftest import Running
+from tests.server.dialects import colours
 from tests.server.test_client_shapes import HI, block, read
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -258,18 +259,11 @@ def test_an_empty_system_message_is_no_turn(content: Any) -> None:
 
 # -- whole requests --------------------------------------------------------------------------------
 
-COLOUR = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red"]}},
-    "required": ["colour"],
-    "additionalProperties": False,
-}
-
 
 def test_former_function_call(server: Running) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     body = {
-        "functions": [takes("paint", COLOUR)],
+        "functions": [takes("paint", colours("red"))],
         "function_call": {"name": "paint"},
         "max_tokens": 300,
         "temperature": 0,

@@ -29,7 +29,7 @@ from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from tests.checkpoints.make_gguf import write_gguf
 from tests.server.conftest import Running, serving
-from tests.server.dialects import BODIES, HI, SIGNS
+from tests.server.dialects import BODIES, HI, SIGNS, events_in
 from tests.waits import wait_for
 
 LONG = "x" * 600  # tokens, where 512 fit
@@ -364,7 +364,7 @@ def test_overflow_words(
 def test_overflow_of_streamed_response(server: Running) -> None:
     body = {"input": LONG, "stream": True}
     status, text, _ = server.request("POST", "/v1/responses", body)
-    last = json.loads(text.strip().rpartition("data: ")[2])
+    *_, last = events_in(text)
     assert (status, last["type"]) == (200, "response.failed")
     assert last["response"]["error"]["code"] == "context_length_exceeded"
 

@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, needs_kernels
-from tests.server.dialects import BODIES, DIALECTS, LACKS, Answer, Question
-
-COLOUR = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "blue"]}},
-    "required": ["colour"],
-    "additionalProperties": False,
-}
-PAINT = {"name": "paint", "parameters": COLOUR}
+from tests.server.dialects import BODIES, COLOUR, DIALECTS, LACKS, PAINT, Answer, Question
 
 
 @pytest.fixture(params=DIALECTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import localrt
 from localrt.server.dialect import Generation
 from localrt.server.infill import InfillReply
 from tests.server.conftest import Running, needs_kernels
+from tests.server.dialects import events_in
 
 pytestmark = needs_kernels
 
@@ -56,7 +56,7 @@ def test_completion_with_suffix(server: Running) -> None:
 def test_infill_sign_of_life(server: Running) -> None:
     call = Generation(prompts=[], options={})
     sign = InfillReply(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
-    found = json.loads(sign.removeprefix("data: "))
+    (found,) = events_in(sign)
     assert (found["content"], found["stop"]) == ("", False)
 
 
@@ -69,9 +69,8 @@ def test_mistrals_completions(server: Running, stream: bool) -> None:
     if not stream:
         assert answer["choices"][0]["message"]["content"] == expected
         return
-    events = [line.removeprefix("data: ") for line in answer.split("\n\n") if line]
-    assert events.pop() == "[DONE]"
-    deltas = [json.loads(each)["choices"][0]["delta"] for each in events]
+    assert answer.endswith("data: [DONE]\n\n")
+    deltas = [each["choices"][0]["delta"] for each in events_in(answer)]
     assert "".join(delta.get("content", "") for delta in deltas) == expected
 
 
@@ -89,7 +88,7 @@ def test_llama_cpps_infill(server: Running) -> None:
     _, few, _ = server.request("POST", "/infill", {**VIM, **chosen})
     assert set(few) == {"content", "timings/prompt_n", "tokens_cached"}
     _, text, _ = server.request("POST", "/infill", {**VIM, "stream": True})
-    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    events = events_in(text)
     assert "".join(each["content"] for each in events) == expected.text
     assert [each["stop"] for each in events] == [False] * (len(events) - 1) + [True]
 

@@ -15,7 +15,7 @@ from tests.chat_format.call_templates import TEMPLATES
 from tests.conftest import write_tiny_model
 from tests.loading.test_engine_choice import write_model
 from tests.server.conftest import Running, serving
-from tests.server.dialects import HI
+from tests.server.dialects import HI, events_in
 
 openai = pytest.importorskip("openai")
 
@@ -219,8 +219,7 @@ def texts_of(answer: Any) -> list[str]:
     """The text of each choice, whole or from the events of a stream."""
     if isinstance(answer, dict):
         return [one.get("text") or one["message"]["content"] for one in answer["choices"]]
-    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
-    deltas = [event["choices"][0] for event in events]
+    deltas = [event["choices"][0] for event in events_in(answer)]
     return ["".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in deltas)]
 
 

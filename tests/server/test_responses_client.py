@@ -9,29 +9,13 @@ import pytest
 
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running
+from tests.server.dialects import PAINT, colours
 
 openai = pytest.importorskip("openai")
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
-TOOLS = [
-    {
-        "type": "function",
-        "name": "paint",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red", "blue"]}},
-            "required": ["colour"],
-            "additionalProperties": False,
-        },
-    }
-]
-RED = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red"]}},
-    "required": ["colour"],
-    "additionalProperties": False,
-}
+TOOLS = [{"type": "function", "strict": True, **PAINT}]
+RED = colours("red")
 ONE_CALL: dict[str, Any] = {
     "tool_choice": "required",
     "parallel_tool_calls": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import localrt
 from localrt.evaluate import log_softmax
 from tests.server.conftest import Running
+from tests.server.dialects import events_in
 
 
 def own_scores(model: localrt.Model, ids: list[int]) -> list[float]:
@@ -56,8 +56,7 @@ def test_streamed_echo(server: Running) -> None:
     fields = {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
     _, whole, _ = server.request("POST", "/v1/completions", fields)
     _, text, _ = server.request("POST", "/v1/completions", {**fields, "stream": True})
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    choices = [event["choices"][0] for event in events]
+    choices = [event["choices"][0] for event in events_in(text)]
     (expected,) = whole["choices"]
     assert "".join(choice["text"] for choice in choices) == expected["text"]
     for name, values in expected["logprobs"].items():
@@ -77,7 +76,7 @@ def test_max_tokens_zero(server: Running, fields: dict[str, Any], text: str) -> 
     status, got, _ = server.request("POST", "/v1/completions", {"prompt": "hi", **fields})
     assert status == 200
     if fields.get("stream"):
-        got = json.loads(got.split("data: ")[1])
+        got = events_in(got)[0]
     assert {choice["text"] for choice in got["choices"]} == {text}
     assert {choice["finish_reason"] for choice in got["choices"]} == {"length"}
     assert len(got["choices"]) == fields.get("n", 1)

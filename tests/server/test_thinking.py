@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from localrt.client.model import connect
 from tests.fake_endpoint import DONE, HEAD, delta, event, saying
 from tests.server.conftest import Running
+from tests.server.dialects import events_in
 
 
 def test_thinking_limits(thinker: Running) -> None:
@@ -44,8 +44,7 @@ def test_reasoning_content(thinker: Running) -> None:
     said = got["choices"][0]["message"]
     assert "think>" not in said["content"] + said["reasoning_content"]
     _, events, _ = thinker.request("POST", "/v1/chat/completions", {**body, "stream": True})
-    lines = [line.removeprefix("data: ") for line in events.split("\n\n")[:-2]]
-    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    deltas = [each["choices"][0]["delta"] for each in events_in(events)]
     for name in ("content", "reasoning_content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
     del messages[1]["reasoning_content"]
