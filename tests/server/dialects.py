@@ -218,6 +218,7 @@ def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
     parts: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
     for block in got.content:
         parts[block.type].append(block)
+    assert got.stop_sequence == (asked.stop if got.stop_reason == "stop_sequence" else None)
     reasons = {"max_tokens": "length", "tool_use": "tool_calls"}
     return Answer(
         "".join(block.text for block in parts["text"]),

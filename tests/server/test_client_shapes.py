@@ -151,23 +151,17 @@ PARTS: list[tuple[Any, str]] = [
     ),
     (block("hologram", id="h1", data="A" * 999), "[hologram left out]"),
     ({"stdout": "4"}, '{"stdout": "4"}'),
-    (7, "7"),
 ]
 
 
 @pytest.mark.parametrize(("part", "words"), PARTS)
 def test_part_becomes_text(part: Any, words: str) -> None:
     assert text_of([part], unnoted) == words
-
-
-@pytest.mark.parametrize("part", [part for part, _ in PARTS if isinstance(part, dict)])
-def test_part_in_any_dialect(part: Any) -> None:
-    words = text_of([part], unnoted)
     content = [text("Look:"), part]
     for kind, joint in (("CHAT", "\n"), ("MESSAGES", "\n\n"), ("RESPONSES", "\n")):
         expected = joint.join(filter(None, ("Look:", words)))
         (shown,) = messages(kind, [user(*content)])
-        if part.get("type") == "text":
+        if part == text(None):
             shown["content"] = shown["content"].rstrip("\n")
         assert shown == user(expected), kind
     (shown,) = messages("OLLAMA_CHAT", [user(*content)])
@@ -178,7 +172,7 @@ def test_deep_content() -> None:
     part: Any = text("a")
     for _ in range(900):
         part = block("document", content=[part])
-    assert text_of([part], unnoted)
+    assert text_of([part, 7], unnoted).endswith("\n\n7")
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -541,19 +535,25 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("kind", "given", "expected"), MESSAGES)
-def test_history_is_shown(kind: str, given: Any, expected: Any) -> None:
+def test_history(server: Running, kind: str, given: Any, expected: Any) -> None:
     assert messages(kind, given) == expected
-
-
-# -- whole requests --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "given", "expected"), MESSAGES)
-def test_history_is_answered(server: Running, kind: str, given: Any, expected: Any) -> None:
     few = {"max_output_tokens": 1} if kind == "RESPONSES" else {"max_tokens": 1}
     body = {"input" if kind == "RESPONSES" else "messages": given, "model": "tiny", **few}
     status, got, _ = server.request("POST", PATHS[kind], {**body, "stream": False})
     assert status == 200, got
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1; cch=00001;"
+
+
+@pytest.mark.parametrize(
+    "system", [f"{BILLED}\nYou are an agent.", [text(BILLED), text("You are an agent.")]]
+)
+def test_billing_header_is_left_out(system: Any) -> None:
+    hi = user("x-anthropic-billing-header: what is that?")
+    expected = [{"role": "system", "content": "You are an agent."}, hi]
+    assert messages("MESSAGES", [hi], system=system) == expected
+    assert messages("CHAT", [{"role": "system", "content": system}, hi]) == expected
 
 
 def test_notes_of_left_out_parts(server: Running) -> None:
@@ -567,24 +567,6 @@ def test_notes_of_left_out_parts(server: Running) -> None:
         "a tool of the type telescope is left out: only its vendor's server can run it",
         "messages hold hologram: the model is shown words in its place",
     ]
-
-
-@pytest.mark.parametrize(
-    ("path", "given", "count"),
-    [
-        ("/v1/embeddings", "", 1),
-        ("/v1/embeddings", ["", "a"], 2),
-        ("/v1/embeddings", [], 0),
-        ("/api/embed", "", 1),
-        ("/api/embed", [], 0),
-    ],
-)
-def test_embed_empty_input(server: Running, path: str, given: Any, count: int) -> None:
-    status, got, _ = server.request("POST", path, {"model": "tiny", "input": given})
-    assert status == 200, got
-    vectors = [one["embedding"] for one in got["data"]] if "data" in got else got["embeddings"]
-    assert len(vectors) == count
-    assert all(vectors)
 
 
 _JSON = st.recursive(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from localrt.server.errors import ApiError
 from tests.server.conftest import Running
 from tests.server.dialects import colours
 from tests.server.test_client_shapes import HI, block, read
@@ -150,18 +149,6 @@ def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str)
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": FG},
-    ],
-)
-def test_tool_choice_without_tool(fields: Any) -> None:
-    with pytest.raises(ApiError, match="tool_choice"):
-        read("CHAT", **fields)
-
-
-@pytest.mark.parametrize(
     ("kind", "tool"),
     [
         ("RESPONSES", block("custom", name="p", description="D", format=GRAMMAR)),
@@ -243,6 +230,7 @@ def told(**variables: Any) -> dict[str, Any]:
         ("OLLAMA_CHAT", {"think": "deep", "truncate": False}, {"thinking": "high"}),
         ("OLLAMA_CHAT", {"think": "", "truncate": False}, {}),
         ("OLLAMA_CHAT", {"options": {"stop": [""]}, "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"format": "json", "truncate": False}, {"json_schema": {"type": "object"}}),
         ("OLLAMA_CHAT", {"options": {"seed": -1}, "truncate": False}, {}),
         ("OLLAMA_CHAT", {"options": {"seed": 3}, "truncate": False}, {"seed": 3}),
     ],

@@ -454,12 +454,6 @@ def test_body_that_is_too_large(seeing: Any, asked: tuple[str, Any]) -> None:
         assert got["error"]["type"] == "request_too_large"
 
 
-def test_ollama_images_must_be_texts(seeing: Any) -> None:
-    server, _ = seeing
-    status, got, _ = ask(server, in_ollama(3))
-    assert (status, got["error"]) == (400, "messages[0].images[0] must be a text")
-
-
 # -- pictures of the web ---------------------------------------------------------------------------
 
 

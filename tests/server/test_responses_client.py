@@ -126,20 +126,6 @@ def test_reasoning_item(thinker: Running) -> None:
         assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"conversation": "conv_1"}, "previous_response_id"),
-        ({"prompt": {"id": "pmpt_1"}}, "instructions"),
-        ({"input": []}, "nothing to answer"),
-        ({"input": ""}, "nothing to answer"),
-    ],
-)
-def test_unsupported_fields(client: Any, fields: Any, words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=words):
-        client.responses.create(**{"input": "hi", **GREEDY, **fields})
-
-
 def test_input_items(client: Any) -> None:
     first = client.responses.create(input="hi", **GREEDY)
     second = client.responses.create(input="why?", previous_response_id=first.id, **GREEDY)

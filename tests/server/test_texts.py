@@ -113,8 +113,6 @@ def test_detokenize(server: Running) -> None:
     status, got, _ = server.request("POST", "/detokenize", {"tokens": ids})
     assert (status, got) == (200, {"content": "hi <there>", "prompt": "hi <there>"})
     assert server.request("POST", "/detokenize", {"tokens": []})[1]["content"] == ""
-    status, got, _ = server.request("POST", "/detokenize", {"tokens": [1 << 30]})
-    assert (status, "token ids" in got["error"]["message"]) == (400, True)
 
 
 # -- documents -------------------------------------------------------------------------------------

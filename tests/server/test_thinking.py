@@ -52,17 +52,6 @@ def test_reasoning_content(thinker: Running) -> None:
     assert with_thought - without["usage"]["prompt_tokens"] > len("zq thought")
 
 
-def test_refused(server: Running) -> None:
-    status, got, _ = server.chat(chat_template_kwargs={"enable_thinking": True})
-    assert (status, got["error"]["message"][:26]) == (400, "this model does not think:")
-    for fields in (
-        {"reasoning_effort": 7},
-        {"chat_template_kwargs": {"enable_thinking": "no"}},
-        {"thinking_tokens": -2},
-    ):
-        assert server.chat(**fields)[0] == 400
-
-
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
