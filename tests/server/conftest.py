@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -90,6 +91,13 @@ class Running:
         """Whether nothing runs, waits or is inside."""
         stats = self.live.stats()
         return stats.running == stats.waiting == stats.paused == self.service._inside == 0
+
+
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    """A connection on which this has been sent."""
+    raw = socket.create_connection(("127.0.0.1", port), timeout=120)
+    raw.sendall(sent)
+    return raw
 
 
 @contextmanager

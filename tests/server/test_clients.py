@@ -75,10 +75,17 @@ def test_strict_models(model: localrt.Model, path: str) -> None:
         ("other/gemma", None),  # another publisher's
         ("phi", None),  # two
         ("a/phi", "a/phi"),
+        ("QWEN3", "qwen3"),
+        ("qwen3:q4_0", None),
+        ("org/model:q8_0", "org/Model:Q8_0"),
+        ("org/model", None),  # two
+        ("org/model:latest", None),
+        ("/etc/passwd", None),
     ],
 )
-def test_publisher_is_optional(name: str, found: str | None) -> None:
-    assert meant(name, ["qwen3", "google/Gemma:Q4_K_M", "a/phi", "b/phi"]) == found
+def test_name_that_is_meant(name: str, found: str | None) -> None:
+    names = ["qwen3", "google/Gemma:Q4_K_M", "a/phi", "b/phi", "org/Model:Q4_K_M", "org/Model:Q8_0"]
+    assert meant(name, names) == found
 
 
 @pytest.mark.parametrize(

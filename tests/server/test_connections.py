@@ -6,7 +6,6 @@ import http.client
 import json
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 
 from localrt.server import bodies, guard
 from tests.inside import engine_of
-from tests.server.conftest import Running, serving
+from tests.server.conftest import Running, connected, serving
 from tests.server.test_bad_input import refused
 from tests.waits import wait_for
 
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.timeout(300)
 
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 HALF_A_HEAD = b"GET /health HTTP/1.1\r\nHost: "
-
-
-def connected(port: int, sent: bytes = b"") -> socket.socket:
-    raw = socket.create_connection(("127.0.0.1", port), timeout=120)
-    raw.sendall(sent)
-    return raw
 
 
 def answered(port: int, sent: bytes) -> bytes:
@@ -205,6 +198,15 @@ def test_chunk_extensions_and_trailers(server: Running) -> None:
 def test_malformed_addresses(server: Running) -> None:
     refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
     refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
+
+
+def test_limits_of_options(model: Any) -> None:
+    with serving(model, max_header=2048, read_timeout_s=1.0) as running:
+        long = HALF_A_HEAD + b"localhost\r\nX-Long: " + b"y" * 5000
+        for sent, status in ((long, b" 400 "), (UNFINISHED + b"{", b" 408 ")):
+            with connected(running.port, sent) as raw:
+                assert status in raw.recv(1000)
+        wait_for(running.idle)
 
 
 # -- bodies that nobody reads ----------------------------------------------------------------------

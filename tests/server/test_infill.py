@@ -113,26 +113,3 @@ def test_infill_overflow(server: Running) -> None:
     status, answer, _ = server.request("POST", "/infill", body)
     assert status == 200
     assert answer["tokens_evaluated"] == ctx - 12
-
-
-def test_infill_unsupported(
-    server: Running, model: localrt.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model.tokenizer, "infill_ids", {})
-    for path, body in (
-        ("/infill", VIM),
-        ("/v1/fim/completions", {"prompt": "a"}),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
-    ):
-        status, error, _ = server.request("POST", path, body)
-        assert status == 400
-        assert "no tokens to fill in the middle" in error["error"]["message"]
-
-
-def test_grammar(server: Running) -> None:
-    body = {"grammar": 'root ::= "yes" | "no"', "temperature": 1}
-    status, answer, _ = server.chat("hi", **body)
-    assert status == 200
-    assert answer["choices"][0]["message"]["content"] in ("yes", "no")
-    _, text, _ = server.chat("hi", **body, stream=True)
-    assert '"finish_reason":"stop"' in text

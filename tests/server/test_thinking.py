@@ -16,7 +16,6 @@ def test_thinking_limits(thinker: Running) -> None:
     for fields, thought in (
         ({}, 40),
         ({"thinking_tokens": 5}, 5),
-        ({"reasoning_effort": "none"}, 0),
         ({"chat_template_kwargs": {"enable_thinking": False}}, 0),
     ):
         status, got, _ = thinker.chat(**fields)
