@@ -221,6 +221,8 @@ def parse_json(data: bytes) -> Any:
         raise invalid("the body has too many values: send fewer in one request")
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        # An unpaired surrogate such as \ud83d: no tokenizer accepts it.
+        return _whole_characters(value) if b"\\u" in data else value
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: byte 0x{data[error.start]:02x}") from error
     except json.JSONDecodeError as error:
@@ -229,8 +231,6 @@ def parse_json(data: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"the body is not JSON that can be read: {reason}") from error
-    # An unpaired surrogate such as \ud83d: no tokenizer accepts it.
-    return _whole_characters(value) if b"\\u" in data else value
 
 
 def _words(data: bytes, count: Callable[[bytes], int]) -> int:

@@ -263,6 +263,12 @@ def test_too_many_prompts(prompt: Any) -> None:
         assert check_fields(kind, {name: [1] * 20_000})
 
 
+@pytest.mark.parametrize("depth", [600, 900, 5000])
+def test_deep_json(depth: int) -> None:
+    with suppress(ApiError):
+        parse_json(b"[" * depth + rb'"\u00e9"' + b"]" * depth)
+
+
 def test_numbers_are_finite() -> None:
     most = sys.float_info.max
     assert parse_json(b'{"a": [1e999, -1e999, 1e308, 0.5]}') == {"a": [most, -most, 1e308, 0.5]}
