@@ -277,17 +277,18 @@ def _integers(kind: str) -> frozenset[str]:
 
 
 def _described(error: Any) -> tuple[str, str | None]:
-    where = _WHERE.sub("", error.name or "")
-    rest = error.message.removeprefix(error.name or "").strip()
-    definition = error.definition if isinstance(error.definition, dict) else {}
-    if error.rule == "anyOf" and "description" in definition:
-        rest = f"must be {definition['description']}"
+    """Return what is wrong in words, and the field concerned, if there is one."""
+    where = param = _WHERE.sub("", error.name)
+    if error.rule == "anyOf" and "description" in error.definition:
+        rest = f"must be {error.definition['description']}"
     elif error.rule in _WORDS:
         rest = _WORDS[error.rule](error.rule_definition)
     elif error.rule == "required":
         missing = [name for name in error.rule_definition if name not in error.value]
-        rest = f"must have {' and '.join(missing)}"
-    return f"{where or 'the body'} {rest}", where or _missing(error)
+        rest, param = f"must have {' and '.join(missing)}", where or missing[0]
+    else:
+        rest = error.message.removeprefix(error.name).strip()
+    return f"{where or 'the body'} {rest}", param or None
 
 
 def _kinds(given: str | list[str]) -> str:
@@ -321,13 +322,6 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     "maxLength": lambda most: f"must have at most {most} characters",
     "maxProperties": lambda most: f"must have at most {most} fields",
 }
-
-
-def _missing(error: Any) -> str | None:
-    """Return the name of the missing field."""
-    if error.rule != "required" or not isinstance(error.value, dict):
-        return None
-    return next((name for name in error.rule_definition if name not in error.value), None)
 
 
 def _no_constant(name: str) -> Any:
