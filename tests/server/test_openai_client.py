@@ -134,13 +134,8 @@ def test_models(client: Any) -> None:
 def test_embeddings(client: Any, server: Running) -> None:
     expected = server.model.embed(["hi", "ho"])
     got = client.embeddings.create(model="tiny", input=["hi", "ho"])  # asks for base64
-    plain = client.embeddings.create(model="tiny", input=["hi", "ho"], encoding_format="float")
-    for row, one, other in zip(expected, got.data, plain.data, strict=True):
-        assert one.embedding == pytest.approx(row.tolist())
-        assert other.embedding == pytest.approx(row.tolist())
+    assert [one.embedding for one in got.data] == [pytest.approx(row.tolist()) for row in expected]
     assert got.usage.prompt_tokens == 4
-    by_ids = client.embeddings.create(model="tiny", input=server.model.tokenize("hi"))
-    assert by_ids.data[0].embedding == pytest.approx(expected[0].tolist())
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])

@@ -34,17 +34,9 @@ def client(server: Running) -> Iterator[Any]:
         yield made
 
 
-def test_tokens_are_counted_exactly(client: Any) -> None:
-    got = client.responses.create(input="hi", instructions="Be brief.", **GREEDY)
-    assert (got.object, got.model, got.status) == ("response", "tiny", "incomplete")
-    counted = client.responses.input_tokens.count(
-        model="tiny", input="hi", instructions="Be brief."
-    )
-    assert counted.input_tokens == got.usage.input_tokens
-
-
 def test_streamed_events(client: Any, silence: bool) -> None:
     whole = client.responses.create(input="hi", **GREEDY)
+    assert (whole.object, whole.model, whole.status) == ("response", "tiny", "incomplete")
     with client.responses.stream(input="hi", **GREEDY) as stream:
         events = list(stream)
     assert events[-1].response.output_text == whole.output_text
