@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +102,36 @@ def connected(port: int, sent: bytes = b"") -> socket.socket:
     raw = socket.create_connection(("127.0.0.1", port), timeout=120)
     raw.sendall(sent)
     return raw
+
+
+def status_of(port: int, path: str) -> int:
+    """The status of a new request."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as asking:
+        asking.request("GET", path)
+        return asking.getresponse().status
+
+
+@contextmanager
+def command(
+    folder: Path, *args: str, before: str = "", **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """``localrt serve`` in a process, which runs the code ``before`` it, and its port."""
+    code = f"{before}\nfrom localrt.cli import main\nraise SystemExit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(folder), "--port", "0", "--json", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield process, int(json.loads(line)["url"].split(":")[2].split("/")[0])
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import json
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 
 from localrt.server import bodies, guard
 from tests.inside import engine_of
-from tests.server.conftest import Running, connected, serving
+from tests.server.conftest import Running, command, connected, serving, status_of
 from tests.server.test_bad_input import refused
 from tests.waits import wait_for
 
@@ -44,20 +41,15 @@ def test_health_with_idle_connections(tiny_folder: Path) -> None:
     """The server raises its own limit of open files as far as the system lets it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard - 200)
-    limited = (
-        "import resource, sys;"
-        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE);"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard));"
-        "from localrt.cli import main; sys.exit(main())"
-    )
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))"
     with (
         raised_open_files(),
-        command(limited, tiny_folder) as (process, port),
+        command(tiny_folder, before=limited) as (process, port),
         ExitStack() as stack,
     ):
         for number in range(count):
             stack.enter_context(connected(port, HALF_A_HEAD if number % 2 else b""))
-        assert health(port) == 200
+        assert status_of(port, "/health") == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=120)[1] == ""
         assert process.returncode == 0
@@ -75,25 +67,6 @@ def raised_open_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@contextmanager
-def command(code: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", str(folder), "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        yield process, int(json.loads(process.stdout.readline())["url"].split(":")[2].split("/")[0])
-
-
-def health(port: int) -> int:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as asking:
-        asking.request("GET", "/health")
-        return asking.getresponse().status
-
-
 def test_health_with_too_many_requests(model: Any) -> None:
     with serving(model, max_connections=2) as running, ExitStack() as stack:
         for _ in range(2):
@@ -108,15 +81,12 @@ def test_health_with_too_many_requests(model: Any) -> None:
 
 
 def test_open_file_limit(tiny_folder: Path) -> None:
-    limited = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160));"
-        "from localrt.cli import main; sys.exit(main())"
-    )
-    with command(limited, tiny_folder) as (process, port):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
+    with command(tiny_folder, before=limited) as (process, port):
         with ExitStack() as stack:
             for _ in range(300):
                 stack.enter_context(connected(port))
-        assert health(port) == 200
+        assert status_of(port, "/health") == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=120)[1] == ""
         assert process.returncode == 0

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from localrt.server.options import ServeOptions
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
 from tests.inside import engine_of
-from tests.server.conftest import Running, serving
+from tests.server.conftest import Running, command, connected, serving, status_of
 from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
@@ -247,38 +247,23 @@ def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
 
 # -- the command -----------------------------------------------------------------------------------
 
-SERVE = [sys.executable, "-m", "localrt", "serve"]
-
-
-def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [*SERVE, str(folder), "--port", "0", "--json", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate()[1]
-    return process, json.loads(line)["url"]
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
-    process, url = start(tiny_folder, "--name", "me", "--max-tokens", "4", LOCALRT_API_KEY="k")
-    connection = http.client.HTTPConnection(url.split("/")[2], timeout=120)
-    connection.request(
-        "POST",
-        "/v1/chat/completions",
-        json.dumps({"model": "me", "messages": HI, "ignore_eos": True}),
-        {"Authorization": "Bearer k"},
-    )
-    answer = json.loads(connection.getresponse().read())
-    connection.close()
-    assert answer["usage"]["completion_tokens"] == 4
-    process.send_signal(number)
-    out, error = process.communicate(timeout=120)
+    few = ("--name", "me", "--max-tokens", "4")
+    with command(tiny_folder, *few, LOCALRT_API_KEY="k") as (process, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps({"model": "me", "messages": HI, "ignore_eos": True}),
+            {"Authorization": "Bearer k"},
+        )
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        assert answer["usage"]["completion_tokens"] == 4
+        process.send_signal(number)
+        out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert error == ""
     (line,) = map(json.loads, out.splitlines())
@@ -286,36 +271,30 @@ def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
 
 
 def test_second_signal(tiny_folder: Path) -> None:
-    process, url = start(tiny_folder, "--drain", "60")
-    address = "127.0.0.1", int(url.split("/")[2].split(":")[1])
-    with socket.create_connection(address, timeout=120) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
-        )
+    expecting = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+    )
+    with (
+        command(tiny_folder, "--drain", "60") as (process, port),
+        connected(port, expecting) as raw,
+    ):
         assert b" 100 " in raw.recv(1000)  # it is inside, and waits for what does not come
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: status_of(address, "/health") == 503)
-        assert status_of(address, "/v1/models") == 503
+        wait_for(lambda: status_of(port, "/health") == 503)
+        assert status_of(port, "/v1/models") == 503
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
         with suppress(ConnectionError):
             assert b" 408 " not in raw.recv(1000)  # nor had the request's own time run out
-    assert "answers are finishing: Ctrl+C again ends them" in "".join(process.communicate())
-
-
-def status_of(address: tuple[str, int], path: str) -> int:
-    """The status of a new request."""
-    connection = http.client.HTTPConnection(*address, timeout=120)
-    with closing(connection):
-        connection.request("GET", path)
-        return connection.getresponse().status
+        said = "".join(process.communicate())
+        assert "answers are finishing: Ctrl+C again ends them" in said
 
 
 def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*SERVE, *args],
+        [sys.executable, "-m", "localrt", "serve", *args],
         capture_output=True,
         text=True,
         timeout=240,
@@ -335,9 +314,9 @@ def test_port_in_use(tiny_folder: Path, server: Running) -> None:
 
 
 def test_open_address_warning(tiny_folder: Path) -> None:
-    process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
+    with command(tiny_folder, "--host", "0.0.0.0", "--quiet") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 0
     assert error.count("\n") == 1
     assert "LOCALRT_API_KEY" in error
