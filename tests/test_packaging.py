@@ -92,7 +92,8 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"localrt"}
-    expected = {"localrt/py.typed"}
+    interface = ("abi.h", "library.cpp")
+    expected = {"localrt/py.typed", *(f"localrt/quant/cpu/csrc/{name}" for name in interface)}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
             if path.suffix in (".py", ".json", ".tcss", ".cu", ".cuh") or (

@@ -71,7 +71,8 @@ class NativePass:
     reach: int  # a bound on all positions of the pass and its caches
     attention: AttentionArgs | None = None  # of the layer between its two steps
     latent: LatentArgs | None = None
-    spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # side by side
+    span_array: ctypes.Array[SpanArgs] = field(default_factory=SpanArgs * 0)
+    spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # its members
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: RopeTables = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
@@ -79,18 +80,16 @@ class NativePass:
     in_cache: npt.NDArray[np.int64] | None = None  # rows' places in their caches
     place_turns: RopeTables = field(default_factory=dict)  # see place_tables
 
-    def span_args(self, layer: int) -> int:
-        """The address of every sequence's cache of a layer, and of what its rows see.
-
-        It is valid until the next call.
-        """
+    def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
+        """Every sequence's cache of a layer, and what its rows see; valid until the next call."""
         if not self.spans:
             caches = list(map(native_cache, self.batch.spans))
             spans = map(_span_args, self.batch.spans, caches, self.masks)
-            self.spans = list(zip((SpanArgs * len(caches))(*spans), caches, strict=True))
+            self.span_array = (SpanArgs * len(caches))(*spans)
+            self.spans = list(zip(self.span_array, caches, strict=True))
         for span, cache in self.spans:
             span.data, span.stride = cache.layer_ready(layer)
-        return ctypes.addressof(self.spans[0][0])
+        return self.span_array
 
     def layer_done(self, layer: int) -> None:
         """The layer's keys and values have been written and read."""

@@ -232,7 +232,7 @@ class NativeExpertTable:
         self._parts = (ExpertParts * count)()
         self._weights: list[ExpertWeights | None] = [None] * count
         self._shape: tuple[int, int, int] | None = None
-        self.args = ExpertArgs(table=ctypes.addressof(self._parts), count=count)
+        self.args = ExpertArgs(table=self._parts, count=count)
 
     def takes(self, spec: ExpertSpec) -> bool:
         """Whether the experts have the matrices that ``spec`` computes with."""

@@ -1,5 +1,5 @@
-// The plain C interface between Python (ctypes) and the kernels. Structs are filled by Python and
-// mirror quant/cpu/abi.py field by field.
+// The plain C interface between Python (ctypes) and the kernels. Structs are filled by Python: quant/cpu/abi.py reads
+// them here, and the functions in library.cpp.
 #pragma once
 #include <cstdint>
 
@@ -271,7 +271,8 @@ struct HeadArgs {
 };
 
 // The steps of a vision tower: see quant/ops/vision.py and vision.h.
-enum VisionStep : int32_t { VISION_LINEAR, VISION_NORM, VISION_ROTATE, VISION_GATE, VISION_ADD, VISION_ATTENTION, VISION_STEPS };
+enum VisionStep : int32_t { VISION_LINEAR, VISION_NORM, VISION_ROTATE, VISION_GATE, VISION_ADD, VISION_ATTENTION };
+constexpr int VISION_STEPS = VISION_ATTENTION + 1;
 enum VisionActivation : int32_t { NO_ACTIVATION, EXACT_GELU, TANH_GELU, QUICK_GELU, VISION_SILU };
 
 // What each takes of it: rows of x, y and z, which lie `strides` apart where they have heads.
