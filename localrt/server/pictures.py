@@ -15,10 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
 
-import h11
+import httpx2
 
 from localrt.common.formatting import format_bytes
 from localrt.common.version import __version__
@@ -26,9 +24,12 @@ from localrt.server.errors import invalid
 
 _MOST_REDIRECTS = 3
 _MOST_URL = 8192  # characters
-_CHUNK = 64 << 10
-_SAFE = "%/:=&?~+!$,;'@()*[]"  # characters of a URL that stay as they are
-_PORTS = {"http": 80, "https": 443}
+_HEADERS = {
+    "Accept": "image/*",
+    "Accept-Encoding": "identity",
+    "User-Agent": f"localrt/{__version__}",
+    "Connection": "close",
+}
 _UNICAST = ipaddress.ip_network("2000::/3")  # what is given out of IPv6
 
 
@@ -66,27 +67,29 @@ class Fetcher:
         Raises:
             ApiError: 400, it cannot be fetched, or may not be.
         """
+        place = _read_url(url, None, name)
         try:
             for _ in range(_MOST_REDIRECTS + 1):
-                place = _place(url, name)
                 addresses = await self._addresses(place, name)
                 found = await _get(place, addresses, name, most, take)
                 if isinstance(found, bytes):
                     return found
-                url = urljoin(url, found)
-        except ssl.SSLError as error:
-            raise invalid(f"{name} cannot be fetched: its server's TLS is not valid") from error
-        except h11.ProtocolError as error:
-            raise invalid(f"{name} cannot be fetched: its server breaks off") from error
-        except (OSError, ValueError) as error:
-            raise invalid(f"{name} cannot be fetched: its server cannot be reached") from error
+                place = _read_url(found, place, name)
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            why = "its server cannot be reached"
+            if isinstance(error, httpx2.RemoteProtocolError):
+                why = "its server breaks off"
+            elif _is_of_tls(error):
+                why = "its server's TLS is not valid"
+            raise invalid(f"{name} cannot be fetched: {why}") from error
         raise invalid(f"{name} cannot be fetched: it redirects more than {_MOST_REDIRECTS} times")
 
-    async def _addresses(self, place: _Place, name: str) -> list[str]:
+    async def _addresses(self, place: httpx2.URL, name: str) -> list[str]:
         """Return the addresses of a host, all of them allowed."""
         loop = asyncio.get_running_loop()
+        host, port = place.raw_host.decode(), place.port
         found = await loop.run_in_executor(
-            self._threads, socket.getaddrinfo, place.host, place.port, 0, socket.SOCK_STREAM
+            self._threads, socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM
         )
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         if not all(map(self._allowed, addresses)):
@@ -94,105 +97,67 @@ class Fetcher:
         return addresses
 
 
-class _Place(NamedTuple):
-    """The parts of a URL: ``name`` is the host as requests name it."""
-
-    scheme: str
-    host: str
-    port: int
-    name: str
-    target: str
-
-
-def _place(url: str, name: str) -> _Place:
-    """Return the parts of ``url``.
+def _read_url(text: str, base: httpx2.URL | None, name: str) -> httpx2.URL:
+    """Return the URL, which may be relative to ``base``.
 
     Raises:
         ApiError: 400, it is no URL of the web.
     """
-    with suppress(ValueError):
-        parts = urlsplit(url) if len(url) <= _MOST_URL else urlsplit("")
-        port, host = parts.port, parts.hostname
-        if parts.scheme in _PORTS and host and "@" not in parts.netloc:
-            if not host.isascii():
-                host = host.encode("idna").decode()
-            shown = f"[{host}]" if ":" in host else host
-            target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
-            return _Place(
-                parts.scheme,
-                host,
-                _PORTS[parts.scheme] if port is None else port,
-                shown if port is None else f"{shown}:{port}",
-                quote(target, safe=_SAFE),
-            )
+    with suppress(httpx2.InvalidURL, ValueError):
+        url = httpx2.URL(text if len(text) <= _MOST_URL else "")
+        url = url if base is None else base.join(url)
+        port_exists = url.port is None or url.port < 1 << 16
+        if url.scheme in ("http", "https") and url.host and not url.userinfo and port_exists:
+            return url
     raise invalid(f"{name} is not at a URL that can be fetched: only http and https, no password")
 
 
 async def _get(
-    place: _Place, addresses: list[str], name: str, most: int, take: Callable[[int], None]
+    url: httpx2.URL, addresses: list[str], name: str, most: int, take: Callable[[int], None]
 ) -> bytes | str:
-    """Return a body, or where it has moved."""
-    reader, writer = await _connect(place, addresses)
-    try:
-        http = h11.Connection(h11.CLIENT)
-        headers = {
-            "Host": place.name,
-            "Accept": "image/*",
-            "User-Agent": f"localrt/{__version__}",
-            "Connection": "close",
-        }
-        for sent in (
-            h11.Request(method="GET", target=place.target, headers=list(headers.items())),
-            h11.EndOfMessage(),
-        ):
-            writer.write(http.send(sent) or b"")
-        body: list[bytes] = []
-        size = 0
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                http.receive_data(await reader.read(_CHUNK))
-            elif isinstance(event, h11.Response):
-                found = {key: value.decode("latin-1") for key, value in event.headers}
-                if event.status_code in (301, 302, 303, 307, 308) and b"location" in found:
-                    return found[b"location"]
-                if event.status_code != 200:
-                    raise invalid(
-                        f"{name} cannot be fetched: its server answers {event.status_code}"
-                    )
-            elif isinstance(event, h11.Data):
-                size += len(event.data)
-                if size > most:
-                    raise invalid(f"{name} is larger than {format_bytes(most)}: send a smaller one")
-                take(len(event.data))
-                body.append(bytes(event.data))
-            elif isinstance(event, h11.EndOfMessage):
-                return b"".join(body)
-            elif not isinstance(event, h11.InformationalResponse):
-                raise OSError("no answer")
-    finally:
-        writer.transport.abort()
+    """Return a body, or where it has moved.
 
-
-async def _connect(
-    place: _Place, addresses: list[str]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first address that answers; a certificate must be the host's."""
-    secure = place.scheme == "https"
-    for address in addresses:
-        try:
-            return await asyncio.open_connection(
-                address,
-                place.port,
-                ssl=_certificates() if secure else None,
-                server_hostname=place.host if secure else None,
-            )
-        except ssl.SSLError:
-            raise
-        except OSError:
-            if address == addresses[-1]:
-                raise
+    The request goes to the first address that answers; a certificate must be the host's.
+    """
+    headers = {**_HEADERS, "Host": url.netloc.decode()}
+    host = {"sni_hostname": url.raw_host.decode()}
+    # A client for each host: a connection is known by its address alone, and must not serve others.
+    tls = _certificates() if url.scheme == "https" else False
+    transport = httpx2.AsyncHTTPTransport(verify=tls, trust_env=False)
+    async with httpx2.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
+        for address in addresses:
+            there = url.copy_with(host=address)
+            try:
+                async with client.stream(
+                    "GET", there, headers=headers, extensions=host
+                ) as response:
+                    return await _read(response, name, most, take)
+            except httpx2.ConnectError as error:
+                if address == addresses[-1] or _is_of_tls(error):
+                    raise
     raise OSError("the host has no address")
+
+
+async def _read(
+    response: httpx2.Response, name: str, most: int, take: Callable[[int], None]
+) -> bytes | str:
+    if response.has_redirect_location:
+        return response.headers["location"]
+    if response.status_code != 200:
+        raise invalid(f"{name} cannot be fetched: its server answers {response.status_code}")
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        if len(body) + len(piece) > most:
+            raise invalid(f"{name} is larger than {format_bytes(most)}: send a smaller one")
+        take(len(piece))
+        body += piece
+    return bytes(body)
+
+
+def _is_of_tls(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @cache
