@@ -46,10 +46,12 @@ class Exchange(Closing):
         path: str,
         body: bytes | None = None,
         *,
+        headers: Mapping[str, str] | None = None,
         look: Callable[[], None],
     ) -> None:
         self._address = address
         self._method, self._path, self._body = method, path, body
+        self._headers = {**address.headers, **(headers or {})}
         self._look = look
         self._came: queue.Queue[httpx2.Response | bytes | Exception | None] = queue.Queue(_AHEAD)
         self._over = threading.Event()
@@ -117,8 +119,10 @@ class Exchange(Closing):
 
     def _run(self) -> None:
         try:
+            # Reading the certificates takes a tenth of a second.
+            tls = ssl.create_default_context() if self._address.scheme == "https" else False
             transport = httpx2.HTTPTransport(
-                verify=ssl.create_default_context(), trust_env=False, socket_options=[_KEEP_ALIVE]
+                verify=tls, trust_env=False, socket_options=[_KEEP_ALIVE]
             )
             timeout = httpx2.Timeout(_IDLE_S, connect=_CONNECT_S)
             with httpx2.Client(transport=transport, timeout=timeout, trust_env=False) as client:
@@ -136,7 +140,7 @@ class Exchange(Closing):
                 self._method,
                 url,
                 content=self._body,
-                headers=address.headers,
+                headers=self._headers,
                 extensions={"trace": self._note_socket},
             ) as response:
                 location = response.headers.get("location")

@@ -17,10 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import ProxyHandler, Request, build_opener
+
+import httpx2
 
 from localrt.bench.mix.client import Place
 from localrt.bench.mix.mix import Mix
@@ -175,7 +175,7 @@ class Endpoint(Server):
         url = self._address.origin + self._address.base + "/models"
         try:
             body = _get(url, self._address.headers)
-        except (OSError, HTTPException) as error:
+        except httpx2.HTTPError as error:
             raise LocalrtError(f"{url} cannot be read: {one_line(error)}") from error
         listed = [model.name for model in listed_models(body, self._address)]
         for name, model in mix.models.items():
@@ -251,7 +251,7 @@ def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str
     address = read_address(f"http://127.0.0.1:{port}")
     until = time.monotonic() + _START_S
     while guard.poll() is None and time.monotonic() < until:
-        with suppress(OSError, HTTPException):
+        with suppress(httpx2.HTTPError):
             _get(f"{address.origin}/health", address.headers)
             running.owners[owner] = int(pid)
             return address
@@ -262,10 +262,9 @@ def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str
 
 
 def _get(url: str, headers: Mapping[str, str]) -> bytes:
-    """Return the body at ``url``; any status but success is an OSError."""
-    opener = build_opener(ProxyHandler({}))
-    with opener.open(Request(url, headers=dict(headers)), timeout=10) as response:
-        return bytes(response.read())
+    """Return the body at ``url``; any status but success is an ``HTTPError``."""
+    response = httpx2.get(url, headers=headers, timeout=10, trust_env=False)
+    return response.raise_for_status().content
 
 
 def _listed_name(path: Path) -> str:

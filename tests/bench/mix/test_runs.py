@@ -235,7 +235,7 @@ def test_given_up() -> None:
         (HEAD + delta(content="a"), "broke off in the middle"),
         (HEAD + event(error={"message": "no memory"}), "no memory"),
         (HEAD + event(choices="x"), "does not speak OpenAI's protocol"),
-        (b"nonsense\r\n\r\n", "nonsense"),
+        (b"nonsense\r\n\r\n", "does not speak HTTP"),
     ],
 )
 def test_failures(raw: bytes, line: str) -> None:
