@@ -73,19 +73,20 @@ def _numbers(enum: str, names: str) -> dict[str, int]:
 
 
 def _declared(declaration: str) -> list[tuple[str, Any]]:
-    """Names and types of fields or of a parameter: ``const float *x, *y``."""
+    """Names and types of fields or of a parameter, such as ``const float *x, *y``."""
     kind, declarators = _DECLARED.findall(declaration)[0]
-    return [
-        (name, _type(kind, pointer) * int(count) if count else _type(kind, pointer))
-        for pointer, name, count in _DECLARATOR.findall(declarators)
-    ]
+    address = c_char_p if kind == "char" else c_void_p
+    found = []
+    for star, name, count in _DECLARATOR.findall(declarators):
+        type_ = address if star else _TYPES[kind]
+        found.append((name, type_ * int(count) if count else type_))
+    return found
 
 
-def _type(kind: str, pointer: str) -> Any:
-    type_ = c_char_p if kind == "char" else _TYPES.get(kind)
-    if not pointer or type_ is c_char_p:
-        return type_
-    return POINTER(type_) if type_ is not None and issubclass(type_, Structure) else c_void_p
+def _parameter(declaration: str) -> Any:
+    """The type of a parameter: a struct is passed as it is where a pointer to one is declared."""
+    kind = _DECLARED.findall(declaration)[0][0]
+    return POINTER(_TYPES[kind]) if kind in _BODIES else _declared(declaration)[0][1]
 
 
 def _in_header(name: str) -> Callable[[type[_Struct]], type[_Struct]]:
@@ -272,7 +273,7 @@ def load_library(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype = _declared(f"{result} result")[0][1]
             each = parameters.split(",") if parameters else []
-            function.argtypes = [_declared(parameter)[0][1] for parameter in each]
+            function.argtypes = list(map(_parameter, each))
     except (OSError, AttributeError) as error:
         raise MissingExtraError(
             f"the compiled kernels cannot be loaded ({error}): install localrt again"

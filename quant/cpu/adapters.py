@@ -115,7 +115,9 @@ class NativeAdapters:
         for part, adapter in self.of_rows:
             rows[part] = mixes.setdefault(adapter, len(mixes))
         table = self._table(tuple(mixes))
-        args = AdapterArgs(rows.ctypes.data, table, len(rows), len(self.sites) + 1)
+        args = AdapterArgs(
+            rows.ctypes.data, ctypes.addressof(table), len(rows), len(self.sites) + 1
+        )
         self._told = rows, table
         self._api.lrt_set_adapters(self._handle, args)
 

@@ -71,37 +71,42 @@ class NativePass:
     reach: int  # a bound on all positions of the pass and its caches
     attention: AttentionArgs | None = None  # of the layer between its two steps
     latent: LatentArgs | None = None
-    span_array: ctypes.Array[SpanArgs] = field(default_factory=SpanArgs * 0)
-    spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # its members
+    spans: list[tuple[SpanArgs, NativeKVCache]] = field(default_factory=list)  # side by side
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: RopeTables = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
+    state_spans: ctypes.Array[StateSpanArgs] | None = None
     places: list[_Places] = field(default_factory=list)  # addresses of the above
     in_cache: npt.NDArray[np.int64] | None = None  # rows' places in their caches
     place_turns: RopeTables = field(default_factory=dict)  # see place_tables
 
-    def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
-        """Every sequence's cache of a layer, and what its rows see; valid until the next call."""
+    def span_args(self, layer: int) -> int:
+        """The address of every sequence's cache of a layer, and of what its rows see.
+
+        It is valid until the next call.
+        """
         if not self.spans:
             caches = list(map(native_cache, self.batch.spans))
             spans = map(_span_args, self.batch.spans, caches, self.masks)
-            self.span_array = (SpanArgs * len(caches))(*spans)
-            self.spans = list(zip(self.span_array, caches, strict=True))
+            self.spans = list(zip((SpanArgs * len(caches))(*spans), caches, strict=True))
         for span, cache in self.spans:
             span.data, span.stride = cache.layer_ready(layer)
-        return self.span_array
+        return ctypes.addressof(self.spans[0][0])
 
     def layer_done(self, layer: int) -> None:
         """The layer's keys and values have been written and read."""
         for span, cache in self.spans:
             cache.layer_done(layer, span.rows)
 
-    def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
-        """Every sequence's memory of a recurrent layer, and its rows."""
+    def state_args(self, layer: int) -> int:
+        """The address of every sequence's memory of a recurrent layer, and of its rows.
+
+        It is valid until the next call.
+        """
         if not self.states:
             self.states = begin_states(self.batch.spans)
             self.places = list(map(_Places, self.batch.spans, self.states))
-        spans = (StateSpanArgs * len(self.states))()
+        spans = self.state_spans = (StateSpanArgs * len(self.states))()
         for index, (span, states, at) in enumerate(
             zip(self.batch.spans, self.states, self.places, strict=True)
         ):
@@ -121,7 +126,7 @@ class NativePass:
                 span.rows,
                 states.extra,
             )
-        return spans
+        return ctypes.addressof(spans)
 
     def rope_tables(self, rope: Rope | None, back: int = 0) -> tuple[int, int] | tuple[None, None]:
         """Addresses of the pass's cosines and sines, each (R, rotary / 2).

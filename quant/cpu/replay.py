@@ -83,8 +83,8 @@ class Tape:
         copy = type(args).from_buffer_copy(args)
         self.kept.append(copy)
         if isinstance(copy, AttentionArgs):
-            span = SpanArgs.from_buffer_copy(copy.spans[0])  # of the only sequence
-            self.attention.append((copy, span))
+            span = SpanArgs.from_address(copy.spans)  # of the only sequence
+            self.attention.append((copy, SpanArgs.from_buffer_copy(span)))
         elif isinstance(copy, HeadArgs):
             self.heads.append(copy)
         return copy
@@ -123,7 +123,7 @@ class Recording:
         spans = (SpanArgs * len(tape.attention))(*(span for _, span in tape.attention))
         memory = np.frombuffer(memoryview(spans), np.uint8).reshape(len(spans), -1)
         for (args, _), span in zip(tape.attention, spans, strict=True):
-            args.spans = ctypes.pointer(span)
+            args.spans = ctypes.addressof(span)
         self._places = memory.view(np.int64)[:, SpanArgs.data.offset // 8]
         self._held = memory.view(np.int32)[:, SpanArgs.held.offset // 4]
         self._base, _ = _cache(batch).layer_ready(0)

@@ -171,7 +171,7 @@ class StreamSteps:
             key=weights.key.stack,
             value=weights.value.stack,
             rows=len(streams),
-            span_count=len(spans),
+            span_count=len(step.states),
             count=weights.count,
             taps=spec.taps,
             dilation=spec.dilation,

@@ -176,7 +176,8 @@ def build_weight(
     for tensor in tensors:
         tiler.know(tensor.format)
     parts = (Matrix * len(tensors))(*(_matrix(t, tiler.sites[t.name]) for t in tensors))
-    stack = Stack(parts, len(tensors), shape[0], shape[1], rotations.pop() if rotations else 0)
+    hadamard = rotations.pop() if rotations else 0
+    stack = Stack(ctypes.addressof(parts), len(tensors), shape[0], shape[1], hadamard)
     return NativeWeight(stack, parts, tensors)
 
 
@@ -232,7 +233,7 @@ class NativeExpertTable:
         self._parts = (ExpertParts * count)()
         self._weights: list[ExpertWeights | None] = [None] * count
         self._shape: tuple[int, int, int] | None = None
-        self.args = ExpertArgs(table=self._parts, count=count)
+        self.args = ExpertArgs(table=ctypes.addressof(self._parts), count=count)
 
     def takes(self, spec: ExpertSpec) -> bool:
         """Whether the experts have the matrices that ``spec`` computes with."""
