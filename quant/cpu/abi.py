@@ -11,118 +11,45 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_void_p,
-)
+from ctypes import POINTER, Structure
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import MissingExtraError
+from localrt.quant.declarations import Declarations
 
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
 _FOLDER = Path(__file__).parent
-_Struct = TypeVar("_Struct", bound=Structure)
-
-
-def fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
-    """A struct's fields in order: types, and the names of those that have them."""
-    return tuple((name, kind) for kind, names in members for name in names.split())
-
-
-# -- reading C++ -----------------------------------------------------------------------------------
-
-_SOURCE = re.sub(
-    "//.*", "", "".join((_FOLDER / "csrc" / name).read_text() for name in ("abi.h", "library.cpp"))
+_CPP = Declarations(
+    "".join((_FOLDER / "csrc" / name).read_text("utf-8") for name in ("abi.h", "library.cpp"))
 )
-_VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", _SOURCE)[0])
-# What is between the braces of structs and enums.
-_BODIES = dict(re.findall(r"^(?:struct|enum) (\w+)[^;{]*{([^}]*)};", _SOURCE, re.MULTILINE))
+_VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", _CPP.text)[0])
 _FUNCTION = re.compile(r"LRT_API ([\w *]+?)(\w+)\(([^)]*)\)")
-_DECLARED = re.compile(r"\s*(?:const )?(\w+)(.+)", re.DOTALL)
-_DECLARATOR = re.compile(r"(\*?) *(\w+)(?:\[(\d+)\])?")
-_TYPES: dict[str, Any] = {
-    "void": None,
-    "int": c_int,
-    "int32_t": c_int32,
-    "int64_t": c_int64,
-    "float": c_float,
-    "double": c_double,
-}
-
-
-def _numbers(enum: str, names: str) -> dict[str, int]:
-    """The numbers of ``enum``, by our names for its members in their order."""
-    numbers: list[int] = []
-    for member in _BODIES[enum].split(","):
-        _, _, number = member.partition("=")
-        numbers.append(int(number) if number else numbers[-1] + 1 if numbers else 0)
-    return dict(zip(names.split(), numbers, strict=True))
-
-
-def _declared(declaration: str) -> list[tuple[str, Any]]:
-    """Names and types of fields or of a parameter, such as ``const float *x, *y``."""
-    kind, declarators = _DECLARED.findall(declaration)[0]
-    address = c_char_p if kind == "char" else c_void_p
-    found = []
-    for star, name, count in _DECLARATOR.findall(declarators):
-        type_ = address if star else _TYPES[kind]
-        found.append((name, type_ * int(count) if count else type_))
-    return found
-
-
-def _parameter(declaration: str) -> Any:
-    """The type of a parameter: a struct is passed as it is where a pointer to one is declared."""
-    kind = _DECLARED.findall(declaration)[0][0]
-    return POINTER(_TYPES[kind]) if kind in _BODIES else _declared(declaration)[0][1]
-
-
-def _in_header(name: str) -> Callable[[type[_Struct]], type[_Struct]]:
-    """Give a class the fields of the struct ``name``, whose own structs come first."""
-
-    def define(struct: type[_Struct]) -> type[_Struct]:
-        declarations = _BODIES[name].split(";")[:-1]
-        struct._fields_ = [field for each in declarations for field in _declared(each)]
-        _TYPES[name] = struct
-        return struct
-
-    return define
-
-
-# -- enums and structs -----------------------------------------------------------------------------
 
 # Sources are rows that the library puts into tiles.
-SOURCES = _numbers(
+SOURCES = _CPP.numbers(
     "Source",
     "f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0"
     " iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m",
 )
-_LAYOUTS = _numbers(
+_LAYOUTS = _CPP.numbers(
     "Layout",
     "f32 f16 bf16 int4 int4m int5 int5m int6 int8 int8m q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k"
     " iq4_nl iq4_xs tq2_0 iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m"
     " int4b int8b int4z int8z nf4-f32 e4m3",
 )
-ACTIVATIONS = _numbers("Activation", "silu gelu_tanh swiglu_oai relu2")
-VISION_STEPS = _numbers("VisionStep", "linear norm rotate gate add attention")
-VISION_ACTIVATIONS = _numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
-RECURRENT_KINDS = _numbers("RecurrentKind", "delta ssm conv ngram")
-SCORINGS = _numbers("Scoring", "softmax sigmoid softmax-chosen")
+ACTIVATIONS = _CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2")
+VISION_STEPS = _CPP.numbers("VisionStep", "linear norm rotate gate add attention")
+VISION_ACTIVATIONS = _CPP.numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
+RECURRENT_KINDS = _CPP.numbers("RecurrentKind", "delta ssm conv ngram")
+SCORINGS = _CPP.numbers("Scoring", "softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
-FAMILIES = _numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
-STEP_KINDS = _numbers(
+FAMILIES = _CPP.numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
+STEP_KINDS = _CPP.numbers(
     "StepKind",
     "lrt_read_rows lrt_norm_qkv_rope_append lrt_attention_output lrt_norm_gated_mlp lrt_head add",
 )
@@ -139,119 +66,125 @@ def layout_of(format_: Format) -> int | None:
     return _LAYOUTS.get(kind + group.lstrip("0123456789") if dash else name)
 
 
-@_in_header("Matrix")
+@_CPP.struct("Matrix")
 class Matrix(Structure):
     """A tiled weight matrix."""
 
 
-@_in_header("LowRank")
+@_CPP.struct("LowRank")
 class LowRankArgs(Structure):
     """What an adapter set adds to the products of one matrix."""
 
 
-@_in_header("LowRankPack")
+@_CPP.struct("LowRankPack")
 class LowRankPack(Structure):
     """The inputs for packing a ``LowRankArgs``."""
 
 
-@_in_header("AdapterArgs")
+@_CPP.struct("AdapterArgs")
 class AdapterArgs(Structure):
     """The adapters of a pass's rows."""
 
 
-@_in_header("Stack")
+@_CPP.struct("Stack")
 class Stack(Structure):
     """Row-stacked matrices of one input."""
 
 
-@_in_header("Span")
+@_CPP.struct("Span")
 class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
 
-@_in_header("AttentionArgs")
+@_CPP.struct("AttentionArgs")
 class AttentionArgs(Structure):
     """Both attention steps of a layer."""
 
 
-@_in_header("IndexArgs")
+@_CPP.struct("IndexArgs")
 class IndexArgs(Structure):
     """An indexer that chooses tokens."""
 
 
-@_in_header("LatentArgs")
+@_CPP.struct("LatentArgs")
 class LatentArgs(Structure):
     """Both steps of a layer of latent attention."""
 
 
-@_in_header("StateSpan")
+@_CPP.struct("StateSpan")
 class StateSpanArgs(Structure):
     """One sequence of a pass in one recurrent layer."""
 
 
-@_in_header("RecurrentArgs")
+@_CPP.struct("RecurrentArgs")
 class RecurrentArgs(Structure):
     """A recurrent layer."""
 
 
-@_in_header("MlpArgs")
+@_CPP.struct("MlpArgs")
 class MlpArgs(Structure):
     """The gated MLP step."""
 
 
-@_in_header("InputArgs")
+@_CPP.struct("InputArgs")
 class InputArgs(Structure):
     """A layer's gate on its own inputs."""
 
 
-@_in_header("StreamArgs")
+@_CPP.struct("StreamArgs")
 class StreamArgs(Structure):
     """Predicting or correcting residual streams."""
 
 
-@_in_header("ConnectionArgs")
+@_CPP.struct("ConnectionArgs")
 class ConnectionArgs(Structure):
     """Reading several residual streams."""
 
 
-@_in_header("NgramArgs")
+@_CPP.struct("NgramArgs")
 class NgramArgs(Structure):
     """A layer's hashed n-grams."""
 
 
-@_in_header("RouteArgs")
+@_CPP.struct("RouteArgs")
 class RouteArgs(Structure):
     """A mixture's norm and router."""
 
 
-@_in_header("Expert")
+@_CPP.struct("Expert")
 class ExpertParts(Structure):
     """An expert of a table; one without parts is not there."""
 
 
-@_in_header("ExpertArgs")
+@_CPP.struct("ExpertArgs")
 class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
 
 
-@_in_header("SearchArgs")
+@_CPP.struct("SearchArgs")
 class SearchArgs(Structure):
     """A search for the scales of groups."""
 
 
-@_in_header("HeadArgs")
+@_CPP.struct("HeadArgs")
 class HeadArgs(Structure):
     """The final norm and vocabulary projection."""
 
 
-@_in_header("VisionArgs")
+@_CPP.struct("VisionArgs")
 class VisionArgs(Structure):
     """A step of a vision tower."""
 
 
-@_in_header("Step")
+@_CPP.struct("Step")
 class Step(Structure):
     """A step of a list that ``lrt_run`` runs: a kernel's arguments, or two rows that are added."""
+
+
+def _parameter(declaration: str) -> Any:
+    """A parameter's type: where a pointer to a struct is declared, the struct itself is passed."""
+    struct = _CPP.structs.get(declaration.replace("const ", "").strip().partition("*")[0])
+    return POINTER(struct) if struct else _CPP.declared(declaration)[0][1]
 
 
 def find_library() -> Path | None:
@@ -269,9 +202,9 @@ def load_library(path: Path) -> ctypes.CDLL:
     """
     try:
         library = ctypes.CDLL(str(path))
-        for result, name, parameters in _FUNCTION.findall(_SOURCE):
+        for result, name, parameters in _FUNCTION.findall(_CPP.text):
             function = getattr(library, name)
-            function.restype = _declared(f"{result} result")[0][1]
+            function.restype = _CPP.declared(f"{result} result")[0][1]
             each = parameters.split(",") if parameters else []
             function.argtypes = list(map(_parameter, each))
     except (OSError, AttributeError) as error:

@@ -10,15 +10,14 @@ budget.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_int, c_longlong, c_void_p, sizeof
+from ctypes import Structure, sizeof
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.products import OUT, Records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty, upload
@@ -35,20 +34,13 @@ from localrt.quant.ops.protocol import Batch
 _THREADS = 256
 
 
+@declarations("low_rank.cuh").struct("Change")
 class Change(Structure):
-    """Of ``count`` rows from ``row`` on, by one matrix; see ``quant/cuda/src/low_rank.cuh``. An
-    array of them is uploaded.
-    """
-
-    _fields_ = fields((c_void_p, "a b factors"), (c_int, "rank rows row count first"))
+    """Of ``count`` rows from ``row`` on, by one matrix. An array of them is uploaded."""
 
 
-class _Down(Structure):
-    _fields_ = fields((c_void_p, "changes x y"), (c_longlong, "x_stride"), (c_int, "columns most"))
-
-
-class _Up(Structure):
-    _fields_ = fields((c_void_p, "changes x bias y"), (c_int, "y_stride most"))
+_Down = arguments("low_rank_down.cu", "LowRankDown")
+_Up = arguments("low_rank_up.cu", "LowRankUp")
 
 
 def add_low_rank(

@@ -10,15 +10,14 @@ head together; unlike on the CPU, quantized keys keep the bias of their projecti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure
 from functools import cache
 
 import numpy as np
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace, blocks_of
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, OUT, Records, empty_records
 from localrt.quant.cuda.programs import Program
@@ -67,25 +66,12 @@ _THREADS = 128  # of the steps before attention
 _TILE = 16  # query rows of a warp
 
 
+@declarations("attention.cuh").struct("Attention")
 class Attention(Structure):
-    """What the kernels of attention read: ``Attention`` in quant/cuda/src/attention.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "q blocks held positions tree sinks out partial stats"),
-        (c_int64, "k_at v_at run_stride"),
-        (c_int, "n first rows heads per window runs"),
-        (c_float, "scale softcap"),
-        (c_int, "out_stride columns"),
-    )
+    """What the kernels of attention read."""
 
 
-class _RopeAppend(Structure):
-    _fields_ = fields(
-        (c_void_p, "qkv q gates blocks held cos sin q_norm k_norm positions"),
-        (c_int64, "k_at v_at"),
-        (c_int, "row_stride step keys_at heads groups half joint last length"),
-        (c_float, "eps beta"),
-    )
+_RopeAppend = arguments("rope_append.cu", "RopeAppend")
 
 
 def takes_heads(size: int) -> bool:

@@ -10,7 +10,7 @@ them, for which the host waits for the choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Structure, c_float, c_int, c_int64, c_ubyte, c_uint64, c_void_p
+from ctypes import Structure, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     GATES,
@@ -77,7 +76,7 @@ Without a gate, up is in its place.
 _MOST_ENTRIES = 32
 # Formats that count as heavy for experts.
 _HEAVY = HEAVY | {*(name for name, codec in AFFINE.items() if codec.bits == 6)}
-_Bits = c_ubyte * (MOST_EXPERTS // 8)
+_Bits = c_uint32 * (MOST_EXPERTS // 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +102,18 @@ class Plan:
     used: int
 
 
-class _Plan(Structure):
-    _fields_ = fields(
-        (c_void_p, "experts chosen parts slots"),
-        (c_int, "count used stride most size kind"),
-        (_Bits, "wanted"),
-    )
+_Plan = arguments("plan.cu", "Plan")
 
 
 class _Entries(Structure):
-    _fields_ = fields(
-        (c_void_p, "table"),
-        (c_uint64 * (_MOST_ENTRIES * ENTRY), "words"),
-        (c_int * _MOST_ENTRIES, "experts"),
+    _fields_ = (
+        ("table", c_void_p),
+        ("words", c_uint64 * (_MOST_ENTRIES * ENTRY)),
+        ("experts", c_int * _MOST_ENTRIES),
     )
 
 
-class _Grouped(Structure):
-    _fields_ = fields(
-        (c_void_p, "x y experts parts slots"),
-        (c_int64, "tile_bytes"),
-        (c_int, "x_stride y_stride per rows tiles steps"),
-        (c_float, "limit"),
-    )
+_Grouped = arguments("grouped.cu", "Grouped")
 
 
 def write_entries(

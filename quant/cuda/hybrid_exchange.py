@@ -7,15 +7,12 @@ and write directly: no copy is a call of the driver. The layers of a pass use th
 
 from __future__ import annotations
 
-from ctypes import Structure, c_int, c_int64, c_void_p
-
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.experts import CudaExpertTable, run_present
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
@@ -26,16 +23,8 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
 _THREADS = 256
 
 
-class _ToHost(Structure):
-    _fields_ = fields(
-        (c_void_p, "rows results host_rows host_results"),
-        (c_int64, "row_count"),
-        (c_int, "result_count"),
-    )
-
-
-class _FromHost(Structure):
-    _fields_ = fields((c_void_p, "rows filled y"), (c_int, "width"))
+_ToHost = arguments("to_host.cu", "ToHost")
+_FromHost = arguments("from_host.cu", "FromHost")
 
 
 class _Exchange:

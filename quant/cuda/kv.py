@@ -8,16 +8,14 @@ block lie each layer's keys, (heads, 256, key), and its values, one layer after 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import Structure, c_int, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import UINT8, Dtype, Tensor, upload, zeros
 from localrt.quant.formats.packed import Bytes
@@ -30,8 +28,7 @@ _LEAST_BLOCKS = 16  # of recorded passes: 4,096 tokens
 _THREADS = 256
 
 
-class _MoveTokens(Structure):
-    _fields_ = fields((c_void_p, "parts moves"), (c_int, "count"))
+_MoveTokens = arguments("move_tokens.cu", "MoveTokens")
 
 
 @dataclass(frozen=True, slots=True)

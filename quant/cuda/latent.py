@@ -7,13 +7,11 @@ number of rows, of a prompt too.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
 from localrt.quant.cuda.kv import LayerPlace, blocks_of
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
@@ -29,13 +27,7 @@ _TILE = 16  # query rows of a block
 _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room for
 
 
-class _LatentAppend(Structure):
-    _fields_ = fields(
-        (c_void_p, "q wide queries blocks held cos sin norm"),
-        (c_int64, "cache_at q_stride wide_stride"),
-        (c_int, "heads width half latent interleaved"),
-        (c_float, "eps"),
-    )
+_LatentAppend = arguments("latent_append.cu", "LatentAppend")
 
 
 def takes_latents(rope: int, latent: int) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Protocol
 
 from localrt.common.settings import Settings
@@ -18,8 +19,9 @@ from localrt.common.version import __version__
 from localrt.quant.cuda.device import Device, Grid
 from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.gpu_cache import GpuCache
-from localrt.quant.cuda.programs import Program, toolchain
+from localrt.quant.cuda.programs import Program, sources, toolchain
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty
+from localrt.quant.declarations import Declarations
 
 _noted = threading.local()
 
@@ -37,6 +39,17 @@ def launch(
         noted[program] = None
         return
     device.launch(program, grid, threads, args)
+
+
+@cache
+def declarations(file: str) -> Declarations:
+    """What a file of ``quant/cuda/src`` declares."""
+    return Declarations(sources()[file].decode())
+
+
+def arguments(file: str, name: str) -> type[ctypes.Structure]:
+    """The class of a kernel's arguments: a struct of a file."""
+    return declarations(file).struct(name)(type(name, (ctypes.Structure,), {}))
 
 
 def pointers(*tensors: Tensor | None) -> list[int | None]:

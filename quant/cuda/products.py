@@ -12,17 +12,16 @@ the products.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.launch_shape import Cut, best_cut, groups_of, many_grid
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
@@ -100,35 +99,10 @@ class Records:
         return values
 
 
-class _Quantize(Structure):
-    _fields_ = fields(
-        (c_void_p, "x records"),
-        (c_int64, "x_head records_head"),
-        (c_int, "x_stride records_stride m columns"),
-    )
-
-
-class _Dense(Structure):
-    _fields_ = fields(
-        (c_void_p, "x w y bias"),
-        (c_int64, "x_head y_head"),
-        (c_int, "x_stride y_stride m rows columns"),
-    )
-
-
-class _DenseMany(Structure):
-    _fields_ = fields(
-        (c_void_p, "x w y bias"), (c_int64, "x_stride y_stride"), (c_int, "m rows columns")
-    )
-
-
-class _Linear(Structure):
-    _fields_ = fields(
-        (c_void_p, "x w y bias factors partial arrived"),
-        (c_int64, "x_head y_head tile_bytes"),
-        (c_int, "x_stride y_stride m rows tiles steps chains"),
-        (c_float, "limit"),
-    )
+_Quantize = arguments("quantize.cu", "Quantize")
+_Dense = arguments("dense.cu", "Dense")
+_DenseMany = arguments("dense_many.cu", "DenseMany")
+_Linear = arguments("linear.cuh", "Linear")
 
 
 def empty_records(
@@ -312,13 +286,7 @@ def _counters(device: Device) -> Tensor:
 _WARPS = 8
 
 
-class _Unpack(Structure):
-    _fields_ = fields(
-        (c_void_p, "w factors index y"),
-        (c_int64, "tile_bytes"),
-        (c_int, "n first steps"),
-        (c_float, "factor"),
-    )
+_Unpack = arguments("unpack.cu", "Unpack")
 
 
 def unpack_rows(

@@ -8,14 +8,12 @@ and states lie as ``quant/ops/states.py`` says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 import numpy as np
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import Records, empty_records, quantize
 from localrt.quant.cuda.programs import Program
@@ -34,15 +32,7 @@ _WARPS = 4
 _COLUMNS = 8  # of a state, of a warp
 
 
-class _Recurrent(Structure):
-    _fields_ = fields(
-        (c_void_p, "sequences positions parents mixed scratch seen out taps taps_bias decay"),
-        (c_void_p, "decay_bias skip"),
-        (c_int64, "state_at row_at"),
-        (c_int, "layer layers width stride out_stride channels factors heads key_heads value_size"),
-        (c_int, "tiled channels_at gates_at strengths_at decays_at"),
-        (c_float, "strength least_step most_step"),
-    )
+_Recurrent = arguments("recurrent.cuh", "Recurrent")
 
 
 def mix_rows(

@@ -6,15 +6,13 @@ when it is first asked for. A row's bits depend on that row alone.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import FLOAT32, INT32, Tensor, empty, upload
@@ -115,24 +113,10 @@ _MOST_PLACES = 960
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
 
 
-class _Router(Structure):
-    _fields_ = fields((c_void_p, "x gate y"), (c_int, "experts width y_stride"))
-
-
-class _Put(Structure):
-    _fields_ = fields((c_void_p, "rows y"), (c_int, "width"), (c_int * _MOST_PLACES, "places"))
-
-
-class _Combine(Structure):
-    _fields_ = fields((c_void_p, "slots weights shared y"), (c_int, "used width"))
-
-
-class _Choose(Structure):
-    _fields_ = fields(
-        (c_void_p, "logits gate_bias choice_bias chosen scores weights"),
-        (c_int, "experts used ranked scoring normalize groups used_groups group_top"),
-        (c_float, "scale"),
-    )
+_Router = arguments("router.cu", "Router")
+_Put = arguments("put.cu", "Put")
+_Combine = arguments("combine.cu", "Combine")
+_Choose = arguments("choose.cu", "Choose")
 
 
 def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
-
-from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.products import (
     GATES,
     OUT,
@@ -20,45 +17,12 @@ _THREADS = 256
 _MOST_HADAMARD = 256
 
 
-class _Norm(Structure):
-    _fields_ = fields(
-        (c_void_p, "x pending weight y"),
-        (c_int, "width x_stride y_stride"),
-        (c_float, "eps"),
-    )
-
-
-class _NormGate(Structure):
-    _fields_ = fields(
-        (c_void_p, "seen gates norm out"),
-        (c_int, "width size norm_width gate_stride out_stride gate_first with_sigmoid"),
-        (c_float, "eps"),
-    )
-
-
-class _Rotate(Structure):
-    _fields_ = fields(
-        (c_void_p, "x y"), (c_int64, "x_head x_stride"), (c_int, "width size"), (c_float, "scale")
-    )
-
-
-class _Gate(Structure):
-    _fields_ = fields((c_void_p, "x y rows"), (c_int, "width"), (c_float, "scale limit"))
-
-
-class _MoveRows(Structure):
-    _fields_ = fields(
-        (c_void_p, "x y index gates scales"),
-        (c_int64, "x_stride y_stride"),
-        (c_int, "width add"),
-        (c_float, "scale softcap"),
-    )
-
-
-class _Rotary(Structure):
-    _fields_ = fields(
-        (c_void_p, "positions frequencies cos sin"), (c_int, "n half"), (c_float, "scale")
-    )
+_Norm = arguments("rms_norm.cu", "Norm")
+_NormGate = arguments("norm_gate.cu", "NormGate")
+_Rotate = arguments("rotate.cu", "Rotate")
+_Gate = arguments("gate.cu", "Gate")
+_MoveRows = arguments("move_rows.cu", "MoveRows")
+_Rotary = arguments("rotary.cu", "Rotary")
 
 
 def move_rows(

@@ -9,16 +9,14 @@ ahead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_void_p
 
 import numpy as np
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda import cublas
 from localrt.quant.cuda.attention import attend, rope_append, takes_heads
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import LayerPlace
-from localrt.quant.cuda.launch import launch, pointers, prefers_int8
+from localrt.quant.cuda.launch import arguments, launch, pointers, prefers_int8
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import GATES, OUT
@@ -44,12 +42,8 @@ _THREADS = 256
 _ROWS = 4096  # of a product at once: what comes between its steps stays small
 
 
-class _LayerNorm(Structure):
-    _fields_ = fields((c_void_p, "x weight bias y"), (c_int, "width"), (c_float, "eps"))
-
-
-class _Activate(Structure):
-    _fields_ = fields((c_void_p, "x y"), (c_int, "width"), (c_float, "low high"))
+_LayerNorm = arguments("layer_norm.cu", "LayerNorm")
+_Activate = arguments("activate.cu", "Activate")
 
 
 class CudaVision(VisionSteps):

@@ -10,18 +10,16 @@ Tiles of E4M3 codes as bf16, on the device: there is no kernel that multiplies t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import Structure, c_float, c_int, c_void_p
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.adapters import CudaAdapters
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import is_packed
-from localrt.quant.cuda.launch import launch, pointers
+from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, empty, upload
@@ -46,8 +44,7 @@ def is_e4m3_groups(block: TiledTensor) -> bool:
     return format_.name.startswith("e4m3-") and format_ == E4m3Codec(format_.block).format
 
 
-class _UnpackE4m3(Structure):
-    _fields_ = fields((c_void_p, "w y"), (c_int, "rows columns group"), (c_float, "factor"))
+_UnpackE4m3 = arguments("unpack_e4m3.cu", "UnpackE4m3")
 
 
 def unpack_e4m3(block: TiledTensor, data: Tensor, out: Tensor) -> None:

@@ -2,7 +2,8 @@
 // experts, cut into as many as one block computes. One block of threads, one for each expert.
 #include "plan.cuh"
 
-constexpr int MOST_EXPERTS = 1024;
+constexpr int WANTED_WORDS = 32;
+constexpr int MOST_EXPERTS = 32 * WANTED_WORDS;
 
 struct Plan {
     const Expert* experts;
@@ -11,7 +12,7 @@ struct Plan {
     int* slots;
     int count, used, stride;  // slots; of a row
     int most, size, kind;     // parts, and the slots of one; of the experts
-    u32 wanted[MOST_EXPERTS / 32];
+    u32 wanted[WANTED_WORDS];
 };
 
 // The expert of a slot if it is wanted, and there, else -1. So a recorded pass follows the table.
