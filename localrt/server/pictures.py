@@ -40,14 +40,14 @@ def is_public(address: str) -> bool:
     an IPv4 address.
     """
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address) and (
-        found not in _UNICAST or found.sixtofour is not None or found.teredo is not None
+    if isinstance(ip, ipaddress.IPv6Address) and (
+        ip not in _UNICAST or ip.sixtofour is not None or ip.teredo is not None
     ):
         return False
-    return found.is_global and not (found.is_multicast or found.is_reserved)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
 class Fetcher:
@@ -71,10 +71,10 @@ class Fetcher:
         try:
             for _ in range(_MOST_REDIRECTS + 1):
                 addresses = await self._addresses(place, name)
-                found = await _get(place, addresses, name, most, take)
-                if isinstance(found, bytes):
-                    return found
-                place = _read_url(found, place, name)
+                answer = await _get(place, addresses, name, most, take)
+                if isinstance(answer, bytes):
+                    return answer
+                place = _read_url(answer, place, name)
         except (httpx2.HTTPError, OSError, ValueError) as error:
             why = "its server cannot be reached"
             if isinstance(error, httpx2.RemoteProtocolError):
@@ -88,10 +88,10 @@ class Fetcher:
         """Return the addresses of a host, all of them allowed."""
         loop = asyncio.get_running_loop()
         host, port = place.raw_host.decode(), place.port
-        found = await loop.run_in_executor(
+        infos = await loop.run_in_executor(
             self._threads, socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM
         )
-        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in infos))
         if not all(map(self._allowed, addresses)):
             raise invalid(f"{name} may not be fetched: its address is not public")
         return addresses
@@ -120,7 +120,7 @@ async def _get(
     The request goes to the first address that answers; a certificate must be the host's.
     """
     headers = {**_HEADERS, "Host": url.netloc.decode()}
-    host = {"sni_hostname": url.raw_host.decode()}
+    tls_name = {"sni_hostname": url.raw_host.decode()}
     # A client for each host: a connection is known by its address alone, and must not serve others.
     tls = _certificates() if url.scheme == "https" else False
     transport = httpx2.AsyncHTTPTransport(verify=tls, trust_env=False)
@@ -129,7 +129,7 @@ async def _get(
             there = url.copy_with(host=address)
             try:
                 async with client.stream(
-                    "GET", there, headers=headers, extensions=host
+                    "GET", there, headers=headers, extensions=tls_name
                 ) as response:
                     return await _read(response, name, most, take)
             except httpx2.ConnectError as error:
