@@ -201,6 +201,8 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
     for commit in repo.commits():
         if not repo.files(commit):
             shutil.rmtree(repo.snapshot(commit))
+            for name in [name for name, at in repo.refs().items() if at == commit]:
+                (repo.folder / "refs" / name).unlink()
     used = {path.resolve() for path in repo.paths()}
     freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
     return freed if any(models_of_repo(repo)) else freed + _remove_repo(repo)
