@@ -21,7 +21,8 @@ _Struct = TypeVar("_Struct", bound=Structure)
 
 # What a struct or an enum has; member functions come last.
 _BODY = re.compile(r"^(?:struct|enum) (\w+)[^;{]*{([^{}]*)", re.MULTILINE)
-_CONSTANT = re.compile(r"\bconstexpr int (\w+) = (\d+)")
+_CONSTANTS = re.compile(r"^constexpr int ([^;]+);", re.MULTILINE)
+_CONSTANT = re.compile(r"(\w+) = (\d+)(?=,|$)")
 _DECLARATION = re.compile(r"\s*(?:const )?(\w+)(.+)", re.DOTALL)
 _DECLARATOR = re.compile(r"(\*?) *(\w+)(?:\[(\w+)\])?")
 _TYPES: dict[str, Any] = {
@@ -41,7 +42,8 @@ class Declarations:
     def __init__(self, text: str) -> None:
         self.text = re.sub("//.*", "", text)
         self._bodies = dict(_BODY.findall(self.text))
-        self._constants = dict(_CONSTANT.findall(self.text))
+        constants = _CONSTANT.findall(",".join(_CONSTANTS.findall(self.text)))
+        self.constants = {name: int(number) for name, number in constants}
         self.structs: dict[str, type[Structure]] = {}
 
     def struct(self, name: str) -> Callable[[type[_Struct]], type[_Struct]]:
@@ -70,5 +72,5 @@ class Declarations:
         found = []
         for star, name, size in _DECLARATOR.findall(declarators):
             type_ = address if star else self.structs.get(kind) or _TYPES[kind]
-            found.append((name, type_ * int(self._constants.get(size, size)) if size else type_))
+            found.append((name, type_ * (self.constants.get(size) or int(size)) if size else type_))
         return found

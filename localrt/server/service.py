@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
@@ -24,9 +24,7 @@ from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
 from localrt.server.models import Models, Offered, ServedModel
 from localrt.server.options import ServeOptions
-
-if TYPE_CHECKING:
-    from localrt.server.pictures import Fetcher
+from localrt.server.pictures import Fetcher
 
 _MOST = 1000
 _MOST_BYTES = 64 << 20
@@ -201,11 +199,7 @@ class Service:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
-        self.fetcher: Fetcher | None = None
-        if options.fetch_pictures:
-            from localrt.server.pictures import Fetcher  # a tenth of a second, as it imports httpx2
-
-            self.fetcher = Fetcher()
+        self.fetcher = Fetcher() if options.fetch_pictures else None
         self.seeing = asyncio.Lock()  # a decoded picture takes hundreds of megabytes
         self.responses = ResponseStore()
         self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads

@@ -30,6 +30,7 @@ _CPP = Declarations(
 _VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", _CPP.text)[0])
 _FUNCTION = re.compile(r"LRT_API ([\w *]+?)(\w+)\(([^)]*)\)")
 
+CONSTANTS = _CPP.constants
 # Sources are rows that the library puts into tiles.
 SOURCES = _CPP.numbers(
     "Source",

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cpu.abi import AdapterArgs, LowRankArgs, LowRankPack
+from localrt.quant.cpu.abi import CONSTANTS, AdapterArgs, LowRankArgs, LowRankPack
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, adapted_rows, joined_factors
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Batch
 
-_COLUMNS = 64  # of A that share a scale: LOW_COLUMNS in quant/cpu/csrc/abi.h
+_COLUMNS = CONSTANTS["LOW_COLUMNS"]  # of A that share a scale
 _LINE = 64  # bytes
 _THREADS = 4  # that pack adapters
-_RANKS = 16  # of a row of B that share one: LOW_RANKS
+_RANKS = CONSTANTS["LOW_RANKS"]  # of a row of B that share one
 _GROUP = 32 + 16 * _RANKS  # bytes of a tile of theirs
 
 

@@ -22,7 +22,7 @@ from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     GATES,
@@ -73,7 +73,7 @@ of the tiles of gate, up and down, of their factors, of the biases of gate and u
 
 Without a gate, up is in its place.
 """
-_MOST_ENTRIES = 32
+_MOST_ENTRIES = declarations("entries.cu").constants["MOST_ENTRIES"]
 # Formats that count as heavy for experts.
 _HEAVY = HEAVY | {*(name for name, codec in AFFINE.items() if codec.bits == 6)}
 _Bits = c_uint32 * (MOST_EXPERTS // 32)

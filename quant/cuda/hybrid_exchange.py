@@ -22,7 +22,6 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
 
 _THREADS = 256
 
-
 _ToHost = arguments("to_host.cu", "ToHost")
 _FromHost = arguments("from_host.cu", "FromHost")
 

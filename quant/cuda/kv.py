@@ -27,7 +27,6 @@ from localrt.quant.ops.protocol import Span
 _LEAST_BLOCKS = 16  # of recorded passes: 4,096 tokens
 _THREADS = 256
 
-
 _MoveTokens = arguments("move_tokens.cu", "MoveTokens")
 
 

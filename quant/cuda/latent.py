@@ -26,7 +26,6 @@ _THREADS = 128
 _TILE = 16  # query rows of a block
 _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room for
 
-
 _LatentAppend = arguments("latent_append.cu", "LatentAppend")
 
 

@@ -18,7 +18,6 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import arguments, launch, pointers
@@ -284,7 +283,6 @@ def _counters(device: Device) -> Tensor:
 
 
 _WARPS = 8
-
 
 _Unpack = arguments("unpack.cu", "Unpack")
 

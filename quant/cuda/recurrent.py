@@ -31,7 +31,6 @@ SEQUENCE_NUMBERS = 13
 _WARPS = 4
 _COLUMNS = 8  # of a state, of a warp
 
-
 _Recurrent = arguments("recurrent.cuh", "Recurrent")
 
 

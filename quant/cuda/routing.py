@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import FLOAT32, INT32, Tensor, empty, upload
@@ -106,12 +106,11 @@ def on_gpu(routing: Routing, device: Device) -> CudaRouting:
     return CudaRouting(upload(flat, device), rows, ranked, routing.used)
 
 
-MOST_EXPERTS = 1024
+MOST_EXPERTS = declarations("choose.cu").constants["MOST_EXPERTS"]
 """Of a layer."""
 _THREADS = 256
-_MOST_PLACES = 960
+_MOST_PLACES = declarations("put.cu").constants["MOST_PLACES"]
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
-
 
 _Router = arguments("router.cu", "Router")
 _Put = arguments("put.cu", "Put")

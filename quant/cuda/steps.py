@@ -16,7 +16,6 @@ _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.
 _MOST_HADAMARD = 256
 
-
 _Norm = arguments("rms_norm.cu", "Norm")
 _NormGate = arguments("norm_gate.cu", "NormGate")
 _Rotate = arguments("rotate.cu", "Rotate")

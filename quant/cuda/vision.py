@@ -41,7 +41,6 @@ from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionStep
 _THREADS = 256
 _ROWS = 4096  # of a product at once: what comes between its steps stays small
 
-
 _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
 
