@@ -173,7 +173,7 @@ def _remove_file(file: Path) -> int:
 
 
 def _remove_repo(repo: CachedRepo) -> int:
-    freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
+    freed = sum(_remove_blob(repo, blob) for blob in list(repo.folder.glob("blobs/*")))
     # On a file system without links, a snapshot holds the bytes themselves.
     freed += _own_bytes(repo.paths())
     shutil.rmtree(repo.folder)
@@ -219,13 +219,8 @@ def _remove_blob(repo: CachedRepo, blob: Path) -> int:
     blob.unlink()
     if not shared:
         return freed
-    for other in CachedRepo.all_in(repo.cache):
-        if any(entry.resolve() == target for entry in _entries(other.folder / "blobs")):
-            return 0
+    if any(entry.resolve() == target for entry in repo.cache.glob("*--*/blobs/*")):
+        return 0
     target.unlink(missing_ok=True)
     target.with_name(f"{target.name}.refs").unlink(missing_ok=True)
     return freed
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

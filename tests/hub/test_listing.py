@@ -182,13 +182,20 @@ def test_bytes_shared_between_repositories_stay(settings: Settings) -> None:
     store.parent.mkdir(parents=True)
     blob.rename(store)
     blob.symlink_to(os.path.relpath(store, blob.parent))
-    other = settings.hub_cache / "models--org--other" / "blobs" / blob.name
-    other.parent.mkdir(parents=True)
-    other.symlink_to(os.path.relpath(store, other.parent))
+    other, data = (
+        settings.hub_cache / name / "blobs" / blob.name
+        for name in ("models--org--other", "datasets--org--data")
+    )
+    for link in (other, data):
+        link.parent.mkdir(parents=True)
+        link.symlink_to(os.path.relpath(store, link.parent))
 
+    assert remove_model("org/other", settings) == 0
     freed = remove_model("org/tiny", settings)
-    assert store.read_bytes() == WEIGHTS
+    assert store.read_bytes() == WEIGHTS  # of the data set
     assert freed < len(WEIGHTS)
+    other.parent.mkdir(parents=True)
+    data.rename(other)
     assert remove_model("org/other", settings) == len(WEIGHTS)
     assert not store.exists()
 
