@@ -21,7 +21,7 @@ from localrt.client.servers import Address
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, reason_of
 from localrt.common.formatting import one_line
-from localrt.common.network import network_problem
+from localrt.common.network import causes, network_problem
 
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
@@ -202,9 +202,7 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
         )
     if problem := network_problem(error, address.host):
         return problem
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # the system's message
-        cause = cause.__cause__ or cause.__context__
+    cause = next((each for each in causes(error) if isinstance(each, OSError)), None)
     if isinstance(cause, ssl.SSLError):
         if cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
             return f"{origin} does not speak TLS: is it http://{address.place}?"

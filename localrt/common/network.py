@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def network_problem(error: BaseException | None, host: str) -> str:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def network_problem(raised: BaseException | None, host: str) -> str:
     """What to set of the environment that an HTTP client failed at; empty for other errors."""
     named = os.environ.get("SSL_CERT_FILE")
     unread = named and not (Path(named).is_file() and os.access(named, os.R_OK))
     failures = (ssl.SSLError, FileNotFoundError, IsADirectoryError, PermissionError)
-    while error is not None:
+    for error in causes(raised):
         empty = isinstance(error, ssl.SSLError) and error.reason == "NO_CERTIFICATE_OR_CRL_FOUND"
         if empty or (unread and isinstance(error, failures)):
             return f"SSL_CERT_FILE ({named}) is no file of certificates: correct it, or unset it"
@@ -26,5 +34,4 @@ def network_problem(error: BaseException | None, host: str) -> str:
                 "ALL_PROXY, HTTPS_PROXY or HTTP_PROXY names a proxy of a kind that cannot be used: "
                 "take one with http://, or unset it"
             )
-        error = error.__cause__ or error.__context__
     return ""

@@ -19,6 +19,7 @@ from functools import cache
 import httpx2
 
 from localrt.common.formatting import format_bytes
+from localrt.common.network import causes
 from localrt.common.version import __version__
 from localrt.server.errors import invalid
 
@@ -154,10 +155,8 @@ async def _read(
     return bytes(body)
 
 
-def _is_of_tls(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, ssl.SSLError):
-        error = error.__cause__ or error.__context__
-    return error is not None
+def _is_of_tls(error: Exception) -> bool:
+    return any(isinstance(cause, ssl.SSLError) for cause in causes(error))
 
 
 @cache
