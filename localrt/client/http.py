@@ -35,8 +35,8 @@ _KEEP_ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 class Exchange(Closing):
     """A running request: ``head`` once, then ``pieces``. A context manager.
 
-    ``look`` is called before every wait and at least every 50 ms during one; an exception from it
-    ends the wait.
+    ``look`` is called before every wait and at least every 50 ms during one, or after as many
+    seconds as it returns; an exception from it ends the wait.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Exchange(Closing):
         body: bytes | None = None,
         *,
         headers: Mapping[str, str] | None = None,
-        look: Callable[[], None],
+        look: Callable[[], float | None],
     ) -> None:
         self._address = address
         self._method, self._path, self._body = method, path, body
@@ -105,9 +105,9 @@ class Exchange(Closing):
 
     def _next(self) -> httpx2.Response | bytes | None:
         while True:
-            self._look()
+            wait = self._look()
             try:
-                found = self._came.get(timeout=_LOOK_S)
+                found = self._came.get(timeout=_LOOK_S if wait is None else min(wait, _LOOK_S))
             except queue.Empty:
                 continue
             if isinstance(found, Exception):

@@ -77,11 +77,15 @@ class Client:
         reply = Reply()
         started = time.perf_counter()
 
-        def look() -> None:
+        def look() -> float | None:
             if self._cancelled:
                 raise LocalrtError(self._cancelled)
-            if request.give_up_s is not None and time.perf_counter() - started > request.give_up_s:
+            if request.give_up_s is None:
+                return None
+            left = started + request.give_up_s - time.perf_counter()
+            if left <= 0:
                 raise TimeoutError
+            return left
 
         try:
             _exchange(place, request, class_, look, reply, started)
@@ -99,7 +103,7 @@ def _exchange(
     place: Place,
     request: Request,
     class_: str,
-    look: Callable[[], None],
+    look: Callable[[], float | None],
     reply: Reply,
     started: float,
 ) -> None:
