@@ -44,6 +44,7 @@ _LAYOUTS = _CPP.numbers(
     " int4b int8b int4z int8z nf4-f32 e4m3",
 )
 ACTIVATIONS = _CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2")
+CACHE_FORMATS = _CPP.numbers("KvFormat", "bf16 int8 int4 latent-bf16 latent-int8")
 VISION_STEPS = _CPP.numbers("VisionStep", "linear norm rotate gate add attention")
 VISION_ACTIVATIONS = _CPP.numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
 RECURRENT_KINDS = _CPP.numbers("RecurrentKind", "delta ssm conv ngram")

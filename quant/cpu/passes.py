@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
+    CACHE_FORMATS,
     RECURRENT_KINDS,
     AttentionArgs,
     IndexArgs,
@@ -37,13 +38,10 @@ from localrt.quant.ops.attention import (
     Rope,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
-from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
-
-_CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
-
 
 RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]]
 """Cosines and sines, by the rope's id and how many tokens earlier: hashing a rope is slow."""
@@ -325,7 +323,7 @@ def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | N
         mask=_address(mask),
         ahead=_address(span.ahead),
         windows_only=span.windows_only,
-        format=_CACHE_FORMATS.index(cache.kv_format),
+        format=CACHE_FORMATS[cache.kv_format],
         held=cache.length,
         rows=span.rows,
         extra=0 if span.mask is None else span.mask.shape[1] - span.rows,

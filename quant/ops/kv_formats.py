@@ -16,7 +16,7 @@ from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 
 KvFormat = Literal["bf16", "int8", "int4"]
-KV_FORMATS: tuple[KvFormat, ...] = get_args(KvFormat)  # in the order of abi.h
+KV_FORMATS: tuple[KvFormat, ...] = get_args(KvFormat)
 CacheFormat = Literal["bf16", "int8", "int4", "latent-bf16", "latent-int8"]
 LATENT_FORMATS: dict[CacheFormat, CacheFormat] = {"bf16": "latent-bf16", "int8": "latent-int8"}
 """Of latent attention, by what they keep a number as: a token's row is key and value at once."""
