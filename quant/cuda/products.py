@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.launch_shape import Cut, best_cut, groups_of, many_grid
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
@@ -31,10 +31,10 @@ GATES = {
     **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
     **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision towers
 }
-_MOST_CHAINS = 8
+_MOST_CHAINS = declarations("results.cuh").constants["MOST_CHAINS"]
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
-_SIDE = 128  # rows and columns of a block: quant/cuda/src/dense_many.cu
-_RECORD = 144  # bytes of 64 columns: quant/cuda/src/records.cuh
+_SIDE = declarations("dense_many.cu").constants["SIDE"]  # rows and columns of a block
+_RECORD = declarations("records.cuh").constants["RECORD"]  # bytes of 64 columns
 OUT = {FLOAT32: "float", BFLOAT16: "Bf16"}
 """Types of tensors, as the kernels call them."""
 

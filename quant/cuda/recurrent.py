@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import Records, empty_records, quantize
 from localrt.quant.cuda.programs import Program
@@ -29,7 +29,7 @@ from localrt.quant.ops.states import StatePass
 SEQUENCE_NUMBERS = 13
 """Of a sequence's record: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
 _WARPS = 4
-_COLUMNS = 8  # of a state, of a warp
+_COLUMNS = declarations("recurrent_scan.cu").constants["COLUMNS"]  # of a state, of a warp
 
 _Recurrent = arguments("recurrent.cuh", "Recurrent")
 
