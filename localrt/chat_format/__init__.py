@@ -4,10 +4,10 @@ Read ``template_syntax.py`` first. A model's syntax for calls is found by probin
 (``call_probe.py``): it renders calls with unique names and values (``probing.py``), takes the marks
 and the notation of arguments from the text around them, and accepts a syntax only if it parses the
 probes correctly.
-``known_syntaxes.py`` has the published syntaxes, for templates that write no calls and for models
-that also write calls in another way. ``notations.py`` and ``argument_notations.py`` describe both.
+``known_syntaxes.py`` has the few that probing cannot find: templates that write no calls, models
+that write them in several ways. ``notations.py`` and ``argument_notations.py`` describe both.
 ``parser.py`` parses an answer as it streams, before stop strings are applied, and takes out calls
-and thinking. gpt-oss writes in channels.
+and thinking. gpt-oss writes in channels, which ``harmony.py`` parses.
 
 The template's variables for thinking, and the text that ends a thought, are found in the same way:
 a variable counts if it changes the prompt. ``localrt/service/thinking.py`` joins them with the

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from localrt.chat_format.argument_notations import (
@@ -65,17 +66,17 @@ _THOUGHT_ENDS = ("</think>", "<|END_THINKING|>", "</seed:think>", "[/THINK]", "<
 def probe_calls(written: Written) -> CallSyntax | None:
     """Find how the template of ``written`` writes calls."""
     best: CallSyntax | None = None
-    for as_text in (False, True):
-        for id_form in ("", "functions.{name}:{index}"):
-            try:
-                probe = _Probe(replace(written, as_text=as_text, id_form=id_form))
-                syntax = probe.syntax()
-            except (TemplateError, UnreadableError, ValueError, RecursionError):
-                continue
-            syntax = replace(syntax, as_text=as_text)
-            if probe.reads_everything(syntax):
-                return syntax
-            best = best or syntax
+    forms = product(("", None), (False, True), ("", "functions.{name}:{index}"))
+    for empty, as_text, id_form in forms:
+        try:
+            form = replace(written, empty=empty, as_text=as_text, id_form=id_form)
+            probe = _Probe(form)
+            syntax = replace(probe.syntax(), as_text=as_text)
+        except (TemplateError, UnreadableError, ValueError, RecursionError):
+            continue
+        if probe.reads_everything(syntax):
+            return syntax
+        best = best or syntax
     return best
 
 

@@ -52,7 +52,8 @@ class Written:
     """Renders probes with a template: all results are the text after the user's message.
 
     ``prompt`` is the beginning of an answer, ``plain`` the answer ``TEXT``. ``as_text`` passes the
-    arguments of calls as JSON text, ``id_form`` is the form of their ids.
+    arguments of calls as JSON text, ``id_form`` is the form of their ids, ``empty`` the content
+    beside calls without text.
     """
 
     render: Render
@@ -61,6 +62,7 @@ class Written:
     plain: str = ""
     as_text: bool = False
     id_form: str = ""
+    empty: str | None = ""
 
     @classmethod
     def by(cls, render: Render) -> Written:
@@ -76,7 +78,7 @@ class Written:
     def calls(self, *calls: Asked, text: str = "", **fields: Any) -> str:
         """Render an answer with these calls."""
         given = [self._call(index, *call) for index, call in enumerate(calls)]
-        return self.message(text, tool_calls=given, **fields)
+        return self.message(text or self.empty, tool_calls=given, **fields)
 
     def optional(self, *calls: Asked, text: str = "") -> str:
         """Render ``calls``; empty if the template refuses them."""
@@ -85,7 +87,7 @@ class Written:
         except TemplateError:
             return ""
 
-    def message(self, text: str, **fields: Any) -> str:
+    def message(self, text: str | None, **fields: Any) -> str:
         """Render an answer with this text."""
         return self._behind_user({"role": "assistant", "content": text, **fields})
 

@@ -1,9 +1,9 @@
 """Finds how a chat template writes calls and thinking in an assistant's answers.
 
-This runs once per template, in some milliseconds: probing first, then the published syntaxes. The
-variables that control thinking (``enable_thinking``, ``thinking``, ``reasoning_effort``,
-``thinking_budget``) are those that change the prompt. The template's source is searched for known
-marks of thinking only if probing finds none.
+This runs once per template, in some milliseconds: probing first, then the few known syntaxes that
+it cannot find. The variables that control thinking (``enable_thinking``, ``thinking``,
+``reasoning_effort``, ``thinking_budget``) are those that change the prompt. The template's source
+is searched for known marks of thinking only if probing finds none.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ from functools import partial
 from typing import Any
 
 from localrt.chat_format.call_probe import probe_calls
-from localrt.chat_format.known_syntaxes import (
-    HARMONY_ANSWER,
-    HARMONY_CALL,
-    is_harmony,
-    known_syntax,
-    known_with,
-)
+from localrt.chat_format.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
+from localrt.chat_format.known_syntaxes import known_syntax, known_with
 from localrt.chat_format.parser import (
     MARK,
     PLAIN_CALLS,

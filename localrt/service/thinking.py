@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from localrt.chat_format.known_syntaxes import HarmonyParser, is_harmony, with_thoughts_joined
+from localrt.chat_format.harmony import HarmonyParser, is_harmony, with_thoughts_joined
 from localrt.chat_format.messages import Offer
 from localrt.chat_format.parser import USUAL_FRAME, TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax, find_syntax

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.chat_format.known_syntaxes import HARMONY_CALL
+from localrt.chat_format.harmony import HARMONY_CALL
 from localrt.chat_format.notations import ID, NUMBERED
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.service.requests import RequestBuilder

@@ -14,7 +14,7 @@ import pytest
 
 import localrt
 from localrt.chat_format.call_grammar import call_grammar
-from localrt.chat_format.known_syntaxes import HARMONY_CALL, is_harmony
+from localrt.chat_format.harmony import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate

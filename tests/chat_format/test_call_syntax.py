@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from localrt import split_thinking
-from localrt.chat_format.known_syntaxes import HarmonyParser, is_harmony, known_syntax
+from localrt.chat_format.harmony import HarmonyParser, is_harmony
+from localrt.chat_format.known_syntaxes import known_syntax
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax
@@ -256,8 +257,7 @@ def test_half_a_call_is_text(name: str) -> None:
     [
         ("<tool_call>", "<tool_call>"),
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>"),
-        ("<｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
-        ("<|tool_call>...<tool_call|>", "<|tool_call>"),
+        ("<|tool_call|>", "<|tool_call|>"),
         ("<|tool_list_start|>", "<|tool_call_start|>"),
         ("nothing", "<tool_call>"),
     ],
@@ -270,11 +270,11 @@ def test_a_template_that_writes_no_calls_is_known_by_its_marks(mark: str, openin
 def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None:
     for token, opening in (
         ("<|tool_call_start|>", "<|tool_call_start|>"),
-        ("｜DSML｜", "<｜DSML｜function_calls>"),
-        ("functools", "<tool_call>"),  # a word of any vocabulary
+        ("[TOOL_CALLS]", "[TOOL_CALLS]"),
+        ("tool_code", "<tool_call>"),  # a word of any vocabulary
     ):
         assert known_syntax(chat(""), {token}.__contains__).opening == opening
-    assert known_syntax("[TOOL_CALLS]", {"<tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
+    assert known_syntax("[TOOL_CALLS]", {"<|tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,30 @@ def test_a_template_that_shows_arguments_as_they_are_is_given_json() -> None:
     parser = TextParser(syntax.calls, [])
     assert fed(parser, text, [3]) == ""
     assert json.loads(parser.calls[0].arguments) == {"city": "Oslo", "days": None}
+
+
+def test_a_template_that_writes_calls_only_where_there_is_no_content() -> None:
+    """DeepSeek's: it concatenates the arguments, and ends the calls after the second one."""
+    call = (
+        "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' "
+    )
+    call += "+ c.function.arguments + '\n```<｜tool▁call▁end｜>' }}"
+    source = chat(
+        "{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{% if loop.first %}<｜tool▁calls▁begin｜>"
+        + call
+        + "{% else %}\n"
+        + call
+        + "<｜tool▁calls▁end｜>{% endif %}{% endfor %}{% endif %}",
+        text="{{ m.content or '' }}",
+    )
+    calls = TemplateSyntax.of(ChatTemplate(source)).calls
+    assert (calls.opening, calls.closing) == ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```<｜tool▁call▁end｜>"
+    for count in (1, 2):
+        parser = TextParser(calls, [])
+        assert fed(parser, calls.opening + "\n".join([one] * count) + calls.closing, [5]) == ""
+        assert [call.name for call in parser.calls] == ["weather"] * count
 
 
 class _Counted(ChatTemplate):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.chat_format.known_syntaxes import is_harmony
+from localrt.chat_format.harmony import is_harmony
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.parser import common_start
 from localrt.chat_format.template_syntax import TemplateSyntax

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.chat_format.argument_notations import JsonArguments
-from localrt.chat_format.known_syntaxes import HarmonyParser, known_syntax
+from localrt.chat_format.harmony import HarmonyParser
+from localrt.chat_format.known_syntaxes import known_syntax
 from localrt.chat_format.messages import arguments_of, for_template
 from localrt.chat_format.notations import Framed, JsonCalls, PythonCalls
-from localrt.chat_format.parser import TextParser
+from localrt.chat_format.parser import CallSyntax, TextParser
+from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.engine.types import ToolCall
-from tests.chat_format.call_templates import calling, tool
+from tests.chat_format.call_templates import TEMPLATES, calling, tool
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
@@ -47,10 +50,9 @@ _GLM = (
     "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
 )
-_SEEKS = "<｜tool▁calls▁begin｜>"
 _SEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
-# The marks of a template, what its model writes, and what of it is shown.
+# The mark or the name of a template, what its model writes, and what of it is shown.
 SPELLINGS: dict[str, tuple[str, str, str]] = {
     "hermes": ("<tool_call>", f"Let me see.\n<tool_call>\n{_JSON}\n</tool_call>", "Let me see.\n"),
     "qwen-thinking": (
@@ -81,16 +83,24 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "deepseek": (
-        _SEEKS,
+        "DeepSeek V3, R1",
         _SEEK.format(f"function<｜tool▁sep｜>weather\n```json\n{_PARIS}\n```"),
         "",
     ),
-    "deepseek 3.1": (_SEEKS, _SEEK.format(f"weather<｜tool▁sep｜>{_PARIS}"), ""),
+    "deepseek 3.1": ("DeepSeek V3.1", _SEEK.format(f"weather<｜tool▁sep｜>{_PARIS}"), ""),
     "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
-    "functools": ("functools", f"functools[{_JSON}]", ""),
+    "functools": ("FireFunction, Phi", f"functools[{_JSON}]", ""),
     "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
 }
+
+
+@cache
+def syntax_of(template: str) -> CallSyntax:
+    """How the template of this name writes calls, or a template that only has this mark."""
+    if template in TEMPLATES:
+        return TemplateSyntax.of(ChatTemplate(TEMPLATES[template])).calls
+    return known_syntax(f"{{% {template} %}}")
 
 
 def pieces(text: str, cuts: list[int]) -> Iterator[str]:
@@ -108,11 +118,11 @@ def read(reader: TextParser | HarmonyParser, parts: Iterator[str]) -> tuple[str,
 @given(cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
     template, text, shown = SPELLINGS[name]
-    reader = TextParser(known_syntax(f"{{% {template} %}}"), [WEATHER])
+    reader = TextParser(syntax_of(template), [WEATHER])
     found, calls = read(reader, pieces(text, cuts))
     assert calls == [("weather", PARIS)]
     assert found.strip() == shown.strip()
-    whole, _ = read(TextParser(known_syntax(template), [WEATHER]), iter([text]))
+    whole, _ = read(TextParser(syntax_of(template), [WEATHER]), iter([text]))
     assert whole == found
 
 
@@ -123,11 +133,11 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
         ("<|python_tag|>", f"{_LLAMA}; {_LLAMA}"),
         ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}, {_JSON}]"),
         ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}' * 2),
-        ("functools", f"functools[{_JSON}, {_JSON}]"),
+        ("FireFunction, Phi", f"functools[{_JSON}, {_JSON}]"),
     ],
 )
 def test_several_calls(template: str, text: str) -> None:
-    reader = TextParser(known_syntax(template), [WEATHER])
+    reader = TextParser(syntax_of(template), [WEATHER])
     shown, calls = read(reader, iter(text))
     assert calls == [("weather", PARIS)] * 2
     assert shown.strip() == ""
@@ -149,15 +159,15 @@ def test_several_calls(template: str, text: str) -> None:
         ("<|python_tag|>", "[1, 2, 3]"),
         ("<|python_tag|>", "<|python_tag|>import os\nos.remove('/')"),
         ("[TOOL_CALLS]", "[TOOL_CALLS] nonsense"),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
-        ("functools", "functools[1]"),
-        ("functools", "The module functools is fine."),
+        ("DeepSeek V3.1", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+        ("FireFunction, Phi", "functools[1]"),
+        ("FireFunction, Phi", "The module functools is fine."),
         ("tool_code", "```tool_code\nx = 1\n```"),
         ("tool_code", "```tool_code\nweather(__import__('os'))\n```"),
     ],
 )
 def test_what_is_malformed_stays_text(template: str, text: str) -> None:
-    shown, calls = read(TextParser(known_syntax(template), [WEATHER]), iter(text))
+    shown, calls = read(TextParser(syntax_of(template), [WEATHER]), iter(text))
     assert calls == []
     assert shown == text
 
@@ -165,7 +175,7 @@ def test_what_is_malformed_stays_text(template: str, text: str) -> None:
 @given(text=st.text(st.sampled_from('<>|[]{}":,tol_caTHfuns`\n ')), cuts=st.lists(st.integers(0)))
 def test_any_text_survives(text: str, cuts: list[int]) -> None:
     for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
-        shown, calls = read(TextParser(known_syntax(template), [WEATHER]), pieces(text, cuts))
+        shown, calls = read(TextParser(syntax_of(template), [WEATHER]), pieces(text, cuts))
         assert calls or shown == text
 
 
@@ -289,12 +299,15 @@ def test_arguments_that_are_json_text_stay_as_they_were_written() -> None:
     assert shaped[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'
 
 
-@pytest.mark.parametrize("mark", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "functools"])
+@pytest.mark.parametrize(
+    "mark", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "FireFunction, Phi"]
+)
 @pytest.mark.parametrize("nothing", ['""', "null", "[]", "{}", '" "'])
 def test_a_call_with_nothing_for_arguments(mark: str, nothing: str) -> None:
     call = f'{{"name": "weather", "arguments": {nothing}}}'
-    text = f"{mark}[{call}]" if mark == "functools" else f"{mark}{call}"
-    reader = TextParser(known_syntax(f"{{% {mark} %}}"), [WEATHER])
+    functools = mark == "FireFunction, Phi"
+    text = f"functools[{call}]" if functools else f"{mark}{call}"
+    reader = TextParser(syntax_of(mark), [WEATHER])
     assert read(reader, iter(text)) == ("", [("weather", {})])
 
 
