@@ -29,7 +29,6 @@ from textual.worker import Worker
 
 from localrt import History, Settings
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.bars import Phase
 from localrt.tui.chat.message_queue import FRAME_SECONDS
@@ -148,7 +147,7 @@ class ChatApp(App[None]):
         self._welcome, self._data, self._chat_path = welcome, data, chat_path
         register(self)
         self.animation_level = "none"  # frames that would only send bytes over SSH
-        self.preferences, self.presets = PreferencesFile(config), PresetsFile(config)
+        self.preferences = PreferencesFile(config)
         self._preferred = self.preferences.load()
         self.keys: tuple[Key, ...] = KEYS
         # Why the model could not be loaded, or the app crashed, in one line.
@@ -171,15 +170,15 @@ class ChatApp(App[None]):
             on_moved=lambda numbers: self.chat.queue.renumber(numbers),
             on_left=lambda session: self.chat.park(session),
             defaults=Defaults(self._preferred.system, self._preferred.options),
+            presets=PresetsFile(config),
+            toolbox=toolbox,
         )
         if resume:
             self._resume()
         self.chat = ChatScreen(
             self.state,
-            self.presets,
             self.stop_loading,
             self.copy_to_clipboard,
-            toolbox or Toolbox(ToolServers(())),
             model=short_name(model_name),
             graphics=graphics,
         )
@@ -413,7 +412,6 @@ class ChatApp(App[None]):
             SettingsScreen(
                 self.state,
                 self.preferences,
-                self.presets,
                 keys={key.does: key.shown for key in self.keys},
                 panel=self.chat.panel.is_open,
                 show_panel=self.chat.panel.show,

@@ -17,9 +17,8 @@ from localrt import History, split_thinking
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
-from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.commands import Command, in_app, read_line, with_mentions
+from localrt.tui.commands import PLAIN_COMMANDS, Command, Opening, read_line
 from localrt.tui.conversation.attachments import (
     Attachments,
     Draft,
@@ -27,10 +26,11 @@ from localrt.tui.conversation.attachments import (
     read_attachment,
     read_mentioned,
 )
-from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import answer_note
-from localrt.tui.conversation.state import ChatState, Session
+from localrt.tui.conversation.state import ChatState
+from localrt.tui.mentions import with_mentions
+from localrt.tui.options import in_app
 from localrt.tui.plain_answers import PlainAnswers, beginning
 from localrt.tui.preferences import config_folder
 from localrt.tui.text import clean, human_when, one_line, short_name
@@ -80,36 +80,14 @@ class PlainChat:
             system=system,
             options=options,
             on_problem=self.say,
+            toolbox=toolbox,
         )
-        self._toolbox = toolbox or Toolbox(ToolServers(()))
-        self._answers = PlainAnswers(source, out, self._toolbox, self.say)
+        self._answers = PlainAnswers(source, out, self.state.toolbox, self.say)
         self._leaving = False
-        self._exporter = Exporter()
         self._attachments = Attachments()
         self._attached: list[str] = []  # labels of attachments to the next message
-        self._found: Sequence[ConversationInfo] = ()  # by the last /list
+        self._listed: Sequence[ConversationInfo] = ()  # by the last /list
         self._to_delete = ""  # what repeating the command would delete
-        # Name, argument, help text, action; commands without a help text are not listed.
-        self._commands: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
-            ("help", "", "", self._help),
-            ("new", "", "new conversation", self._new),
-            ("list", "[WORDS]", "list or search conversations, with numbers", self._list),
-            ("open", "NUMBER", "open a conversation of the list", self._open_listed),
-            ("delete", "NUMBER", "delete one of the list; enter it twice to confirm", self._delete),
-            ("rename", "TITLE", "name this conversation", self._rename),
-            ("show", "", "print the conversation", self._show),
-            ("thinking", "", "print the last thinking", self._thinking),
-            ("retry", "", "answer the last message again, as a branch", self._retry),
-            ("edit", "TEXT", "send TEXT instead of the last message, as a branch", self._edit),
-            ("branch", "[prev]", "show the next branch, or the previous one", self._branch),
-            ("attach", "[PATH]", "attach a file or the clipboard's picture", self._attach),
-            ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
-            ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
-            ("tools", "[retry]", "list MCP servers and tools; restart failed ones", self._tools),
-            ("export", "[PATH]", "save as Markdown, or JSON for a .json", self._export),
-            ("load", "PATH", "open an exported or saved chat (.json)", self._load),
-            ("quit", "", "leave, as Ctrl+D", self._quit),
-        )
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
@@ -144,7 +122,7 @@ class PlainChat:
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
     def _answer(self, question: Turn) -> None:
-        self._answers.answer(self.state.conversation, self._session.chat, question)
+        self._answers.answer(self.state.conversation, self.state.loaded.chat, question)
 
     def _say_note(self, progress: Progress) -> None:
         if progress.stage == NOTE:
@@ -222,7 +200,7 @@ class PlainChat:
 
     def _measured(self, draft: Draft, text: str) -> Draft:
         try:
-            return self._session.measured(draft)
+            return self.state.loaded.measured(draft)
         except OptionError as error:
             for picture in draft.pictures:
                 text = text.replace(self._attachments.add_picture(picture), picture.name)
@@ -230,75 +208,69 @@ class PlainChat:
             raise OptionError(f"{error}; an empty line sends it without them") from error
 
     def _run(self, command: Command) -> None:
-        does = next((does for name, *_, does in self._commands if name == command.name), None)
-        if does is None:
+        """Run a command: the table's own work, or the method ``_do_`` with the command's name."""
+        entry = command.entry(PLAIN_COMMANDS)
+        if entry is None:
             raise OptionError(f"no command /{command.name}: /help lists them, // sends a slash")
-        does(command.argument)
+        if entry.run is None:
+            getattr(self, f"_do_{entry.name}")(command.argument)
+            return
+        result = entry.run(self.state, command.argument)
+        if isinstance(result, Opening):
+            self._open(result.open, result.note)
+        else:
+            self.say(result)
 
-    @property
-    def _session(self) -> Session:
-        assert self.state.session is not None, "commands run when the model is loaded"
-        return self.state.session
-
-    def _help(self, argument: str) -> None:
-        rows = [(f"/{name} {usage}", does) for name, usage, does, _ in self._commands if does]
+    def _do_help(self, argument: str) -> None:
+        rows = [(entry.usage, entry.does) for entry in PLAIN_COMMANDS if entry.name != "help"]
         rows.append(("//TEXT", "send text that begins with a slash"))
         width = max(len(usage) for usage, _ in rows) + 2
         self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in rows))
 
-    def _new(self, argument: str) -> None:
+    def _do_new(self, argument: str) -> None:
         self._open(self.state.new, "New conversation.")
 
-    def _rename(self, title: str) -> None:
+    def _do_rename(self, title: str) -> None:
         self.state.conversation.set(title=title)
 
-    def _system(self, text: str) -> None:
-        self.say(self._session.system(text))
-
-    def _set(self, argument: str) -> None:
-        self.say(self._session.set(argument))
-
-    def _tools(self, argument: str) -> None:
-        self.say(self._toolbox.command(argument, self.state.conversation.id))
-
-    def _quit(self, argument: str) -> None:
+    def _do_quit(self, argument: str) -> None:
         self._leaving = True
 
     def _open(self, change: Callable[[], None], done: str) -> None:
         change()
-        for note in self._session.notes:
+        for note in self.state.loaded.notes:
             self.say(note)
         self.say(done)
 
-    def _list(self, search: str) -> None:
-        self._found = self.state.list(search)[:30]
-        if not self._found:
+    def _do_list(self, search: str) -> None:
+        self._listed = self.state.list(search)[:30]
+        if not self._listed:
             self.say("Nothing found." if search else "No conversations yet.")
         now = time.time()
-        for number, info in enumerate(self._found, 1):
+        for number, info in enumerate(self._listed, 1):
             facts = f"{human_when(info.updated, now)}, {info.turns} turns, {short_name(info.model)}"
             self.say(f"{number}. {info.title or 'Untitled'} ({facts})")
 
-    def _listed(self, argument: str) -> ConversationInfo:
-        if not self._found:
-            self._found = self.state.list()[:30]
-        if not argument.isdigit() or not 1 <= int(argument) <= len(self._found):
+    def _chosen(self, argument: str) -> ConversationInfo:
+        if not self._listed:
+            self._listed = self.state.list()[:30]
+        if not argument.isdigit() or not 1 <= int(argument) <= len(self._listed):
             raise OptionError("give a number from /list")
-        return self._found[int(argument) - 1]
+        return self._listed[int(argument) - 1]
 
-    def _open_listed(self, argument: str) -> None:
-        info = self._listed(argument)
+    def _do_open(self, argument: str) -> None:
+        info = self._chosen(argument)
         self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show prints it.")
 
-    def _delete(self, argument: str) -> None:
-        info = self._listed(argument)
+    def _do_delete(self, argument: str) -> None:
+        info = self._chosen(argument)
         if self._to_delete != info.id:
             self._to_delete = info.id
             self.say(f"Enter the same command again to delete “{info.title}” for good.")
             return
         self._to_delete = ""
         self.state.delete(info.id)
-        self._found = ()
+        self._listed = ()
         self.say(f"Deleted.{self.state.kept_copies}")
 
     def _read_others(self) -> None:
@@ -319,7 +291,7 @@ class PlainChat:
             self.say("Written in another window:")
             self._say_turns(new)
 
-    def _show(self, argument: str) -> None:
+    def _do_show(self, argument: str) -> None:
         self._say_turns(self.state.conversation.turns)
 
     def _say_turns(self, turns: Iterable[Turn]) -> None:
@@ -333,7 +305,7 @@ class PlainChat:
                 self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
             self._say_pictures(draft_of(turn))
 
-    def _thinking(self, argument: str) -> None:
+    def _do_thinking(self, argument: str) -> None:
         turns = self.state.conversation.turns
         thoughts = [split_thinking(turn.content).thinking for turn in reversed(turns)]
         self.say(next(filter(None, thoughts), "There was no thinking."))
@@ -344,13 +316,13 @@ class PlainChat:
             raise OptionError("there is no message yet")
         return question
 
-    def _retry(self, argument: str) -> None:
+    def _do_retry(self, argument: str) -> None:
         question = self._question()
         if question.pictures:
-            self._session.check_sees()
+            self.state.loaded.check_sees()
         self._answer(question)
 
-    def _edit(self, text: str) -> None:
+    def _do_edit(self, text: str) -> None:
         if not text:
             raise OptionError("/edit needs the text to send instead of the last message")
         conversation = self.state.conversation
@@ -358,25 +330,19 @@ class PlainChat:
         draft = self._draft(text)
         self._answer(conversation.add("user", draft.content, after=before, info=draft.info))
 
-    def _branch(self, argument: str) -> None:
+    def _do_branch(self, argument: str) -> None:
         conversation = self.state.conversation
         turn = next((turn for turn in reversed(conversation.turns) if turn.branches > 1), None)
         if turn is None:
             raise OptionError("there are no branches: /retry or /edit begins one")
         conversation.show_sibling(turn.id, -1 if argument == "prev" else 1)
-        self._show("")
+        self._say_turns(conversation.turns)
 
-    def _attach(self, argument: str) -> None:
+    def _do_attach(self, argument: str) -> None:
         file = read_attachment(argument)
         if file.picture is not None:
-            self._session.check_sees()
+            self.state.loaded.check_sees()
         self._attached.append(self._attachments.add_file(file))
         self.say(
             " ".join(filter(None, (file.note, f"{file.name} is attached to the next message.")))
         )
-
-    def _export(self, argument: str) -> None:
-        self.say(f"Saved to {self._exporter.export(self.state.conversation, argument)}")
-
-    def _load(self, path: str) -> None:
-        self._open(lambda: self.state.load(path), f"Opened {path}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
-from localrt.tui.commands import in_app
+from localrt.tui.options import in_app
 
 if TYPE_CHECKING:
     from localrt import Metrics

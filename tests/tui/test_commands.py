@@ -10,12 +10,12 @@ import pytest
 from localrt.engine.options import OPTION_NAMES
 from localrt.tui.commands import (
     COMMANDS,
-    OPTIONS,
     Command,
     completion,
     read_line,
     suggestions,
 )
+from localrt.tui.options import OPTIONS
 from localrt.tui.screens.dialogs import HelpScreen, help_page
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until

@@ -68,7 +68,7 @@ async def test_app(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None
         await screen.say(pilot, f"/export {tmp_path / 'chat.md'}")
         await until(pilot, lambda: (tmp_path / "chat.md").exists())
         app.preferences.change({"system": "a secret"})
-        app.presets.save(Preset("mine", "a secret"))
+        app.state.presets.save(Preset("mine", "a secret"))
         await pilot.press("ctrl+n")  # parks the conversation
         await asked(pilot, "another secret")
         assert shared(folders) == []  # while it runs: SQLite's own files too

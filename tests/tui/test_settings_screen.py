@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from localrt.tui import ChatApp
-from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.state import Defaults, Session
+from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask
 from localrt.tui.screens.settings import PickTheme, SettingsScreen
@@ -111,7 +111,7 @@ async def test_prompt_presets_defaults_and_panel(tmp_path: Path) -> None:
         await typed(pilot, "")
         assert "1 to 60 characters" in str(app.screen.query_one("#problem", Static).render())
         await typed(pilot, "Review")
-        assert app.presets.find("Review") == Preset(
+        assert app.state.presets.find("Review") == Preset(
             "Review", "You review code.", {"temperature": 0.3}
         )
         session(app).set("temperature 0.9")
@@ -125,7 +125,7 @@ async def test_prompt_presets_defaults_and_panel(tmp_path: Path) -> None:
         await pilot.pause()
         await pilot.press("y")
         await pilot.pause()
-        assert app.presets.list() == []
+        assert app.state.presets.list() == []
 
         # New conversations begin with these.
         session(app).set("temperature 0.3")

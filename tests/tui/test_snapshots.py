@@ -215,7 +215,7 @@ def test_settings(snap_compare: Compare) -> None:
         assert session is not None
         session.set("temperature 0.3")
         session.system("You review code. Be brief.")
-        app.presets.save(Preset("Review", "You review code. Be brief.", {"temperature": 0.3}))
+        app.state.presets.save(Preset("Review", "You review code. Be brief.", {"temperature": 0.3}))
         await pilot.press("f5")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("down", "down", "down", "down")

@@ -16,7 +16,7 @@ from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import UserTurn
 from localrt.tui.chat.composer import edited
-from localrt.tui.commands import completion, mentions, suggestions, written
+from localrt.tui.commands import completion, suggestions
 from localrt.tui.conversation.attachments import (
     LARGEST_FILE,
     Attachments,
@@ -25,6 +25,7 @@ from localrt.tui.conversation.attachments import (
     read_attachment,
     read_folds,
 )
+from localrt.tui.mentions import mentions, written
 from tests.tui import screen
 from tests.tui.conftest import asked, cleared, running, until
 from tests.tui.fakes import FakeModel

@@ -176,12 +176,12 @@ def turn_menu(block: Block) -> list[tuple[str, str]]:
     menu = [("copy", "Copy")]
     if isinstance(block, Answer):
         if block.code:
-            menu.append(("copy_code", f"Copy its last code block (of {len(block.code)})"))
+            menu.append(("copy('code')", f"Copy its last code block (of {len(block.code)})"))
         menu.append(("retry", "Answer again"))
     elif isinstance(block, UserTurn):
         menu += [("edit", "Edit and send again"), ("retry", "Answer it again")]
     if block.branches > 1:
-        menu += [("branch(-1)", "Previous branch"), ("branch(1)", "Next branch")]
+        menu += [("branch('prev')", "Previous branch"), ("branch", "Next branch")]
     if block.foldable:
         menu.append(("fold", "Show or hide the folded text"))
     return menu

@@ -29,8 +29,8 @@ from localrt.tui.chat.markdown import (
     without_marks,
 )
 from localrt.tui.chat.thumbnails import Graphics, Thumbnail, cells
-from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
+from localrt.tui.options import in_app
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:

@@ -25,17 +25,10 @@ from textual.widgets.text_area import Selection
 
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.files import write_text
-from localrt.tui.commands import (
-    Suggestion,
-    as_typed,
-    completion,
-    dropped,
-    read_line,
-    suggestions,
-    written,
-)
+from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
 from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.inputs import TextArea
+from localrt.tui.mentions import dropped, written
 from localrt.tui.themes import FAINT
 
 
@@ -227,11 +220,11 @@ class Composer(TextArea):
             self.put(chosen.line)
             return
         if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
-            entry = line.entry
+            entry = line.entry()
             if entry is None or self._menu.highlighted:  # incomplete, or another was chosen
                 self.put(chosen.line)
                 line = read_line(self.text)
-                entry = None if isinstance(line, str) else line.entry
+                entry = None if isinstance(line, str) else line.entry()
                 if entry is not None and entry.takes_argument:
                     return
         self._submit()

@@ -7,8 +7,9 @@ are windows of the app.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult, SuspendNotSupported
@@ -18,7 +19,7 @@ from textual.timer import Timer
 from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.mcp.toolbox import PendingCall, Toolbox
+from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.bars import (
     FindBar,
     Footer,
@@ -35,15 +36,13 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQ
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.thumbnails import Graphics
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.commands import Command, as_typed, read_line
+from localrt.tui.commands import Command, Entry, Opening, as_typed, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
-from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.inputs import TextArea
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
-from localrt.tui.preferences import PresetsFile
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
@@ -68,10 +67,8 @@ class ChatScreen(Screen[None]):
     def __init__(
         self,
         state: ChatState,
-        presets: PresetsFile,
         stop_loading: Callable[[], bool],
         copy: Callable[[str, str], None],
-        toolbox: Toolbox,
         *,
         model: str,
         graphics: Graphics = "",
@@ -79,7 +76,9 @@ class ChatScreen(Screen[None]):
         super().__init__(id="chat")
         self.state = state
         self.view = ConversationView(graphics=graphics)
-        self.queue = MessageQueue(self.view, state.conversation, toolbox, self._ask_about_call)
+        self.queue = MessageQueue(
+            self.view, state.conversation, state.toolbox, self._ask_about_call
+        )
         self.loading_line = LoadingLine()
         self.menu = CommandMenu()
         self.composer = Composer(self.menu)
@@ -89,30 +88,12 @@ class ChatScreen(Screen[None]):
         self.hint = HintLine()
         self.footer = Footer()
         self.footer.status = Status(model=model)
-        self._presets, self._toolbox = presets, toolbox
         self._stop_loading, self._copy_text = stop_loading, copy
-        self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
         self._next: Callable[[], None] | None = None  # action for when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
         self._for_later: list[Command] = []  # commands that wait for the model
-        self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
-            "open": self.action_conversations,
-            "find": self.action_find,
-            "rename": self.action_rename,
-            "branch": lambda argument: self.action_branch(-1 if argument == "prev" else 1),
-            "copy": self._copy,
-            "attach": self._attach_file,
-            "system": lambda text: self.say(self._session.system(text)),
-            "set": lambda text: self.say(self._session.set(text)),
-            "preset": lambda name: self.say(self._session.preset(self._presets, name)),
-            "adapter": self._adapter,
-            "tools": lambda argument: self.say(toolbox.command(argument, state.conversation.id)),
-            "models": lambda words: self.run_action(f"app.models({words!r})"),
-            "export": self.action_export,
-            "load": self._load,
-        }
 
     def compose(self) -> ComposeResult:
         """From top to bottom; a wide terminal has the panel on the right."""
@@ -146,10 +127,6 @@ class ChatScreen(Screen[None]):
         for command in commands:
             await self._run(command)
 
-    def _adapter(self, name: str) -> None:
-        self.say(self._session.adapter(name))
-        self.footer.change(model=self._session.title)
-
     def model_leaves(self, name: str) -> None:
         """The model is being unloaded, and another, of this name, loaded."""
         self.panel.take(None)
@@ -181,11 +158,6 @@ class ChatScreen(Screen[None]):
         """The first model could not be loaded: Enter leaves."""
         return self.footer.status.phase is Phase.FAILED
 
-    @property
-    def _session(self) -> Session:
-        assert self.state.session is not None, "commands that need it wait for the model"
-        return self.state.session
-
     def _count_tokens(self) -> None:
         """Show how much of the context the conversation takes, once known."""
         session = self.state.session
@@ -209,7 +181,7 @@ class ChatScreen(Screen[None]):
         self.set_interval(_TOOLS_SECONDS, self._tell_tools)
 
     def _tell_tools(self) -> None:
-        for line in self._toolbox.take_news():
+        for line in self.state.toolbox.take_news():
             self.say(line, "error")
 
     def _ask_about_call(self, call: PendingCall, decide: Callable[[Decision], None]) -> bool:
@@ -442,7 +414,7 @@ class ChatScreen(Screen[None]):
         if not self._takes(turn.pictures):
             return
         self.view.mark(None)
-        self.queue.answer_again(self._session.chat, turn.id)
+        self.queue.answer_again(self.state.loaded.chat, turn.id)
         self.view.follow()
         self._begin_watching()
         self._show_hint()
@@ -455,8 +427,8 @@ class ChatScreen(Screen[None]):
             self.hint.flash(f"There is no message to {what}")
         return turn
 
-    def action_branch(self, step: int) -> None:
-        """Show the next or previous turn in the place of the marked one, or of the last branch."""
+    def action_branch(self, which: str = "") -> None:
+        """Show the next turn, or the ``prev``, in the place of the marked or the last branch."""
         if not self.idle("branch"):
             return
         block = self.view.marked
@@ -465,7 +437,7 @@ class ChatScreen(Screen[None]):
         if block is None or block.turn is None:
             self.hint.flash("There are no other branches: Alt+E or Ctrl+R begins one")
             return
-        number = self.state.conversation.show_sibling(block.turn, step)
+        number = self.state.conversation.show_sibling(block.turn, -1 if which == "prev" else 1)
         self.queue.sync()
         self.view.mark(self.view.turn(number))
         self._count_tokens()
@@ -476,19 +448,19 @@ class ChatScreen(Screen[None]):
             self.hint.flash("Nothing is folded here")
         self._show_hint()
 
-    def action_copy(self) -> None:
-        """Copy a turn: as written, an answer without its thinking."""
-        self._copy_found(self.view.text_to_copy(), "There is nothing to copy yet")
-
-    def action_copy_code(self) -> None:
-        """Copy an answer's last code block; again, the one before it."""
-        self._copy_found(self.view.code_to_copy(), "There is no code block to copy")
-
-    def _copy_found(self, found: tuple[str, str] | None, none: str) -> None:
-        if found is None:
-            self.hint.flash(none)
+    def action_copy(self, what: str = "") -> None:
+        """Copy a turn: as written, an answer without its thinking. Or the last ``code`` block of an
+        answer; again, the one before it.
+        """
+        if what not in ("", "code"):
+            raise OptionError("/copy copies the answer, /copy code its last code block")
+        copied = self.view.code_to_copy() if what else self.view.text_to_copy()
+        if copied is not None:
+            self._copy_text(*copied)
         else:
-            self._copy_text(*found)
+            self.hint.flash(
+                f"There is {'no code block to copy' if what else 'nothing to copy yet'}"
+            )
 
     async def on_composer_enter_on_empty(self) -> None:
         """On a marked turn, show its menu. After a failure Enter leaves."""
@@ -502,7 +474,7 @@ class ChatScreen(Screen[None]):
 
     async def _run(self, command: Command) -> None:
         """Run a slash command, or say why it cannot be run."""
-        entry = command.entry
+        entry = command.entry()
         if entry is None:
             self.say(f"No command /{command.name}: /help lists them, // sends a slash", "error")
         elif entry.idle and self.footer.status.phase is Phase.LOADING:
@@ -512,12 +484,26 @@ class ChatScreen(Screen[None]):
             self.composer.put(f"/{command.name} {command.argument}".rstrip())
         else:
             try:
-                if entry.action:
-                    await self.run_action(entry.action)
-                elif (waiting := self._commands[command.name](command.argument)) is not None:
-                    await waiting
+                await self._do(entry, command.argument)
             except LocalrtError as error:
                 self.say(one_line(error), "error")
+
+    async def _do(self, entry: Entry, argument: str) -> None:
+        if entry.run is None:
+            action = entry.action or entry.name
+            await self.run_action(f"{action}({argument!r})" if entry.argument else action)
+            return
+        run = partial(entry.run, self.state, argument)
+        result = await asyncio.to_thread(run) if entry.slow else run()
+        if isinstance(result, Opening):
+            self.open_conversation(result.open, result.note)
+            return
+        self.say(result)
+        if self.state.session is not None:
+            self.footer.change(model=self.state.session.title)
+
+    async def action_command(self, name: str) -> None:
+        await self._run(Command(name, ""))
 
     def action_delete(self) -> None:
         state, conversation = self.state, self.state.conversation
@@ -530,30 +516,13 @@ class ChatScreen(Screen[None]):
 
         ask(self, Confirm(question, "delete"), delete)
 
-    def _copy(self, argument: str) -> None:
-        if argument == "code":
-            self.action_copy_code()
-        elif argument:
-            raise OptionError("/copy copies the answer, /copy code its last code block")
-        else:
-            self.action_copy()
-
-    async def _attach_file(self, argument: str) -> None:
-        file = await asyncio.to_thread(read_attachment, argument)
+    async def action_attach(self, path: str) -> None:
+        file = await asyncio.to_thread(read_attachment, path)
         self.composer.attach(self.composer.attachments.add_file(file))
         if file.note:
             self.say(file.note)
         more = "" if file.picture else "; Tab after its label inserts its text"
         self.hint.flash(f"{file.name} is attached{more}")
-
-    async def action_export(self, argument: str = "") -> None:
-        conversation = self.state.conversation
-        try:
-            path = await asyncio.to_thread(self._exporter.export, conversation, argument)
-        except LocalrtError as error:
-            self.say(one_line(error), "error")
-        else:
-            self.say(f"Saved to {path}")
 
     def action_saved(self) -> None:
         """Ctrl+S: say that conversations are saved anyway."""
@@ -561,9 +530,6 @@ class ChatScreen(Screen[None]):
         if not self.state.conversation.saved:
             kept = "This conversation is not on disk"
         self.hint.flash(f"{kept}; /export saves one to a file")
-
-    def _load(self, path: str) -> None:
-        self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
 
     # -- composer, panel, mouse ------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.formatting import format_bytes
 from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
-from localrt.tui.commands import PICTURES, Mention, mentions
 from localrt.tui.conversation.pictures import caption, small_image
+from localrt.tui.mentions import PICTURES, Mention, mentions
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:

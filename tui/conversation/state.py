@@ -18,9 +18,12 @@ import localrt
 from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.option_names import did_you_mean
-from localrt.tui.commands import OPTIONS
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.attachments import Draft
+from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import OpenConversation
+from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import Preset, PresetsFile
 from localrt.tui.text import human_count, short_name
 
@@ -243,6 +246,7 @@ class ChatState:
         model: name to note in the history until the model is loaded.
         system, options: of the command line: for new conversations, over ``defaults``.
         defaults: what new conversations begin with.
+        presets, toolbox: the user's presets, and the tools that a model is offered.
         on_problem, on_moved: as of ``OpenConversation``.
         on_left: gets a session that another conversation takes the place of, to end it.
     """
@@ -258,9 +262,14 @@ class ChatState:
         on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
         on_left: Callable[[Session], None] = Session.leave,
         defaults: Defaults | None = None,
+        presets: PresetsFile | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.system, self.options = system, options
         self.defaults = defaults or Defaults()
+        self.presets = presets or PresetsFile()
+        self.toolbox = toolbox or Toolbox(ToolServers(()))
+        self.exporter = Exporter()
         self.model_name = model
         self.session: Session | None = None
         self.notes: tuple[str, ...] = ()
@@ -281,6 +290,12 @@ class ChatState:
     def _memory(self) -> History:
         """For conversations that cannot be kept."""
         return History(":memory:")
+
+    @property
+    def loaded(self) -> Session:
+        """The session, for what waits until the model is loaded."""
+        assert self.session is not None, "this waits for the model"
+        return self.session
 
     def list(self, search: str = "") -> list[ConversationInfo]:
         return self.history.list(search, limit=500)

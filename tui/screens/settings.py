@@ -18,9 +18,9 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.state import ChatState, Defaults, Session, option_text
-from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.options import OPTIONS
+from localrt.tui.preferences import PreferencesFile, Preset
 from localrt.tui.screens.dialogs import (
     HEADING,
     Ask,
@@ -62,7 +62,6 @@ class SettingsScreen(Dialog[None]):
         self,
         state: ChatState,
         preferences: PreferencesFile,
-        presets: PresetsFile,
         *,
         keys: Mapping[str, str],
         panel: bool = False,
@@ -71,7 +70,7 @@ class SettingsScreen(Dialog[None]):
         options, help = OptionList(compact=True), Static(id="help", markup=False)
         super().__init__(options, help, keys="Enter change · Del default · Esc back", tall=True)
         self._list, self._help = options, help
-        self._state, self._preferences, self._presets = state, preferences, presets
+        self._state, self._preferences, self._presets = state, preferences, state.presets
         self._keys = keys
         self._panel, self._show_panel = panel, show_panel
         self._rows: list[_Row | str] = []
