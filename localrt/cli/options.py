@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -94,7 +93,8 @@ _OVERFLOW_HELP = (
     "when a conversation is longer than the context: refuse it, or forget its oldest turns "
     "(default: error)"
 )
-_SAMPLING: tuple[Flag, ...] = (
+_DEFAULTS = Sampling()
+_SAMPLING: tuple[Flag, ...] = (  # {:g} is the sampler's default
     (
         "--max-tokens",
         int,
@@ -105,59 +105,64 @@ _SAMPLING: tuple[Flag, ...] = (
         "--temperature",
         float,
         "T",
-        "0 always takes the most likely token (default: the model's, or {})",
+        "0 always takes the most likely token (default: the model's, or {:g})",
     ),
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
     ("--draft", str, "MODEL|mtp|ngram|auto|off", _DRAFT_HELP),
 )
-_DRY_BASE_HELP = "DRY: factor for each further repeated token (default: {})"
-_DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: {})"
-_XTC_HELP = "XTC: leave out tokens as likely as P, all but the least likely (default: {})"
+_DRY_BASE_HELP = "DRY: factor for each further repeated token (default: {:g})"
+_DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: {:g})"
+_XTC_HELP = "XTC: leave out tokens as likely as P, all but the least likely (default: {:g})"
 _SAMPLING_ADVANCED: tuple[Flag, ...] = (
-    ("--top-k", int, "K", "keep the K most likely tokens; 0: all (default: the model's, or {})"),
+    ("--top-k", int, "K", "keep the K most likely tokens; 0: all (default: the model's, or {:g})"),
     (
         "--top-p",
         float,
         "P",
-        "keep the likeliest tokens up to a total probability of P (default: the model's, or {})",
+        "keep the likeliest tokens up to a total probability of P (default: the model's, or {:g})",
     ),
     (
         "--min-p",
         float,
         "P",
-        "keep tokens at least P times as likely as the likeliest (default: the model's, or {})",
+        "keep tokens at least P times as likely as the likeliest (default: the model's, or {:g})",
     ),
-    ("--typical-p", float, "P", "locally typical sampling with a mass of P (default: {}, off)"),
-    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: {})"),
+    ("--typical-p", float, "P", "locally typical sampling with a mass of P (default: {:g}, off)"),
+    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: {:g})"),
     (
         "--frequency-penalty",
         float,
         "X",
-        "above 0: tokens become less likely each time they occur (default: {})",
+        "above 0: tokens become less likely each time they occur (default: {:g})",
     ),
     (
         "--presence-penalty",
         float,
         "X",
-        "above 0: tokens become less likely once they have occurred (default: {})",
+        "above 0: tokens become less likely once they have occurred (default: {:g})",
     ),
     (
         "--dry-multiplier",
         float,
         "X",
-        "avoid repeated passages (DRY); 0.8 is usual (default: {}, off)",
+        "avoid repeated passages (DRY); 0.8 is usual (default: {:g}, off)",
     ),
     ("--dry-base", float, "X", _DRY_BASE_HELP),
-    ("--dry-allowed-length", int, "N", "DRY: repetitions of up to N tokens are free (default: {})"),
+    (
+        "--dry-allowed-length",
+        int,
+        "N",
+        "DRY: repetitions of up to N tokens are free (default: {:g})",
+    ),
     ("--dry-penalty-last-n", int, "N", _DRY_LAST_HELP),
     ("--dry-sequence-breaker", list, "TEXT", _BREAKERS_HELP),
     (
         "--xtc-probability",
         float,
         "P",
-        "XTC: how often to leave out the most likely tokens (default: {}, never)",
+        "XTC: how often to leave out the most likely tokens (default: {:g}, never)",
     ),
     ("--xtc-threshold", float, "P", _XTC_HELP),
     ("--tree-budget", int, "K", "draft tokens in one pass (default: tuned while it runs)"),
@@ -188,11 +193,7 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
-    """Declare ``flags``. A missing flag has its default, else None, or False for a switch.
-
-    ``{}`` in a text stands for ``Sampling``'s default.
-    """
-    sampling = {each.name: each.default for each in fields(Sampling)}
+    """Declare ``flags``. A missing flag has its default, else None, or False for a switch."""
     for name, kind, metavar, text in flags:
         how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
         if kind is bool:
@@ -202,8 +203,6 @@ def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defau
         elif isinstance(kind, tuple):
             how = {"choices": kind, "metavar": metavar}
         default = defaults.get(_option(name), False if kind is bool else None)
-        if "{}" in text:
-            text = text.format(f"{sampling[_option(name)]:g}")
         parser.add_argument(name, help=text, default=default, **how)
 
 
@@ -259,8 +258,15 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add generation flags; missing ones take the model's own defaults."""
-    add_flags(parser.add_argument_group("generation"), _SAMPLING)
-    add_flags(advanced(parser), _SAMPLING_ADVANCED)
+    add_flags(parser.add_argument_group("generation"), map(_with_default, _SAMPLING))
+    add_flags(advanced(parser), map(_with_default, _SAMPLING_ADVANCED))
+
+
+def _with_default(flag: Flag) -> Flag:
+    """Put the sampler's own default into the help text, where it has a place for it."""
+    name, kind, metavar, text = flag
+    default = getattr(_DEFAULTS, _option(name), None)
+    return name, kind, metavar, text.format(default)
 
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:

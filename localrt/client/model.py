@@ -25,7 +25,7 @@ from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.formatting import one_line
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.engine.options import Options, read_options
+from localrt.engine.options import SAMPLING_NAMES, Options, read_options
 from localrt.engine.types import Chunk, Message
 from localrt.history.pictures import read_picture
 from localrt.service.status import ModelInfo
@@ -37,12 +37,7 @@ _BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # in a server's refusal of tools
 _BYTES_A_TOKEN = 4  # an estimate: a template adds about this many tokens per message
 # Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server also
 # know.
-_SENT = (
-    *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
-    *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos", "grammar"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
-)
+_SENT = (*sorted(SAMPLING_NAMES), "max_tokens", "ignore_eos", "grammar")
 # The names in localrt's server, vLLM and llama.cpp.
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Options without a meaning for a server, and their values when not set.

@@ -12,21 +12,12 @@ from typing import Any, Literal, get_args
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import did_you_mean, option
-from localrt.engine.sampling import Sampling, check_integer, check_number
+from localrt.engine.sampling import Sampling, bounded, check_bounds
 from localrt.engine.stopping import LineLimit
 
 Overflow = Literal["error", "drop_oldest"]
 Effort = Literal["low", "medium", "high"]
 
-_BOUNDS = (
-    ("max_tokens", 1, 1 << 31),
-    ("context_tokens", 1, 1 << 31),
-    ("thinking_tokens", 0, 1 << 31),
-    ("logprobs", 0, 100),
-    ("min_indent", 0, 1 << 31),
-    ("tree_budget", 1, 2048),
-    ("tree_depth", 1, 64),
-)
 _BINDING = ("json_schema", "regex", "grammar")
 
 
@@ -78,32 +69,28 @@ class Options:
     """
 
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
+    max_tokens: int | None = bounded(None, 1, 1 << 31)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    min_indent: int | None = None
-    line_seconds: float | None = None
-    logprobs: int | None = None
+    min_indent: int | None = bounded(None, 0, 1 << 31)
+    line_seconds: float | None = bounded(None, 0.0, 1e9)
+    logprobs: int | None = bounded(None, 0, 100)
     overflow: Overflow = "error"
-    context_tokens: int | None = None
+    context_tokens: int | None = bounded(None, 1, 1 << 31)
     draft: str = "auto"
-    tree_budget: int | None = None
-    tree_depth: int | None = None
+    tree_budget: int | None = bounded(None, 1, 2048)
+    tree_depth: int | None = bounded(None, 1, 64)
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
     thinking: bool | Effort | None = None
-    thinking_tokens: int | None = None
+    thinking_tokens: int | None = bounded(None, 0, 1 << 31)
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     adapter: str | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _BOUNDS:
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, low, high)
-        if self.line_seconds is not None:
-            check_number("line_seconds", self.line_seconds, 0.0, 1e9)
+        check_bounds(self)
         for name, wanted, is_right in _CHECKS:
             value = getattr(self, name)
             if not is_right(value):
@@ -155,9 +142,9 @@ class Options:
 
 _ON_OFF = {"on": True, "off": False}
 
-_SAMPLING_NAMES = frozenset(f.name for f in fields(Sampling))
-_OTHER_NAMES = frozenset(f.name for f in fields(Options)) - {"sampling"}
-OPTION_NAMES = tuple(sorted(_SAMPLING_NAMES | _OTHER_NAMES))
+SAMPLING_NAMES = frozenset(each.name for each in fields(Sampling))
+_OTHER_NAMES = frozenset(each.name for each in fields(Options)) - {"sampling"}
+OPTION_NAMES = tuple(sorted(SAMPLING_NAMES | _OTHER_NAMES))
 _OF_LOADING = frozenset(
     {
         *("activations", "adapters", "chat_template", "ctx", "device", "engine", "format"),
@@ -187,7 +174,7 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
                 )
             if value is not None:
                 merged[name] = value
-    sampling = Sampling(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})
+    sampling = Sampling(**{k: v for k, v in merged.items() if k in SAMPLING_NAMES})
     rest = {k: v for k, v in merged.items() if k in _OTHER_NAMES}
     if "stop" in rest:
         rest["stop"] = _stop_strings(rest["stop"])

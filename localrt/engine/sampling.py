@@ -31,26 +31,23 @@ _GREEDY_BELOW = 1e-8
 _MIDDLE_TOP_K, _MIDDLE_TOP_P, _MIDDLE_WEIGHT = 40, 0.99, 3
 # The best k of all logits are sought among those that reach the best of some groups of them.
 _GROUP, _GROUPS_PER_TOKEN = 64, 4
-_NUMBERS = (
-    ("temperature", 0.0, 100.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("dry_multiplier", 0.0, 100.0),
-    ("dry_base", 1.0, 100.0),
-    *(
-        (name, 0.0, 1.0)
-        for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
-    ),
-)
-_INTEGERS = (
-    ("top_k", 0, 1 << 31),
-    ("dry_allowed_length", 1, 1 << 31),
-    ("dry_penalty_last_n", -1, 1 << 31),
-    ("seed", 0, (1 << 64) - 1),
-)
 _BREAKERS = ("\n", ":", '"', "*")
 _MOST_BREAKERS, _LONGEST_BREAKER = 64, 40
+
+
+def bounded(default: float | None, low: float, high: float) -> Any:
+    """A field of options: integers if the bounds are; None is allowed where it is the default."""
+    return field(default=default, metadata={"bounds": (low, high)})
+
+
+def check_bounds(options: Any) -> None:
+    """Raise ``OptionError`` unless the ``bounded`` fields of ``options`` are within bounds."""
+    for each in fields(options):
+        value, bounds = getattr(options, each.name), each.metadata.get("bounds")
+        if bounds is None or (value is None and each.default is None):
+            continue
+        check = check_integer if isinstance(bounds[0], int) else check_number
+        check(each.name, value, *bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +68,26 @@ class Sampling:
     llama.cpp's names and defaults.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: float = bounded(0.8, 0.0, 100.0)
+    top_k: int = bounded(40, 0, 1 << 31)
+    top_p: float = bounded(0.95, 0.0, 1.0)
+    min_p: float = bounded(0.05, 0.0, 1.0)
+    typical_p: float = bounded(1.0, 0.0, 1.0)
+    repetition_penalty: float = bounded(1.0, 0.01, 100.0)
+    frequency_penalty: float = bounded(0.0, -100.0, 100.0)
+    presence_penalty: float = bounded(0.0, -100.0, 100.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    dry_multiplier: float = bounded(0.0, 0.0, 100.0)
+    dry_base: float = bounded(1.75, 1.0, 100.0)
+    dry_allowed_length: int = bounded(2, 1, 1 << 31)
+    dry_penalty_last_n: int = bounded(-1, -1, 1 << 31)
     dry_sequence_breakers: Sequence[str] = _BREAKERS
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    seed: int | None = None
+    xtc_probability: float = bounded(0.0, 0.0, 1.0)
+    xtc_threshold: float = bounded(0.1, 0.0, 1.0)
+    seed: int | None = bounded(None, 0, (1 << 64) - 1)
 
     def __post_init__(self) -> None:
-        for name, low, high in _NUMBERS:
-            check_number(name, getattr(self, name), low, high)
-        for name, least, most in _INTEGERS:
-            if name != "seed" or self.seed is not None:
-                check_integer(name, getattr(self, name), least, most)
+        check_bounds(self)
         if self.temperature < _GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
