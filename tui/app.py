@@ -157,7 +157,7 @@ class ChatApp(App[None]):
         self._loading: Task[ChatModel] = loading(load)
         self._loading_name: str | None = None  # name of another model being loaded
         self._model_before: str | None = None  # the model loaded before
-        self._wanted: str | None = None  # chosen while another was loading
+        self._next_model: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None
         self._asked_to_leave = False
         self._copying = asyncio.Lock()
@@ -207,9 +207,8 @@ class ChatApp(App[None]):
 
     def _resume(self) -> None:
         try:
-            found = self.state.list()
-            if found:
-                self.state.open(found[0].id)
+            for last in self.state.list()[:1]:
+                self.state.open(last.id)
         except LocalrtError as error:
             self.state.notes += (one_line(error),)
 
@@ -285,7 +284,7 @@ class ChatApp(App[None]):
         more than one in memory. What is being answered or loaded comes to its end first.
         """
         if not self._loading.done:
-            self._wanted = name
+            self._next_model = name
             self.chat.say(f"{short_name(name)} will be loaded after the model that is loading")
         else:
             what = f"{short_name(name)} will be loaded"
@@ -332,7 +331,7 @@ class ChatApp(App[None]):
             self._ticker.stop()
         self.chat.loading_line.display = False
         other, self._loading_name = self._loading_name, None
-        wanted, self._wanted = self._wanted, None
+        next_model, self._next_model = self._next_model, None
         try:
             if self._loading.result is None:
                 raise self._loading.error or LocalrtError("the model is not there")
@@ -340,7 +339,7 @@ class ChatApp(App[None]):
         except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
             if other is None:
                 self._fail(error)
-            elif wanted is None:
+            elif next_model is None:
                 self._offer_model_before(other, error)
             else:
                 self.chat.say(f"{short_name(other)} was not loaded: {explained(error)}", "error")
@@ -353,8 +352,8 @@ class ChatApp(App[None]):
             if self._chat_path is not None:
                 path, self._chat_path = self._chat_path, None
                 self.chat.open_conversation(lambda: self.state.load(path))
-        if wanted is not None:
-            self.load_model(wanted)
+        if next_model is not None:
+            self.load_model(next_model)
         else:
             self.chat.send_next()
 
@@ -472,12 +471,12 @@ class ChatApp(App[None]):
             self.exit(return_code=1)
 
     def get_driver_class(self) -> type[Driver]:
-        found = super().get_driver_class()
+        driver = super().get_driver_class()
         if os.name == "nt":
-            return found
+            return driver
         from localrt.tui.terminal import RestoringDriver  # needs a Unix
 
-        return RestoringDriver if found is RestoringDriver.__base__ else found
+        return RestoringDriver if driver is RestoringDriver.__base__ else driver
 
     def _end(self, number: int) -> None:
         """A signal: a logout, ``kill``."""

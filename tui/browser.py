@@ -127,8 +127,8 @@ class TabServer(Server):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         first = request.path.split("/")[1]
-        known = hmac.compare_digest(first.encode(), self._token.encode()) or first == "download"
-        if not known or request.host != f"{_HOST}:{self.port}":
+        allowed = hmac.compare_digest(first.encode(), self._token.encode()) or first == "download"
+        if not allowed or request.host != f"{_HOST}:{self.port}":
             raise web.HTTPForbidden
         response = await handler(request)
         if not response.prepared:

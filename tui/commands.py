@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.tui.conversation.state import ChatState
-from localrt.tui.mentions import begun, written
+from localrt.tui.mentions import as_mention, open_mention
 from localrt.tui.options import OPTIONS
 
 
@@ -190,7 +190,7 @@ def as_typed(message: str) -> str:
 
 def suggestions(text: str) -> list[Suggestion]:
     """Completions of the command, or of the file's name after ``@``, that is being typed."""
-    if (name := begun(text)) is not None and not text.startswith("/"):
+    if (name := open_mention(text)) is not None and not text.startswith("/"):
         return _mentioned(text, name)
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
         return []
@@ -231,9 +231,9 @@ def _mentioned(text: str, name: str) -> list[Suggestion]:
     match is already complete.
     """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
-    found = [written(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
+    found = [as_mention(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
     if name.endswith("/") and Path(name).expanduser().is_dir():
-        whole = written(name)
+        whole = as_mention(name)
         found.insert(0, whole + ('" ' if whole.startswith('@"') else " "))
     if [before + each.rstrip() for each in found] == [text]:
         return []

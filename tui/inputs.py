@@ -43,12 +43,12 @@ def is_text(event: Key) -> bool:
 
 def _continues(text: str, place: int) -> bool:
     """Whether the character there belongs to the letter or emoji before it."""
-    before, here = text[place - 1], text[place]
-    if category(here).startswith("M") or ord(here) in _CONTINUES:
+    before, letter = text[place - 1], text[place]
+    if category(letter).startswith("M") or ord(letter) in _CONTINUES:
         return True
-    if _is_flag_letter(here):  # two are a flag
+    if _is_flag_letter(letter):  # two are a flag
         return sum(1 for _ in takewhile(_is_flag_letter, reversed(text[:place]))) % 2 == 1
-    return before == _JOINER and here > "\u2000"
+    return before == _JOINER and letter > "\u2000"
 
 
 def _is_flag_letter(character: str) -> bool:

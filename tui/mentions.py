@@ -20,7 +20,7 @@ _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
 _BARE = rf"(?:\\ |{_NAME})"  # as in shells, a space may have a backslash before it
 _MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_BARE}+)(?=[\s)\]}}>]|\Z))""")
-_BEGUN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_BARE}*)\Z""")
+_OPEN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_BARE}*)\Z""")
 _AFTER = ".,;:!?"  # may end a sentence after a name
 _LIKE_A_FILE = re.compile(r"[/\\]|\w\.[A-Za-z][A-Za-z0-9]{0,3}\Z")
 
@@ -43,15 +43,15 @@ def mentions(text: str) -> Iterator[Mention]:
         if quoted:
             yield Mention(match.start(), match.end(), quoted)
             continue
-        name = bare if _there(_unescaped(bare)) else bare.rstrip(_AFTER)
+        name = bare if _exists(_unescaped(bare)) else bare.rstrip(_AFTER)
         path = _unescaped(name)
-        if path and (_there(path) or _LIKE_A_FILE.search(path)):
+        if path and (_exists(path) or _LIKE_A_FILE.search(path)):
             yield Mention(match.start(), match.start() + 1 + len(name), path)
 
 
-def begun(text: str) -> str | None:
+def open_mention(text: str) -> str | None:
     """The start of a name being typed at the end of a message; None if there is none."""
-    match = _BEGUN.search(text)
+    match = _OPEN.search(text)
     if match is None or _in_code(text, match.start()):
         return None
     return _unescaped(match.group(1).lstrip('"'))
@@ -61,7 +61,7 @@ def _unescaped(name: str) -> str:
     return name.replace("\\ ", " ")
 
 
-def written(path: str) -> str:
+def as_mention(path: str) -> str:
     """A name as ``mentions`` reads it, in quotes if necessary; a folder's name stays open."""
     if re.fullmatch(f"{_NAME}+", path):
         return f"@{path}"
@@ -89,33 +89,33 @@ def dropped(text: str) -> list[str]:
     except ValueError:
         words = []
     paths = [url2pathname(urlsplit(w).path) if w.startswith("file://") else w for w in words]
-    for found in (paths, [text.strip()]):
-        if found and all(map(_is_picture, found)):
-            return found
+    for pictures in (paths, [text.strip()]):
+        if pictures and all(map(_is_picture, pictures)):
+            return pictures
     return []
 
 
 def with_mentions(text: str) -> str:
     """The text with ``@`` before whole paths of pictures."""
     if paths := dropped(text):
-        return " ".join(map(written, paths))
+        return " ".join(map(as_mention, paths))
 
     def mention(match: re.Match[str]) -> str:
         paths = [] if _in_code(text, match.start()) else dropped(match.group())
-        return " ".join(map(written, paths)) or match.group()
+        return " ".join(map(as_mention, paths)) or match.group()
 
     return _ABSOLUTE.sub(mention, text)
 
 
 def _is_picture(path: str) -> bool:
-    return path.lower().endswith(PICTURES) and Path(path).is_absolute() and _there(path)
+    return path.lower().endswith(PICTURES) and Path(path).is_absolute() and _exists(path)
 
 
 def _in_code(text: str, place: int) -> bool:
     return any(match.start() <= place < match.end() for match in _CODE.finditer(text))
 
 
-def _there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # too long, or no such home

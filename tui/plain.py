@@ -86,7 +86,7 @@ class PlainChat:
         self._leaving = False
         self._attachments = Attachments()
         self._attached: list[str] = []  # labels of attachments to the next message
-        self._listed: Sequence[ConversationInfo] = ()  # by the last /list
+        self._last_list: Sequence[ConversationInfo] = ()  # by the last /list
         self._to_delete = ""  # what repeating the command would delete
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
@@ -132,8 +132,8 @@ class PlainChat:
         session = self.state.take_model(model)
         if chat_path is not None:
             self.state.load(chat_path)
-        elif resume and (found := self.state.list()):
-            self.state.open(found[0].id)
+        elif resume and (conversations := self.state.list()):
+            self.state.open(conversations[0].id)
         for line in (session.describe(), *model.info.notes):
             self.say(line)
         if self.state.conversation.turns:
@@ -243,40 +243,40 @@ class PlainChat:
         self.say(done)
 
     def _do_list(self, search: str) -> None:
-        self._listed = self.state.list(search)[:30]
-        if not self._listed:
+        self._last_list = self.state.list(search)[:30]
+        if not self._last_list:
             self.say("Nothing found." if search else "No conversations yet.")
         now = time.time()
-        for number, info in enumerate(self._listed, 1):
+        for number, info in enumerate(self._last_list, 1):
             facts = f"{human_when(info.updated, now)}, {info.turns} turns, {short_name(info.model)}"
             self.say(f"{number}. {info.title or 'Untitled'} ({facts})")
 
-    def _chosen(self, argument: str) -> ConversationInfo:
-        if not self._listed:
-            self._listed = self.state.list()[:30]
-        if not argument.isdigit() or not 1 <= int(argument) <= len(self._listed):
+    def _numbered(self, argument: str) -> ConversationInfo:
+        if not self._last_list:
+            self._last_list = self.state.list()[:30]
+        if not argument.isdigit() or not 1 <= int(argument) <= len(self._last_list):
             raise OptionError("give a number from /list")
-        return self._listed[int(argument) - 1]
+        return self._last_list[int(argument) - 1]
 
     def _do_open(self, argument: str) -> None:
-        info = self._chosen(argument)
+        info = self._numbered(argument)
         self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show prints it.")
 
     def _do_delete(self, argument: str) -> None:
-        info = self._chosen(argument)
+        info = self._numbered(argument)
         if self._to_delete != info.id:
             self._to_delete = info.id
             self.say(f"Enter the same command again to delete “{info.title}” for good.")
             return
         self._to_delete = ""
         self.state.delete(info.id)
-        self._listed = ()
-        self.say(f"Deleted.{self.state.kept_copies}")
+        self._last_list = ()
+        self.say(f"Deleted.{self.state.damaged_copies}")
 
     def _read_others(self) -> None:
         """Print what other windows have written since; wait for a running answer."""
         conversation = self.state.conversation
-        known = {turn.id for turn in conversation.turns}
+        numbers = {turn.id for turn in conversation.turns}
         conversation.refresh()
         if conversation.written_elsewhere:
             self.say("Waiting for the answer in another window; Ctrl+C takes the message back.")
@@ -286,7 +286,7 @@ class PlainChat:
                 conversation.refresh()
         except KeyboardInterrupt:
             raise CancelledError("the message was not sent") from None
-        new = [turn for turn in conversation.turns if turn.id not in known]
+        new = [turn for turn in conversation.turns if turn.id not in numbers]
         if new:
             self.say("Written in another window:")
             self._say_turns(new)

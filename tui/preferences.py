@@ -161,13 +161,13 @@ class PresetsFile(TomlFile):
         except StorageError as error:
             self.notes = (f"{one_line(error)}: the file stays as it is",)
             return []
-        found = []
+        presets = []
         for name, entry in values.items():
             try:
-                found.append(_preset(name, entry))
+                presets.append(_preset(name, entry))
             except LocalrtError as error:
                 self.notes += (f"{_PRESETS_FILE}, {name}: {one_line(error)}: it is ignored",)
-        return sorted(found, key=lambda preset: preset.name.lower())
+        return sorted(presets, key=lambda preset: preset.name.lower())
 
     def find(self, name: str) -> Preset:
         """The preset of this name, ignoring case.

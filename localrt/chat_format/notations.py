@@ -118,8 +118,7 @@ class JsonCalls:
     """JSON objects, in a list or in a row, with a name and arguments at these keys.
 
     ``path`` leads to the object with both; without it they may be in a ``function``. If ``name`` is
-    None, the tool's name is the key of its arguments. ``lead`` may come before the objects,
-    ``trail`` after them.
+    None, the tool's name is the key of its arguments. ``lead`` may come before the objects.
     """
 
     path: tuple[str, ...] = ()
@@ -127,10 +126,9 @@ class JsonCalls:
     arguments: tuple[str, ...] = ("arguments", "parameters")
     id: str = "id"
     lead: str = ""
-    trail: str = ""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        values = json_values(text.strip().removeprefix(self.lead).removesuffix(self.trail))
+        values = json_values(text.strip().removeprefix(self.lead))
         items = (value if isinstance(value, list) else [value] for value in values or ())
         calls = [self._call(item) for group in items for item in group]
         known = [call for call in calls if call is not None]

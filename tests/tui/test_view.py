@@ -251,9 +251,9 @@ def highlighted(app: ChatApp) -> list[str]:
     for y in range(view.size.height):
         line: Strip = view.render_line(y).crop(GUTTER)
         for part in line:
-            if part.style is not None and part.style.bgcolor == styles.found_now.bgcolor:
+            if part.style is not None and part.style.bgcolor == styles.match_now.bgcolor:
                 found.append(f"[{part.text}]")
-            elif part.style is not None and part.style.bgcolor == styles.found.bgcolor:
+            elif part.style is not None and part.style.bgcolor == styles.match.bgcolor:
                 found.append(part.text)
     return found
 

@@ -25,7 +25,7 @@ from localrt.tui.conversation.attachments import (
     read_attachment,
     read_folds,
 )
-from localrt.tui.mentions import mentions, written
+from localrt.tui.mentions import as_mention, mentions
 from tests.tui import screen
 from tests.tui.conftest import asked, cleared, running, until
 from tests.tui.fakes import FakeModel
@@ -299,7 +299,7 @@ def test_complete_mentions() -> None:
     assert lines("@tw") == lines('@"tw') == ['@"two words.md" ']
     assert lines("read @notes.txt") == lines("ann@no") == lines("`@no") == []
     assert completion("read @novel/o") == "ne.md "
-    assert [mention.path for mention in mentions(written("two words.md"))] == ["two words.md"]
+    assert [mention.path for mention in mentions(as_mention("two words.md"))] == ["two words.md"]
 
 
 @pytest.mark.usefixtures("files")

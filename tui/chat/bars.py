@@ -48,24 +48,24 @@ class FindBar(Horizontal):
     def __init__(self, view: ConversationView, back: Widget) -> None:
         super().__init__(id="find")
         self._view, self._back = view, back
-        self._words = Input(placeholder="in this conversation", compact=True)
+        self._line = Input(placeholder="in this conversation", compact=True)
         self._count = Static("", id="find-count", markup=False)
 
     def compose(self) -> ComposeResult:
         yield Static("Find")
-        yield self._words
+        yield self._line
         yield self._count
         yield Static(f" · {_KEYS}", id="find-keys", markup=False)
 
-    def open(self, words: str = "") -> None:
+    def open(self, query: str = "") -> None:
         """Open with these words or the previous ones; if already open, go to the next match."""
-        if self.display and self._words.has_focus and not words:
+        if self.display and self._line.has_focus and not query:
             self.action_move(1)
             return
         self.display = True
-        self._words.value = words or self._words.value
-        self._words.focus()
-        self._words.action_end()
+        self._line.value = query or self._line.value
+        self._line.focus()
+        self._line.action_end()
         self._find()
 
     def close(self) -> bool:
@@ -98,13 +98,13 @@ class FindBar(Horizontal):
         self.set_class(self.size.width < 70, "-tight")
 
     def _find(self) -> None:
-        self._view.find(self._words.value)
+        self._view.find(self._line.value)
         self._tell()
 
     def _tell(self) -> None:
-        place, total = self._view.found
+        place, total = self._view.match_count
         text = f"{place} of {total}" if total else "not found"
-        self._count.update(text if self._words.value.strip() else "")
+        self._count.update(text if self._line.value.strip() else "")
 
 
 _CONFIRM_SECONDS = 2.0  # seconds in which a second Ctrl+C quits
@@ -116,7 +116,7 @@ class HintLine(Static):
 
     def __init__(self) -> None:
         super().__init__(id="hint", markup=False)
-        self._hint = self._question = self._flash = self._shown = ""
+        self._hint = self._question = self._flash = self._text = ""
         self._ends: dict[str, Timer] = {}
 
     @property
@@ -137,8 +137,8 @@ class HintLine(Static):
         """Show a hint from now on; empty for none."""
         self._hint = hint
         text = clean(self._question or self._flash or hint)
-        if text != self._shown:  # an update lays the whole screen out again
-            self._shown = text
+        if text != self._text:  # an update lays the whole screen out again
+            self._text = text
             self.update(text)
 
     def _show_for(self, name: str, seconds: float) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
-_FULL = ("user", "waiting", "found", "found-now")  # with their background
+_FULL = ("user", "waiting", "match", "match-now")  # with their background
 COMPONENTS = frozenset(
     f"conversation--{part}" for part in (*_PLAIN, *_MARKDOWN, *_FULL, "code-block")
 )
@@ -48,8 +48,8 @@ COMPONENTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Styles:
-    """Styles by what they are for. Only ``user``, ``waiting`` and matches of a search (``found``,
-    ``found_now``) have a background.
+    """Styles by what they are for. Only ``user``, ``waiting`` and matches of a search (``match``,
+    ``match_now``) have a background.
     """
 
     console: Console
@@ -57,8 +57,8 @@ class Styles:
     base: Style
     user: Style
     waiting: Style
-    found: Style
-    found_now: Style
+    match: Style
+    match_now: Style
     bar: Style
     waiting_bar: Style
     marked_bar: Style
@@ -433,9 +433,9 @@ class Answer(Block):
         ]
 
     def _markdown_lines(self, text: str, width: int, styles: Styles) -> list[Strip]:
-        kept = self._markdown
+        lines = self._markdown
         shrunk = len(text) < self._drawn  # the text so far was thinking
-        if kept is None or shrunk or kept.width != width or kept.styles is not styles.markdown:
+        if lines is None or shrunk or lines.width != width or lines.styles is not styles.markdown:
             self._markdown, self._drawn = MarkdownLines(styles.markdown, width), 0
         assert self._markdown is not None
         if len(text) > self._drawn:

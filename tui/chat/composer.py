@@ -28,7 +28,7 @@ from localrt.common.files import write_text
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
 from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.inputs import TextArea
-from localrt.tui.mentions import dropped, written
+from localrt.tui.mentions import as_mention, dropped
 from localrt.tui.themes import FAINT
 
 
@@ -97,7 +97,7 @@ class Composer(TextArea):
         super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False)
         self.attachments = Attachments()
         self._menu = menu
-        self._sent: list[str] = []
+        self._messages: list[str] = []
         self._place = 0  # index into the history; its length means "what is being written"
         self._draft = ""
         self._chord = False  # Ctrl+X was pressed
@@ -126,8 +126,8 @@ class Composer(TextArea):
 
     def remember(self, drafts: Iterable[Draft]) -> None:
         """Start the history of prompts with earlier messages."""
-        self._sent = [as_typed(self.attachments.folded(draft)) for draft in drafts]
-        self._place = len(self._sent)
+        self._messages = [as_typed(self.attachments.folded(draft)) for draft in drafts]
+        self._place = len(self._messages)
 
     async def on_key(self, event: Key) -> None:
         chord, self._chord = self._chord, False
@@ -149,7 +149,7 @@ class Composer(TextArea):
         event.prevent_default()
 
     async def _on_paste(self, event: Paste) -> None:
-        paths = " ".join(map(written, dropped(event.text)))
+        paths = " ".join(map(as_mention, dropped(event.text)))
         if paths or Attachments.is_long(event.text):
             event.prevent_default()
             event.stop()
@@ -196,7 +196,9 @@ class Composer(TextArea):
     @property
     def _choosing(self) -> bool:
         # Walking the history may pass a command: the arrows go on walking then.
-        return self._menu.is_open and len(self._menu.items) > 1 and self._place == len(self._sent)
+        return (
+            self._menu.is_open and len(self._menu.items) > 1 and self._place == len(self._messages)
+        )
 
     def _complete(self) -> None:
         self._menu.show_for(self.text)  # keys may arrive before the change event
@@ -240,21 +242,21 @@ class Composer(TextArea):
         if not text:
             self.post_message(self.EnterOnEmpty())
             return
-        if not self._sent or self._sent[-1] != text:
-            self._sent.append(text)
-        self._place = len(self._sent)
+        if not self._messages or self._messages[-1] != text:
+            self._messages.append(text)
+        self._place = len(self._messages)
         self._draft = ""
         self.clear()
         self.post_message(self.Submitted(text))
 
     def _walk(self, step: int) -> None:
         place = self._place + step
-        if not 0 <= place <= len(self._sent):
+        if not 0 <= place <= len(self._messages):
             return
-        if self._place == len(self._sent):
+        if self._place == len(self._messages):
             self._draft = self.text
         self._place = place
-        self.put(self._draft if place == len(self._sent) else self._sent[place])
+        self.put(self._draft if place == len(self._messages) else self._messages[place])
         if step < 0:
             self.move_cursor((0, 0))
 

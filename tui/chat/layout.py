@@ -115,19 +115,19 @@ class BlockColumn:
 
     def forget(self, first: int, end: int) -> None:
         """Drop kept lines far from lines ``first`` to ``end``, when there are many."""
-        kept = [place for place, block in enumerate(self.blocks) if block.laid_out]
-        lines = sum(self.blocks[place].height(self.width)[0] for place in kept)
+        laid_out = [place for place, block in enumerate(self.blocks) if block.laid_out]
+        lines = sum(self.blocks[place].height(self.width)[0] for place in laid_out)
         if lines <= 2 * _KEPT_LINES:
             return
         seen = set(self.between(first, end))
-        for place in sorted(kept, key=lambda place: -abs(place - min(seen, default=0))):
+        for place in sorted(laid_out, key=lambda place: -abs(place - min(seen, default=0))):
             if lines <= _KEPT_LINES or place in seen:
                 break
             lines -= self.blocks[place].height(self.width)[0]
             self.blocks[place].forget()
 
 
-class _Kept(NamedTuple):
+class _Painted(NamedTuple):
     """A finished line and its inputs: it is valid while they are the same."""
 
     text: Strip | None
@@ -141,7 +141,7 @@ class LinePainter:
 
     def __init__(self, column: BlockColumn) -> None:
         self._column = column
-        self._kept: dict[int, _Kept] = {}
+        self._painted: dict[int, _Painted] = {}
 
     def paint(
         self,
@@ -162,19 +162,19 @@ class LinePainter:
             for start, end, style in highlights:
                 strip = _highlighted(strip, (start, end), style)
             return _finished(strip, background, line, width)
-        kept = self._kept.get(line)
+        painted = self._painted.get(line)
         if (
-            kept is None
-            or kept.text is not text
-            or kept.gutter != gutter
-            or kept.background is not background
-            or kept.line.cell_length != width
+            painted is None
+            or painted.text is not text
+            or painted.gutter != gutter
+            or painted.background is not background
+            or painted.line.cell_length != width
         ):
-            if len(self._kept) > _PAINTED_LINES:
-                self._kept.clear()
+            if len(self._painted) > _PAINTED_LINES:
+                self._painted.clear()
             finished = _finished(_joined(text, gutter), background, line, width)
-            kept = self._kept[line] = _Kept(text, gutter, background, finished)
-        return kept.line
+            painted = self._painted[line] = _Painted(text, gutter, background, finished)
+        return painted.line
 
     def selected_text(self, selection: Selection, styles: Styles) -> str:
         """The text of a selection; only its lines are painted."""
@@ -260,9 +260,9 @@ class Finder:
     def active(self) -> bool:
         return self._pattern is not None
 
-    def look_for(self, words: str) -> None:
-        """Search for other words; empty text ends the search."""
-        parts = ["\n?".join(map(_either, pieces(word))) for word in normalize("NFC", words).split()]
+    def look_for(self, query: str) -> None:
+        """Search for another text; an empty one ends the search."""
+        parts = ["\n?".join(map(_either, pieces(word))) for word in normalize("NFC", query).split()]
         self._pattern = re.compile(r"\s+".join(parts), re.IGNORECASE) if parts else None
         self.forget()
 
@@ -277,7 +277,7 @@ class Finder:
             self.now = None
 
     @property
-    def counted(self) -> tuple[int, int]:
+    def match_count(self) -> tuple[int, int]:
         """The current match's number and the count; text of unseen blocks is counted too."""
         place, total = 0, 0
         for block in self._column.blocks:
@@ -309,9 +309,9 @@ class Finder:
         number = now.number + step
         if 0 <= number < len(self._spans(now.block, styles)):
             return Place(now.block, number)
-        here = blocks.index(now.block)
+        start = blocks.index(now.block)
         for away in range(1, len(blocks) + 1):
-            block = blocks[(here + step * away) % len(blocks)]
+            block = blocks[(start + step * away) % len(blocks)]
             if spans := self._spans(block, styles):
                 return Place(block, 0 if step > 0 else len(spans) - 1)
         return None
@@ -333,8 +333,8 @@ class Finder:
                     yield start, end, self.now == Place(block, number)
 
     def _count(self, block: Block) -> int:
-        if (known := self._matches.get(block)) is not None:
-            return len(known)
+        if (matches := self._matches.get(block)) is not None:
+            return len(matches)
         if block not in self._counts:
             text = block.readable if block.role else ""
             shown = _MARKS.sub("", text)  # or as it is, in code
@@ -346,19 +346,19 @@ class Finder:
 
     def _spans(self, block: Block, styles: Styles) -> list[_Spans]:
         """The matches of a block, which is laid out for this if its text has any."""
-        if (known := self._matches.get(block)) is not None:
-            return known
+        if (matches := self._matches.get(block)) is not None:
+            return matches
         if self._pattern is None or not block.role:
             return []
         if not block.laid_out and not self._count(block):
             return []
         column = self._column
         guessed = not column.counted(column.blocks.index(block))
-        found = _found(self._pattern, block.lines(column.width, styles))
-        self._matches[block] = found
+        matches = _matches_in(self._pattern, block.lines(column.width, styles))
+        self._matches[block] = matches
         if guessed:
             column.measure(column.blocks.index(block))
-        return found
+        return matches
 
 
 def _either(text: str) -> str:
@@ -367,7 +367,7 @@ def _either(text: str) -> str:
     return "".join(f"(?:{'|'.join(form)})" if len(form) > 1 else "".join(form) for form in forms)
 
 
-def _found(pattern: re.Pattern[str], lines: Sequence[Strip]) -> list[_Spans]:
+def _matches_in(pattern: re.Pattern[str], lines: Sequence[Strip]) -> list[_Spans]:
     """The matches in lines; a match may begin in one and end in another."""
     texts = [line.text.rstrip() for line in lines]
     starts = [0, *accumulate(len(text) + 1 for text in texts)]  # and the end

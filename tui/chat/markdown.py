@@ -405,9 +405,9 @@ class _Table(TableElement):
         for table in super().__rich_console__(console, options):
             assert isinstance(table, Table), "that is what it yields"
             block = self.block
-            table.show_header = not block.kept
+            table.show_header = not block.fixed_widths
             room = options.update_width(options.max_width - table._extra_width)
-            block.widths = block.kept or table._calculate_column_widths(console, room)
+            block.widths = block.fixed_widths or table._calculate_column_widths(console, room)
             for place, column in enumerate(table.columns):
                 column.overflow = "fold"
                 column.width = block.widths[place] - table._get_padding_width(place)
@@ -429,7 +429,7 @@ class _Block(Markdown):
     def __init__(
         self, tokens: Sequence[Token], styles: MarkdownStyles, widths: Sequence[int]
     ) -> None:
-        self.kept = self.widths = widths  # of a table's columns: to be kept, and laid out
+        self.fixed_widths = self.widths = widths  # of a table's columns
         # Not the base's: that makes a parser, which costs more than drawing a paragraph.
         self.markup = ""
         self.parsed = list(tokens)

@@ -366,9 +366,9 @@ class MessageQueue:
 
     def _show_until(self, last: int) -> None:
         """Remove from the screen turns that do not lead to ``last``: they are another branch."""
-        kept = {turn.id for turn in self._turns_until(last)}
+        numbers = {turn.id for turn in self._turns_until(last)}
         view = self._view
-        view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in kept))
+        view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in numbers))
 
     def _turns_until(self, last: int | None) -> list[Turn]:
         """The shown turns as far as turn ``last``: 0 for none, None for all."""

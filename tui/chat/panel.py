@@ -46,7 +46,7 @@ class LivePanel(Widget):
         super().__init__(id="live-panel")
         self._model: ChatModel | None = None
         self._data = PanelData()
-        self._seen: deque[Status] = deque()
+        self._samples: deque[Status] = deque()
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._timer: Timer | None = None
         self._generating = False
@@ -66,7 +66,7 @@ class LivePanel(Widget):
             return
         self.set_class(open, "-open")
         if open:
-            self._seen.clear()
+            self._samples.clear()
             self._look()
             self._advise_soon()
         elif self._model is not None:
@@ -76,7 +76,7 @@ class LivePanel(Widget):
 
     def take(self, model: ChatModel | None) -> None:
         self._model = model
-        self._seen.clear()
+        self._samples.clear()
         self._rates.clear()
         self._data = PanelData(hide=self._data.hide)
         if self.is_open:
@@ -89,7 +89,7 @@ class LivePanel(Widget):
 
     def begin(self) -> None:
         self._generating = True
-        self._seen.clear()
+        self._samples.clear()
         self._rates.clear()
         self._data = replace(self._data, flow=None, rates=(), reading=True, percent=None)
         if self.is_open:
@@ -137,22 +137,22 @@ class LivePanel(Widget):
 
     def _flow(self, now: Status) -> Flow | None:
         """The latest rates; between answers those of the last answer stay."""
-        seen = self._seen
-        if not seen or now.clock_s < seen[-1].clock_s:
-            seen.clear()
-            seen.append(now)
+        samples = self._samples
+        if not samples or now.clock_s < samples[-1].clock_s:
+            samples.clear()
+            samples.append(now)
             return self._data.flow
         if not now.generating and not self._generating:
-            return now.since(seen[0]) if now.tokens > seen[0].tokens else self._data.flow
-        first = seen[-1].tokens == seen[0].tokens == now.tokens
-        flow = now.since(seen[0])
+            return now.since(samples[0]) if now.tokens > samples[0].tokens else self._data.flow
+        first = samples[-1].tokens == samples[0].tokens == now.tokens
+        flow = now.since(samples[0])
         if first:  # while the prompt is read there is no rate
-            seen.clear()
-            seen.append(now)
+            samples.clear()
+            samples.append(now)
             return None if not self._rates else self._data.flow
-        seen.append(now)
-        while len(seen) > 2 and self._enough(now, seen[1]):
-            seen.popleft()
+        samples.append(now)
+        while len(samples) > 2 and self._enough(now, samples[1]):
+            samples.popleft()
         if flow.tok_s is not None:
             self._rates.append(flow.tok_s)
         return flow
@@ -174,16 +174,16 @@ class LivePanel(Widget):
         self._advising = True
 
         async def ask() -> None:
-            found: Outlook | None = None
+            outlook: Outlook | None = None
             try:
-                found = await asyncio.to_thread(model.advise)
+                outlook = await asyncio.to_thread(model.advise)
             except LocalrtError:
                 pass
             finally:
                 self._advising = False
-            if found is not None and model is self._model:
+            if outlook is not None and model is self._model:
                 status = self._status(lanes=self.is_open) or self._data.status
-                self._data = replace(self._data, status=status, outlook=found)
+                self._data = replace(self._data, status=status, outlook=outlook)
                 self._draw()
 
         _: Worker[None] = self.run_worker(ask, group="advise", exit_on_error=False)

@@ -54,8 +54,8 @@ class PanelData:
 
     @property
     def changes(self) -> list[Change]:
-        found = () if self.outlook is None else self.outlook.changes
-        return list(found)[:_MOST_CHANGES]
+        changes = () if self.outlook is None else self.outlook.changes
+        return list(changes)[:_MOST_CHANGES]
 
     @property
     def guesses(self) -> tuple[str, str] | tuple[()]:
@@ -148,8 +148,8 @@ def _rate_line(text: str, rates: Sequence[float], width: int) -> Content:
 
 def _memories(status: Status) -> list[tuple[str, MemoryUse]]:
     """The memories that the model uses, by name."""
-    found = (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv))
-    return [(name, memory) for name, memory in found if memory is not None]
+    memories = (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv))
+    return [(name, memory) for name, memory in memories if memory is not None]
 
 
 def _memory(status: Status, width: int) -> Iterator[Content]:

@@ -508,7 +508,7 @@ class ChatScreen(Screen[None]):
     def action_delete(self) -> None:
         state, conversation = self.state, self.state.conversation
         question = f"Delete “{conversation.title or 'this conversation'}”? This cannot be undone."
-        question += state.kept_copies
+        question += state.damaged_copies
 
         def delete(yes: bool) -> None:
             done = "Deleted. This is a new conversation"
@@ -526,10 +526,10 @@ class ChatScreen(Screen[None]):
 
     def action_saved(self) -> None:
         """Ctrl+S: say that conversations are saved anyway."""
-        kept = "Conversations are saved automatically"
+        place = "Conversations are saved automatically"
         if not self.state.conversation.saved:
-            kept = "This conversation is not on disk"
-        self.hint.flash(f"{kept}; /export saves one to a file")
+            place = "This conversation is not on disk"
+        self.hint.flash(f"{place}; /export saves one to a file")
 
     # -- composer, panel, mouse ------------------------------------------------------------------
 
@@ -549,8 +549,8 @@ class ChatScreen(Screen[None]):
     def action_panel(self) -> None:
         self.panel.show(not self.panel.is_open)
 
-    def action_find(self, words: str = "") -> None:
-        self.find.open(words)
+    def action_find(self, query: str = "") -> None:
+        self.find.open(query)
 
     def action_scroll_conversation(self, where: str) -> None:
         """Scroll by ``page_up`` or ``page_down``, or to ``home`` or ``end``."""

@@ -59,17 +59,17 @@ class Thumbnail:
     def __init__(self, picture: KeptPicture) -> None:
         self.picture = picture
         self.escapes: Sequence[str] = ()
-        self._kept: tuple[tuple[Any, ...], list[Strip]] | None = None
+        self._drawing: tuple[tuple[Any, ...], list[Strip]] | None = None
 
     def lines(self, width: int, graphics: Graphics) -> list[Strip]:
         """The thumbnail in at most ``width`` columns; none if the picture cannot be read."""
         size = cells(self.picture, width)
-        if self._kept is None or self._kept[0] != (size, graphics):
+        if self._drawing is None or self._drawing[0] != (size, graphics):
             try:
-                self._kept = (size, graphics), self._draw(*size, graphics)
+                self._drawing = (size, graphics), self._draw(*size, graphics)
             except LocalrtError:
-                self._kept = (size, graphics), []
-        return self._kept[1]
+                self._drawing = (size, graphics), []
+        return self._drawing[1]
 
     def _draw(self, columns: int, rows: int, graphics: Graphics) -> list[Strip]:
         if graphics == "sixel":

@@ -116,7 +116,7 @@ class AnswerCalls:
     ) -> None:
         self._view, self._ask, self._ctx = view, ask, ctx
         self._calls = [(turn, CallBlock(turn.line)) for turn in turns]
-        self._asked: CallTurn | None = None
+        self._in_question: CallTurn | None = None
         for turn, block in self._calls:
             block.turn, block.mark = turn.turn, "waits"
         view.add(*(block for _, block in self._calls), after=answer)
@@ -125,7 +125,7 @@ class AnswerCalls:
         """Continue the calls; returns whether all have ended."""
         while self._calls:
             turn, block = self._calls[0]
-            if not turn.begun and turn is not self._asked:
+            if not turn.started and turn is not self._in_question:
                 self._begin(turn, block)
             if not turn.has_ended():
                 return False
@@ -147,7 +147,7 @@ class AnswerCalls:
             decide("once")
             return
         if self._ask(turn.call, decide):
-            self._asked = turn
+            self._in_question = turn
         self._stands(block, "waits for you to allow it")
 
     def _stands(self, block: CallBlock, mark: str, result: str = "") -> None:

@@ -195,18 +195,18 @@ class ConversationView(ScrollView, can_focus=False):
 
     # -- finding ---------------------------------------------------------------------------------
 
-    def find(self, words: str) -> None:
-        """Highlight words, and bring the nearest into view; none ends it."""
-        self._finder.look_for(words)
+    def find(self, query: str) -> None:
+        """Highlight the matches, and bring the nearest into view; an empty query ends it."""
+        self._finder.look_for(query)
         self._go_to(self._finder.nearest(self.scroll_offset.y, self._style()))
 
     def find_next(self, step: int) -> None:
         self._go_to(self._finder.following(step, self._style()))
 
     @property
-    def found(self) -> tuple[int, int]:
+    def match_count(self) -> tuple[int, int]:
         """The current match's number and the number of matches."""
-        return self._finder.counted
+        return self._finder.match_count
 
     def _go_to(self, place: Place | None) -> None:
         self._finder.now = place
@@ -374,8 +374,8 @@ class ConversationView(ScrollView, can_focus=False):
         styles, highlights = self._style(), []
         if self._finder.active and line < self._column.height:
             for start, end, now in self._finder.marked(line, styles):
-                found = styles.found_now if now else styles.found
-                highlights.append((start + GUTTER, end + GUTTER, found))
+                style = styles.match_now if now else styles.match
+                highlights.append((start + GUTTER, end + GUTTER, style))
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(line)) is not None:
             style = self.screen.get_component_rich_style("screen--selection")

@@ -122,8 +122,8 @@ class Attachments:
 
     def before(self, line: str, column: int) -> str:
         """The label that ends at ``column`` of a line, or that it is in; empty for none."""
-        found = (each for each in self._found(line) if each.start() < column <= each.end())
-        return next((each.group() for each in found), "")
+        labels = (each for each in self._labels_in(line) if each.start() < column <= each.end())
+        return next((each.group() for each in labels), "")
 
     def expanded(self, text: str) -> Draft:
         """The message with the text or picture of every label in its place."""
@@ -131,7 +131,7 @@ class Attachments:
         folds: list[Fold] = []
         pictures: list[KeptPicture] = []
         place = length = 0
-        for match in self._found(text):
+        for match in self._labels_in(text):
             label = match.group()
             inside = self._texts.get(label, "")
             before = text[place : match.start()]
@@ -147,26 +147,26 @@ class Attachments:
 
     def unfolded(self, text: str) -> str:
         """The message with the text of every label in its place; pictures keep theirs."""
-        found = self._found(text)
-        return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in found])
+        labels = self._labels_in(text)
+        return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in labels])
 
     def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with a label in the place of each file that it names (``read_mentioned``)."""
-        found = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]
-        return _replaced(text, found)
+        labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]
+        return _replaced(text, labels)
 
     def folded(self, draft: Draft) -> str:
         """A sent message as it was written, its folds and pictures as labels again; other text may
         have the same label by now.
         """
-        found = [(each.place, each.place, self.add_picture(each)) for each in draft.pictures]
+        labels = [(each.place, each.place, self.add_picture(each)) for each in draft.pictures]
         for fold in draft.folds:
             name, _, size = fold.label.rpartition(", ")
             label = self.add(name or "text", draft.text[fold.start : fold.end], size)
-            found.append((fold.start, fold.end, label))
-        return _replaced(draft.text, sorted(found, key=lambda each: each[:2]))
+            labels.append((fold.start, fold.end, label))
+        return _replaced(draft.text, sorted(labels, key=lambda each: each[:2]))
 
-    def _found(self, text: str) -> Iterable[re.Match[str]]:
+    def _labels_in(self, text: str) -> Iterable[re.Match[str]]:
         names = sorted([*self._texts, *self._pictures], key=len, reverse=True)
         return re.finditer("|".join(map(re.escape, names)), text) if names else ()
 
@@ -240,7 +240,7 @@ def read_attachment(argument: str) -> AttachedFile:
     name = clean(str(path.name if path.is_absolute() else path)).replace("\n", " ")
     try:
         if path.is_dir():
-            return _listed(path, name)
+            return _folder(path, name)
         if path.exists() and not path.is_file():
             raise OptionError(f"{path} is not a regular file")
         if path.suffix.lower() in PICTURES:
@@ -274,14 +274,14 @@ def read_mentioned(text: str) -> list[tuple[Mention, AttachedFile]]:
     Raises:
         StorageError: one is not there, or cannot be attached.
     """
-    found = []
+    files = []
     for mention in mentions(text):
         try:
-            found.append((mention, read_attachment(mention.path)))
+            files.append((mention, read_attachment(mention.path)))
         except LocalrtError as error:
             name = text[mention.start : mention.end]
             raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
-    return found
+    return files
 
 
 def _decoded(data: bytes, path: Path) -> tuple[str, str]:
@@ -316,22 +316,22 @@ def _in_clipboard() -> AttachedFile:
     from PIL import ImageGrab, UnidentifiedImageError
 
     try:
-        found = ImageGrab.grabclipboard()
+        image = ImageGrab.grabclipboard()
     except UnidentifiedImageError:  # what some tools give of copied text
-        found = None
+        image = None
     except (NotImplementedError, OSError) as error:  # a tool is missing, or there is no display
         raise OptionError(f"the clipboard cannot be read ({error}): {_NO_PATH}") from error
-    if isinstance(found, list) and found:
-        return read_attachment(str(found[0]))
-    if found is None or isinstance(found, list):
+    if isinstance(image, list) and image:
+        return read_attachment(str(image[0]))
+    if image is None or isinstance(image, list):
         raise OptionError(f"there is no picture in the clipboard: {_NO_PATH}")
     stream = io.BytesIO()
-    found.save(stream, "PNG")
+    image.save(stream, "PNG")
     name = f"clipboard-{datetime.now():%H%M%S}.png"
     return AttachedFile(name, "", "", picture=new_picture(stream.getvalue(), name=name))
 
 
-def _listed(folder: Path, name: str) -> AttachedFile:
+def _folder(folder: Path, name: str) -> AttachedFile:
     """A folder as the list of its files, the first 500 of them."""
     files = list(islice(_files(folder), _MOST_LISTED + 1))
     lines = [f"{path.relative_to(folder).as_posix()} ({size})" for path, size in files]

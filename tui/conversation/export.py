@@ -30,7 +30,7 @@ class Exporter:
     """``/export``: asks before it replaces a file that it did not write."""
 
     def __init__(self) -> None:
-        self._asked: Path | None = None
+        self._to_confirm: Path | None = None
         self._written: set[Path] = set()
 
     def export(self, conversation: OpenConversation, argument: str) -> Path:
@@ -45,15 +45,15 @@ class Exporter:
         path = Path(argument).expanduser() if argument else _default_path(conversation.title)
         if path.is_dir():
             path = path / _default_path(conversation.title)
-        if path.exists() and path != self._asked and path not in self._written:
-            self._asked = path
+        if path.exists() and path != self._to_confirm and path not in self._written:
+            self._to_confirm = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         if path.suffix.lower() == ".json":
             text = as_json(conversation)
         else:
             text = as_markdown(conversation, _PicturesBeside(path))
         write_text(path, text, private=True)
-        self._asked = None
+        self._to_confirm = None
         self._written.add(path)
         return path
 

@@ -239,7 +239,7 @@ class Reply:
         """End an answer with ``update``, after so many seconds of thinking."""
         self._keep(update, update.state, thought_s)
         after = self.writer.turn
-        for call in self._asked(update):
+        for call in self._calls_of(update):
             self.calls.append(CallTurn(self._toolbox, self._conversation, call, after))
             after = self.calls[-1].turn
 
@@ -250,7 +250,7 @@ class Reply:
         if not self.calls:
             self._keep(self.work.take(), "cancelled", thought_s)
 
-    def _asked(self, update: AnswerUpdate) -> Sequence[ToolCall]:
+    def _calls_of(self, update: AnswerUpdate) -> Sequence[ToolCall]:
         return () if self.last else update.calls  # a server may call although it must not
 
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
@@ -264,7 +264,7 @@ class Reply:
             info["thinking_s"] = thought_s
         if update.error is not None:
             info["error"] = one_line(update.error)
-        if calls := self._asked(update):
+        if calls := self._calls_of(update):
             info["tool_calls"] = [call.to_dict() for call in calls]
         self._conversation.finish(self.writer, state, info)
 
@@ -292,15 +292,15 @@ class CallTurn:
     """A call to be asked about (``asks``) and run. ``result`` is there when it has ended."""
 
     def __init__(
-        self, toolbox: Toolbox, conversation: OpenConversation, asked: ToolCall, after: int
+        self, toolbox: Toolbox, conversation: OpenConversation, call: ToolCall, after: int
     ) -> None:
-        self._toolbox, self._conversation, self._asked = toolbox, conversation, asked
+        self._toolbox, self._conversation, self._tool_call = toolbox, conversation, call
         self._running: Future[ToolResult] | None = None
-        self.call = toolbox.read(asked, conversation.id)
+        self.call = toolbox.read(call, conversation.id)
         self._info = {
-            "tool_call_id": asked.id,
+            "tool_call_id": call.id,
             "title": self.call.title,
-            "arguments": asked.arguments,
+            "arguments": call.arguments,
         }
         self.line = call_line(self._info)
         self._writer = conversation.answer(after=after, role="tool", info=self._info)
@@ -311,12 +311,12 @@ class CallTurn:
         return self._writer.turn
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return self._running is not None or self.result is not None
 
     def asks(self) -> bool:
         """Whether the user has to decide; read anew, since an earlier answer may allow it."""
-        self.call = self._toolbox.read(self._asked, self._conversation.id)
+        self.call = self._toolbox.read(self._tool_call, self._conversation.id)
         return self.call.asks
 
     def decide(self, decision: Decision, ctx: int) -> None:

@@ -62,7 +62,7 @@ class OpenConversation:
         self._moved: dict[int, int] = {}
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
         self._writing = set[int]()  # turns that are written here
-        self._left = set[int]()  # turns that are hidden, with all that follows them
+        self._hidden = set[int]()  # turns that are hidden, with all that follows them
         self._version = stored.version
         self._turns = stored.turns
 
@@ -139,7 +139,7 @@ class OpenConversation:
         with suppress(StorageError):
             stored = self._stored
             turns = stored.turns if through is None else stored.branch(through)
-            ends = (place for place, turn in enumerate(turns) if turn.id in self._left)
+            ends = (place for place, turn in enumerate(turns) if turn.id in self._hidden)
             self._turns = turns[: next(ends, None)]
 
     def messages(self, before: int | None = None) -> list[Message]:
@@ -169,13 +169,13 @@ class OpenConversation:
 
     def question(self, number: int | None = None) -> Turn | None:
         """The user's turn that turn ``number`` is or answers; the last one without a number."""
-        found: Turn | None = None
+        question: Turn | None = None
         for turn in self.turns:
             if turn.role == "user":
-                found = turn
+                question = turn
             if turn.id == number:
                 break
-        return found
+        return question
 
     def before(self, number: int) -> int | None:
         """The turn before ``number``, 0 for the first; None if ``number`` is not shown."""
@@ -225,12 +225,12 @@ class OpenConversation:
 
     def show(self, number: int) -> None:
         self._change(lambda: self._stored.show(number))
-        self._left.clear()
+        self._hidden.clear()
         self._read(number)
 
     def leave(self, number: int) -> None:
         """Hide a turn and what follows it, such as a message that was refused."""
-        self._left.add(number)
+        self._hidden.add(number)
         self._read()
 
     def show_sibling(self, number: int, step: int) -> int:
@@ -262,7 +262,7 @@ class OpenConversation:
         self._moved |= numbers
         if self._turns:
             last = self._turns[-1].id
-            self._left = {numbers.get(turn, turn) for turn in self._left}
+            self._hidden = {numbers.get(turn, turn) for turn in self._hidden}
             self._read(numbers.get(last, last))
         self._on_moved(numbers)
         self._on_problem("The conversation is saved to disk again")

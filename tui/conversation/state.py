@@ -148,7 +148,7 @@ class Session:
         self.chat.set(**{name: value})
         self.conversation.set(options=dict(self.chat.options))
         return (
-            f"{name} = {_shown(value)}" if value is not None else f"{name} is back to its default"
+            f"{name} = {_as_text(value)}" if value is not None else f"{name} is back to its default"
         )
 
     def use(self, preset: Preset) -> None:
@@ -204,12 +204,12 @@ class Session:
 def option_text(name: str, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """``0.7``; ``0.2 (default)`` of the model or the library; ``-`` where there is neither."""
     if chosen.get(name) is not None:
-        return _shown(chosen[name])
+        return _as_text(chosen[name])
     default = defaults.get(name)
     if default is None:
         options = localrt.Options()
         default = getattr(options, name, getattr(options.sampling, name, None))
-    return "-" if default in ((), {}, None) else f"{_shown(default)} (default)"
+    return "-" if default in ((), {}, None) else f"{_as_text(default)} (default)"
 
 
 def _value(name: str, text: str) -> Any:
@@ -225,7 +225,7 @@ def _value(name: str, text: str) -> Any:
     return text if texts and not isinstance(value, (str, list)) else value
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """As ``/set`` takes it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
@@ -318,7 +318,7 @@ class ChatState:
 
     def open(self, id: str) -> None:
         """Open a conversation of the history."""
-        self._open(self._kept(self.history.open(id)))
+        self._open(self._as_open(self.history.open(id)))
 
     def load(self, path: str | Path) -> None:
         """Open an exported or saved chat as a new conversation."""
@@ -348,7 +348,7 @@ class ChatState:
             self.new()
 
     @property
-    def kept_copies(self) -> str:
+    def damaged_copies(self) -> str:
         """A sentence about files that may hold a deleted conversation still; empty without any."""
         path = self.history.path
         found = path.parent.glob(f"{path.name}.damaged-*") if path is not None else ()
@@ -380,12 +380,12 @@ class ChatState:
         options = {**self.defaults.options, **self.options}
         values: dict[str, Any] = {"model": self.model_name, "system": system, "options": options}
         try:
-            return self._kept(self.history.new(**values))
+            return self._as_open(self.history.new(**values))
         except StorageError as error:
             self._on_problem(f"Not saved to disk: {error}; /export PATH saves a copy")
             return OpenConversation(self._memory.new(**values), None)
 
-    def _kept(self, conversation: Conversation) -> OpenConversation:
+    def _as_open(self, conversation: Conversation) -> OpenConversation:
         memory = None if self.history is self._memory else lambda: self._memory
         return OpenConversation(
             conversation,
@@ -401,15 +401,15 @@ class ChatState:
 def _infos(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """What each message's turn has to keep in its ``info``: calls, and of which call it is."""
     infos: list[dict[str, Any]] = []
-    called: dict[str, Mapping[str, Any]] = {}
+    functions: dict[str, Mapping[str, Any]] = {}
     for message in messages:
         info: dict[str, Any] = {}
         if calls := message.get("tool_calls"):
             info["tool_calls"] = calls
-            called |= {call["id"]: call["function"] for call in calls if _is_call(call)}
+            functions |= {call["id"]: call["function"] for call in calls if _is_call(call)}
         if message["role"] == "tool":
             id = message.get("tool_call_id", "")
-            function = called.get(id, {})
+            function = functions.get(id, {})
             info = {"tool_call_id": id, "title": function.get("name", "")}
             info["arguments"] = function.get("arguments", "")
         infos.append(info)

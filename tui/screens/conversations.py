@@ -49,9 +49,9 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self._wait = self.set_timer(_PAUSE, lambda: self.find(self.line.value))
 
     def fill(self, keep: int = 0) -> None:
-        none = "Nothing found" if self.words.strip() else "No conversations yet"
+        none = "Nothing found" if self.search_text.strip() else "No conversations yet"
         try:
-            found = self._state.list(self.words)
+            found = self._state.list(self.search_text)
         except LocalrtError as error:
             found, none = [], one_line(error)
         self.show(found, none, highlighted=keep)
@@ -65,7 +65,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             (clean(item.title) or "Untitled", "bold"),
             (f"\n  {facts}", FAINT),
         ]
-        if item.snippet and self.words.strip():
+        if item.snippet and self.search_text.strip():
             parts.append((f"\n  {clean(item.snippet)}", "$foreground 80%"))
         return Content.assemble(*parts)
 
@@ -89,7 +89,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             return
         name = clean(info.title) or "Untitled"
         question = f"Delete “{name}” with its {info.turns} turns? This cannot be undone."
-        question += self._state.kept_copies
+        question += self._state.damaged_copies
 
         def delete(yes: bool) -> None:
             self._change(lambda: self._state.delete(info.id))

@@ -137,10 +137,10 @@ class AskLines(Dialog[str]):
         super().__init__(
             Static(Content.styled(name, HEADING)), lines, keys="Ctrl+S save · Esc cancel"
         )
-        self._written = lines
+        self._editor = lines
 
     def action_take(self) -> None:
-        self.dismiss(self._written.text)
+        self.dismiss(self._editor.text)
 
 
 class Choose(Dialog[str]):
@@ -178,8 +178,9 @@ class TooSmall(ModalScreen[None]):
 class SearchDialog(Dialog[str], Generic[_Item]):
     """A search line, which keeps the focus, above a list of items in which the arrows move.
 
-    A subclass lists what fits the ``words`` (``fill``), and says what a row looks like (``draw``)
-    and what Enter and a click do (``take``).
+    A subclass lists what fits the ``search_text`` (``fill``), and says what a row looks like
+    (``draw``) and what Enter and a click do (``take``).
+
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -195,7 +196,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         rows.can_focus = False
         super().__init__(line, rows, *below, keys=keys, tall=True)
         self.line, self.rows = line, rows
-        self.words = search  # the words that the list was filled for
+        self.search_text = search  # what the list was filled for
         self.items: Sequence[_Item] = ()
 
     def fill(self) -> None:
@@ -243,9 +244,9 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         if self.chosen is not None:
             self.take(self.chosen)
 
-    def find(self, words: str) -> None:
-        if words != self.words:
-            self.words = words
+    def find(self, query: str) -> None:
+        if query != self.search_text:
+            self.search_text = query
             self.fill()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -314,14 +315,14 @@ class HelpScreen(Dialog[None]):
         self.call_after_refresh(show)
 
 
-def help_page(known: Sequence[Key] = KEYS, width: int = 80) -> Content:
+def help_page(keys: Sequence[Key] = KEYS, width: int = 80) -> Content:
     """Commands and keys under their headings: what to type, what it does."""
     commands = [(entry.usage, entry.does) for entry in COMMANDS]
     commands.append(("@PATH", "in a message: attach that file"))
     commands.append(("//TEXT", "send text that begins with a slash"))
-    keys = [*OTHER_KEYS, *((key.shown, key.does) for key in known)]
+    pressed = [*OTHER_KEYS, *((key.shown, key.does) for key in keys)]
     parts: list[tuple[str, str]] = []
-    for heading, rows in (("Commands", commands), ("Keys", keys)):
+    for heading, rows in (("Commands", commands), ("Keys", pressed)):
         parts.append((f"{heading}\n", HEADING))
         for left, right in rows:
             gap = "\n  " if width < _NARROW else " " * (_WIDTH - len(left))

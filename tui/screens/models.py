@@ -48,25 +48,25 @@ _NO_FILE = "No folder or .gguf file with that name"
 _MOST_PATHS = 50
 
 
-def is_path(words: str) -> bool:
+def is_path(text: str) -> bool:
     """Whether the text can only be a path."""
-    return words.startswith(("~", ".")) or Path(words).is_absolute()
+    return text.startswith(("~", ".")) or Path(text).is_absolute()
 
 
-def paths_of(words: str) -> list[Path]:
+def paths_of(text: str) -> list[Path]:
     """Folders and GGUF files whose path begins with the text."""
-    if not is_path(words):
+    if not is_path(text):
         return []
-    start = Path(os.path.expanduser(words)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
-    inside = words.endswith(("/", os.sep)) or words in ("~", ".", "..")
+    start = Path(os.path.expanduser(text)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+    inside = text.endswith(("/", os.sep)) or text in ("~", ".", "..")
     folder, first = (start, "") if inside else (start.parent, start.name)
     try:
         entries = sorted(each for each in folder.iterdir() if each.name.startswith(first))
         shown = [each for each in entries if first.startswith(".") or each.name[0] != "."]
-        found = [each for each in shown if each.suffix.lower() == ".gguf" or each.is_dir()]
+        models = [each for each in shown if each.suffix.lower() == ".gguf" or each.is_dir()]
     except OSError:
         return []
-    return found[:_MOST_PATHS]
+    return models[:_MOST_PATHS]
 
 
 def is_mere_folder(item: object) -> TypeGuard[Path]:
@@ -102,10 +102,10 @@ class ModelsScreen(SearchDialog[_Row]):
         chosen = {name: options.get(name) for name in _PREVIEWED}
         self._budgets = {name: each for name, each in chosen.items() if each is not None}
         self._current = current
-        self._here: Sequence[LocalModel] = ()
+        self._local_models: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
-        self._found: Sequence[FoundModel] = ()
-        self._asked = ""  # the words of the last search on the hub
+        self._hub_models: Sequence[FoundModel] = ()
+        self._hub_query = ""  # the words of the last search on the hub
         self._asking = False  # whether to keep the line about it
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[_Pulled] | None = None
@@ -134,7 +134,7 @@ class ModelsScreen(SearchDialog[_Row]):
 
         async def show() -> None:
             models, self._uses, text = await asyncio.to_thread(read)
-            self._here = sorted(models, key=lambda each: -self._uses.get(each.name, 0.0))
+            self._local_models = sorted(models, key=lambda each: -self._uses.get(each.name, 0.0))
             self._room.update(text)
             row = self.chosen
             here = _name(row) if isinstance(row, LocalModel | Path) else None
@@ -144,45 +144,45 @@ class ModelsScreen(SearchDialog[_Row]):
 
     def fill(self, keep: str | None = None, place: int = 0) -> None:
         """The rows that fit the words; ``keep`` is highlighted, or else the row at ``place``."""
-        words = self.words.lower().split()
-        here = [model for model in self._here if _has(model, words)]
+        words = self.search_text.lower().split()
+        here = [model for model in self._local_models if _has(model, words)]
         listed = {model.path for model in here}
         rows: list[_Row] = [*here]
-        rows += [path for path in paths_of(self.words.strip()) if path not in listed]
-        if self._asked == self.words.strip() and self._asked:
+        rows += [path for path in paths_of(self.search_text.strip()) if path not in listed]
+        if self._hub_query == self.search_text.strip() and self._hub_query:
             names = {model.name.partition(":")[0] for model in here}
-            rows += [each for each in self._found if each.name not in names]
-        elif words and not is_path(self.words.strip()):
+            rows += [each for each in self._hub_models if each.name not in names]
+        elif words and not is_path(self.search_text.strip()):
             rows.append("search")
         name = keep or (self._current if not words else None)
-        known = [_name(row) if isinstance(row, LocalModel | Path) else None for row in rows]
-        place = known.index(name) if name is not None and name in known else place
+        preview = [_name(row) if isinstance(row, LocalModel | Path) else None for row in rows]
+        place = preview.index(name) if name is not None and name in preview else place
         none = "No models yet: type a name, or a path"
         if words:
-            none = _NO_FILE if is_path(self.words.strip()) else _NOT_FOUND
+            none = _NO_FILE if is_path(self.search_text.strip()) else _NOT_FOUND
         self.show(rows, none, highlighted=place)
 
     def draw(self, item: _Row) -> Content:
         if item == "search":
-            words = clean(self.words.strip())
+            words = clean(self.search_text.strip())
             return _drawn("? ", f"Search the hub for “{words}”", "Uses the network")
         if isinstance(item, FoundModel):
             facts = [f"{human_count(item.downloads)} downloads", *item.kinds]
             facts += ["licence must be accepted"] if item.gated else []
             facts += [item.updated] if item.updated else []
             return _drawn("↓ ", clean(item.name), clean(" · ".join(facts)))
-        known = self._previews.get(_name(item))
+        preview = self._previews.get(_name(item))
         if isinstance(item, Path):
             facts = [format_bytes(item.stat().st_size)] if item.is_file() else ["folder"]
-            facts += [] if known is None else [_where(known)]
+            facts += [] if preview is None else [_where(preview)]
             return _drawn("/ ", _title(item), " · ".join(facts))
         used = self._uses.get(item.name)
         facts = [format_bytes(item.bytes), f"{item.kind} {item.quantization or ''}".strip()]
         facts.append(item.where)
         facts += [f"packed copy {format_bytes(item.packed_bytes)}"] if item.packed else []
         facts.append(f"used {human_when(used, time.time())}" if used else "not used yet")
-        if known is not None:
-            facts.append(_where(known))
+        if preview is not None:
+            facts.append(_where(preview))
         mark = "● " if item.name == self._current else "  "
         return _drawn(mark, _title(item), " · ".join(facts))
 
@@ -198,9 +198,9 @@ class ModelsScreen(SearchDialog[_Row]):
         if not isinstance(row, LocalModel | Path) or is_mere_folder(row):
             self._say("Enter lists its files" if isinstance(row, FoundModel) else "")
             return
-        known = self._previews.get(_name(row))
-        self._say(f"{_title(row)}: {'…' if known is None else _expected(known)}")
-        if known is None:
+        preview = self._previews.get(_name(row))
+        self._say(f"{_title(row)}: {'…' if preview is None else _expected(preview)}")
+        if preview is None:
             self._wait = self.set_timer(
                 _PAUSE, lambda: self._later(partial(self._plan, row), "plan")
             )
@@ -250,13 +250,13 @@ class ModelsScreen(SearchDialog[_Row]):
         if name == self._current:
             self._say("This model is loaded already")
             return
-        known = self._previews.get(name)
-        if known is None:
+        preview = self._previews.get(name)
+        if preview is None:
             self._later(partial(self._plan_and_load, model), "load")
-        elif isinstance(known, str):
-            self._say(f"{_title(model)}: {known}")
-        elif known.problem:
-            dialog = Confirm(f"{_title(model)}: {known.problem}\n\nLoad it anyway?", "load it")
+        elif isinstance(preview, str):
+            self._say(f"{_title(model)}: {preview}")
+        elif preview.problem:
+            dialog = Confirm(f"{_title(model)}: {preview.problem}\n\nLoad it anyway?", "load it")
             ask(self, dialog, lambda yes: self.dismiss(name))
         else:
             self.dismiss(name)
@@ -304,7 +304,7 @@ class ModelsScreen(SearchDialog[_Row]):
     # -- the hub ---------------------------------------------------------------------------------
 
     def action_search(self) -> None:
-        words = self.words.strip()
+        words = self.search_text.strip()
         if not words and self._pull is None:
             self._say("Type a name first: Ctrl+S then searches the hub for it")
         if not words or self._pull is not None:
@@ -315,9 +315,9 @@ class ModelsScreen(SearchDialog[_Row]):
             found = await self._ask_hub(localrt.search_models, words)
             if found is None:
                 return
-            self._found, self._asked = found, words
+            self._hub_models, self._hub_query = found, words
             self._say(f"{len(found)} on the hub" if found else _NOT_FOUND)
-            if words == self.words.strip():
+            if words == self.search_text.strip():
                 self.fill()
 
         self._later(search, "hub")
@@ -340,11 +340,11 @@ class ModelsScreen(SearchDialog[_Row]):
         if choices:
             ask(self, Choose(clean(title), choices), self._download)
 
-    async def _ask_hub(self, question: Callable[[str], _Answer], words: str) -> _Answer | None:
+    async def _ask_hub(self, question: Callable[[str], _Answer], name: str) -> _Answer | None:
         """What the hub answers; None after an error, which is shown."""
         self._asking = True
         try:
-            return await asyncio.to_thread(question, words)
+            return await asyncio.to_thread(question, name)
         except Exception as error:  # noqa: BLE001 - whatever the network brings
             self._say(one_line(error))
             return None
@@ -356,8 +356,8 @@ class ModelsScreen(SearchDialog[_Row]):
             return
 
         def pull(task: Task[_Pulled]) -> _Pulled:
-            found = localrt.pull(name, progress=task.show, cancel=task.cancelled)
-            return found.name, localrt.find_draft(found)
+            model = localrt.pull(name, progress=task.show, cancel=task.cancelled)
+            return model.name, localrt.find_draft(model)
 
         self._pull, self._pulled = Task(pull), name
         self._pull.start()
@@ -375,7 +375,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._show_pull(False)
         if pull.result is not None:
             name, draft = pull.result
-            self.line.value = self.words = ""
+            self.line.value = self.search_text = ""
             self._say(f"{clean(self._pulled)} is downloaded")
             if draft is not None:  # the line above is soon that of the highlighted row
                 self.notify(clean(draft.line), markup=False)
@@ -385,10 +385,10 @@ class ModelsScreen(SearchDialog[_Row]):
         elif pull.error is not None:
             self._say(one_line(pull.error))
 
-    def _show_pull(self, shown: bool) -> None:
-        self._progress.progress, self._progress.display = None, shown
-        self.key_line.update(_PULLING if shown else _KEYS)
-        (self._ticker.resume if shown else self._ticker.pause)()
+    def _show_pull(self, visible: bool) -> None:
+        self._progress.progress, self._progress.display = None, visible
+        self.key_line.update(_PULLING if visible else _KEYS)
+        (self._ticker.resume if visible else self._ticker.pause)()
 
     def _later(self, work: WorkType[None], group: str) -> None:
         # A function, which the worker calls: a later one may end this before it has begun.
@@ -421,27 +421,27 @@ def _title(model: LocalModel | Path) -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Free space on its disk; None: not known."""
+    """Free space on its disk; None: not preview."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
 
 
-def _expected(known: Preview | str) -> str:
+def _expected(preview: Preview | str) -> str:
     """The verdict, if there is one."""
-    if isinstance(known, str) or not known.verdict:
-        return str(known)
-    return f"{known.verdict} (on a typical machine)" if known.assumed else known.verdict
+    if isinstance(preview, str) or not preview.verdict:
+        return str(preview)
+    return f"{preview.verdict} (on a typical machine)" if preview.assumed else preview.verdict
 
 
-def _where(known: Preview | str) -> str:
-    if isinstance(known, str):
+def _where(preview: Preview | str) -> str:
+    if isinstance(preview, str):
         return "cannot be read"
-    if known.problem:
+    if preview.problem:
         return "does not fit"
-    if known.fits:
-        return "fits on the GPU" if known.place == "GPU" else "fits in RAM"
+    if preview.fits:
+        return "fits on the GPU" if preview.place == "GPU" else "fits in RAM"
     return "streamed"
 
 
@@ -461,7 +461,7 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
     ) -> None:
         super().__init__(search, "Find a model on the server", keys="Enter use · Esc back")
         self._list_models, self._current = list_models, current
-        self._there: Sequence[_ServerRow] = ()
+        self._rows: Sequence[_ServerRow] = ()
         self._none = "Asking the server ..."
 
     def on_mount(self) -> None:
@@ -470,16 +470,16 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
 
     async def _look(self) -> None:
         try:
-            self._there = await asyncio.to_thread(self._list_models)
+            self._rows = await asyncio.to_thread(self._list_models)
         except LocalrtError as error:
             self._none = one_line(error)
         else:
-            self._none = "No model with that name" if self._there else "The server lists no models"
+            self._none = "No model with that name" if self._rows else "The server lists no models"
         self.fill()
 
     def fill(self) -> None:
-        words = self.words.lower().split()
-        rows = [row for row in self._there if all(word in row[0].lower() for word in words)]
+        words = self.search_text.lower().split()
+        rows = [row for row in self._rows if all(word in row[0].lower() for word in words)]
         names = [name for name, _ in rows]
         place = names.index(self._current) if self._current in names else 0
         self.show(rows, self._none, highlighted=place)
