@@ -35,7 +35,7 @@ from localrt.chat_format.parser import (
     marks_in,
     snapped,
 )
-from localrt.chat_format.probing import FIRST, IDS, SECOND, TEXT, Asked, UnreadableError, Written
+from localrt.chat_format.probing import FIRST, IDS, SECOND, TEXT, ProbeCall, Probes, UnreadableError
 from localrt.common.errors import TemplateError
 
 _KEY, _NEXT_KEY = "zqa", "zqb"
@@ -63,13 +63,13 @@ _READ_BY = [
 _THOUGHT_ENDS = ("</think>", "<|END_THINKING|>", "</seed:think>", "[/THINK]", "<channel|>")
 
 
-def probe_calls(written: Written) -> CallSyntax | None:
-    """Find how the template of ``written`` writes calls."""
+def probe_calls(probes: Probes) -> CallSyntax | None:
+    """Find how the template of ``probes`` writes calls."""
     best: CallSyntax | None = None
     forms = product(("", None), (False, True), ("", "functions.{name}:{index}"))
     for empty, as_text, id_form in forms:
         try:
-            form = replace(written, empty=empty, as_text=as_text, id_form=id_form)
+            form = replace(probes, empty=empty, as_text=as_text, id_form=id_form)
             probe = _Probe(form)
             syntax = replace(probe.syntax(), as_text=as_text)
         except (TemplateError, UnreadableError, ValueError, RecursionError):
@@ -123,13 +123,13 @@ class _Shape:
 class _Probe:
     """Probes a template with one form of calls."""
 
-    def __init__(self, written: Written) -> None:
-        self._written = written
+    def __init__(self, probes: Probes) -> None:
+        self._probes = probes
         self._special = ""
-        self._alone = written.calls((FIRST, _ONE))
+        self._alone = probes.calls((FIRST, _ONE))
         if FIRST not in self._alone:
             raise UnreadableError("no call is written")
-        both = written.optional((FIRST, _ONE), (SECOND, _ONE))
+        both = probes.optional((FIRST, _ONE), (SECOND, _ONE))
         self._both = both if SECOND in both and FIRST in both else ""
 
     def syntax(self) -> CallSyntax:
@@ -176,8 +176,8 @@ class _Probe:
         except (TemplateError, UnreadableError):
             return False
 
-    def _read(self, syntax: CallSyntax, *calls: Asked) -> bool:
-        text = self._written.calls(*calls)
+    def _read(self, syntax: CallSyntax, *calls: ProbeCall) -> bool:
+        text = self._probes.calls(*calls)
         begin = text.find(FIRST) - len(self._alone[self._begin : self._alone.index(FIRST)])
         text = text[: len(text) - len(self._turn_end(text))]
         shown, found = _calls_in(text[max(begin, 0) :], syntax)
@@ -187,7 +187,7 @@ class _Probe:
 
     def _turn_end(self, text: str) -> str:
         """The part at the end of ``text`` that also ends an answer without calls."""
-        plain = self._written.plain.rpartition(TEXT)[2]
+        plain = self._probes.plain.rpartition(TEXT)[2]
         shared = len(common_end(text.rstrip(), plain.rstrip()))
         return text[snapped(text, len(text.rstrip()) - shared) :]
 
@@ -204,15 +204,15 @@ class _Probe:
 
     def _turn_start(self, before: str, lead: int) -> int:
         """The end of the turn's header, or of other text before an opening."""
-        written = self._written
-        spoken = written.optional((FIRST, _ONE), text=TEXT)
+        probes = self._probes
+        spoken = probes.optional((FIRST, _ONE), text=TEXT)
         _, found, behind = spoken.partition(TEXT)
         starts = [0]
         if found and FIRST in behind:  # text may come first
             between = behind[: behind.index(FIRST) - lead]
             starts.append(snapped(before, len(before) - len(common_end(before, between))))
-        header = written.plain.partition(TEXT)[0]
-        for each in (written.prompt, header):
+        header = probes.plain.partition(TEXT)[0]
+        for each in (probes.prompt, header):
             shared = len(common_start(before, each))
             while inside_mark(before, shared):
                 shared = before.rfind("<", 0, shared)
@@ -248,7 +248,7 @@ class _Probe:
 
     def _first_mark(self, opening: str) -> str:
         """The shortest beginning of ``opening``, up to a mark, that is only written with calls."""
-        others = self._written.prompt + self._written.plain
+        others = self._probes.prompt + self._probes.plain
         ends = [found.end() for found in MARK.finditer(opening)]
         beginnings = (opening[:end] for end in ends)
         return next((each for each in beginnings if each not in others), opening.strip())
@@ -264,20 +264,20 @@ class _Probe:
             _, end = DECODER.raw_decode(self._both, begin)
             between, tail = self._both[first.end : begin], self._both[end:]
         mark, closing, parts = self._marks_around(opening, between, tail)
-        kept, lead = "", opening[len(mark) :].strip()
+        call_start, lead = "", opening[len(mark) :].strip()
         if mark and not mark.endswith((">", "]")):
-            kept = self._alone[unit.start]  # a word is a mark only with the bracket after it
+            call_start = self._alone[unit.start]  # a word is a mark only with the bracket after it
             mark = opening
         found = MARK.search(closing)
         closing = found[0] if found else closing
         notation = replace(unit.notation, lead=lead)
         end = unit.end + tail.find(closing) + len(closing) if closing in tail else unit.end
         return CallSyntax(
-            mark + kept,
+            mark + call_start,
             closing,
             (notation,),
             marks=marks_in(opening, between, parts.closing, closing),
-            kept=kept,
+            call_start=call_start,
             bare=mark in ("", "<tool_call>"),
             spelling=self._json_spelling(end),
         )
@@ -321,7 +321,7 @@ class _Probe:
         primed = ""
         if not opening:
             primed = opening = between.strip()
-            if not primed or not self._written.prompt.endswith(primed):
+            if not primed or not self._probes.prompt.endswith(primed):
                 raise UnreadableError("nothing marks a call")
         opening, between, tail = map(self._without_ids, (opening, between, tail))
         mark, outer, parts = self._marks_around(opening, between, tail)
@@ -337,7 +337,7 @@ class _Probe:
             arguments=arguments,
             section=expression(parts.section),
             between=ends,
-            id_form=self._written.id_form,
+            id_form=self._probes.id_form,
             mark=mark,
             end=outer,
         )
@@ -402,14 +402,14 @@ class _Probe:
             closing = behind[: behind.index("}") + 1]
             return _Shape(QuotedArguments(quote), head[:-1], "{", closing)
         if head.strip() == "(" and mid.strip() in ("='", '="'):
-            special = self._written.calls((FIRST, {_KEY: _SPECIAL}))
+            special = self._probes.calls((FIRST, {_KEY: _SPECIAL}))
             escaped = mid.strip()[-1] == '"' or f"'{_SPECIAL}'" not in special
             return _Shape(KeywordArguments(escaped), head, "", behind[:1])
         return self._tagged(name_end, mid)
 
     def _tagged(self, name_end: int, mid: str) -> _Shape:
-        written, text = self._written, self._alone
-        two = written.calls((FIRST, _TWO))
+        probes, text = self._probes, self._alone
+        two = probes.calls((FIRST, _TWO))
         key, next_key = (two.index(each, name_end) for each in (_KEY, _NEXT_KEY))
         value_end = two.index(_VALUE, key) + len(_VALUE)
         head, gap = two[name_end:key], two[value_end:next_key]
@@ -430,11 +430,11 @@ class _Probe:
 
     def _mids(self, usual: Mid) -> tuple[Mid, ...]:
         """Find how values of other kinds are written, besides ``usual`` strings."""
-        written = self._written
-        self._special = written.calls((FIRST, {_KEY: _SPECIAL}))
+        probes = self._probes
+        self._special = probes.calls((FIRST, {_KEY: _SPECIAL}))
         mids = [usual]
         for kind, value in _VALUES.items():
-            text = written.calls((FIRST, {_KEY: value}))
+            text = probes.calls((FIRST, {_KEY: value}))
             key = text.index(_KEY) + len(_KEY)
             shown = text[key : text.index(usual.after, key)]
             spelled = next(filter(shown.endswith, (json.dumps(value), str(value))), "")
@@ -450,7 +450,7 @@ class _Probe:
         return tuple(mids)
 
 
-def _calls_in(text: str, syntax: CallSyntax) -> tuple[str, list[Asked]]:
+def _calls_in(text: str, syntax: CallSyntax) -> tuple[str, list[ProbeCall]]:
     """Parse ``text`` by ``syntax``: the text to show, and the calls."""
     parser = TextParser(syntax, _READ_BY)
     shown = parser.push(text) + parser.flush()

@@ -72,30 +72,30 @@ class HarmonyParser:
         self._text = ""  # the arguments of the call to _recipient
         self._recipient: str | None = None
         self.thinking = thinking
-        self._held = ""
-        self._said = False  # whether any text but thoughts has come
+        self._buffer = ""
+        self._has_text = False  # whether any text but thoughts has come
         self._unmarked = True  # no mark has come yet
         self.calls: tuple[ToolCall, ...] = ()
 
     def push(self, piece: str) -> str:
         """Add ``piece`` and return the text to show."""
-        self._held += piece
+        self._buffer += piece
         shown, self._first = self._first, ""
-        while match := _MARK.search(self._held):
-            shown += self._take(self._held[: match.start()]) + self._mark(match[0])
-            self._held = self._held[match.end() :]
-        cut = len(self._held) - max(overlap(self._held, mark) for mark in _MARKERS)
-        shown += self._take(self._held[:cut])
-        self._held = self._held[cut:]
+        while match := _MARK.search(self._buffer):
+            shown += self._take(self._buffer[: match.start()]) + self._mark(match[0])
+            self._buffer = self._buffer[match.end() :]
+        cut = len(self._buffer) - max(overlap(self._buffer, mark) for mark in _MARKERS)
+        shown += self._take(self._buffer[:cut])
+        self._buffer = self._buffer[cut:]
         return shown
 
     def flush(self, *, cut: bool = False) -> str:
-        """Return the held text at the end of the answer; drop a call that was ``cut``."""
-        held, self._held = self._held, ""
+        """Return the buffered text at the end of the answer; drop a call that was ``cut``."""
+        buffer, self._buffer = self._buffer, ""
         if cut and (self._recipient is not None or self._header):
             self._recipient = self._header = None
             return ""
-        shown = self._take(held)
+        shown = self._take(buffer)
         if self._unmarked and self._header:  # the text only looked like a header
             shown, self._header = self._header, None
         return shown + self._end()
@@ -114,8 +114,8 @@ class HarmonyParser:
             self._text += text
             return ""
         if self.thinking:  # thoughts after the first shown text are dropped
-            return "" if self._said else text
-        self._said = self._said or bool(text.strip())
+            return "" if self._has_text else text
+        self._has_text = self._has_text or bool(text.strip())
         return text
 
     def _mark(self, mark: str) -> str:
@@ -136,13 +136,13 @@ class HarmonyParser:
             self._recipient, self._text = recipient[1], ""
             return ""
         self.thinking = "analysis" in header
-        return f"{OPEN}\n" if self.thinking and not self._said else ""
+        return f"{OPEN}\n" if self.thinking and not self._has_text else ""
 
     def _end(self) -> str:
         """End a message: close thinking or add a call; return text to show."""
         if self.thinking:
             self.thinking = False
-            return "" if self._said else f"\n{CLOSE}\n\n"
+            return "" if self._has_text else f"\n{CLOSE}\n\n"
         if self._recipient is None:
             return ""
         name, self._recipient = self._recipient, None

@@ -212,7 +212,7 @@ def _by_user(text: str) -> _Message:
     return {"role": "user", "content": text}
 
 
-_Given: TypeAlias = Mapping[str, Any]
+_AnyMessage: TypeAlias = Mapping[str, Any]
 _ID = "call_zq_zq_zq_{}"
 
 
@@ -223,7 +223,7 @@ class CallForm:
     ids: str = ""
     empty: str | None = ""
 
-    def shaped(self, messages: Sequence[_Given]) -> list[dict[str, Any]]:
+    def shaped(self, messages: Sequence[_AnyMessage]) -> list[dict[str, Any]]:
         """Return ``messages`` with such ids in calls and results, and such empty contents."""
         ids: dict[str, str] = {}
         found: list[dict[str, Any]] = []
@@ -248,23 +248,25 @@ class CallForm:
         return {**call, "id": ids[given]}
 
 
-AS_GIVEN = CallForm()
+UNCHANGED = CallForm()
 _FORMS = (
-    AS_GIVEN,
+    UNCHANGED,
     CallForm(ids="{short}"),  # Mistral
     CallForm(ids="functions.{name}:{index}"),  # Kimi
     CallForm(empty=None),  # DeepSeek
 )
 
 
-def left_out(messages: Sequence[_Given], written: str, *, calls: bool = True) -> list[_Given]:
-    """Return the messages that ``written``, a prompt, lacks or has only in part; at most 16.
+def missing_messages(
+    messages: Sequence[_AnyMessage], prompt: str, *, calls: bool = True
+) -> list[_AnyMessage]:
+    """Return the messages that ``prompt`` lacks or has only in part; at most 16.
 
     Thoughts may be missing. System messages at the beginning may be anywhere. Without ``calls``,
     only texts are looked for.
     """
     head = rules_first(messages)
-    missing: list[_Given] = []
+    missing: list[_AnyMessage] = []
     at = start = 0
     before = ""  # the role of the message before
     for number, message in enumerate(messages):
@@ -276,9 +278,9 @@ def left_out(messages: Sequence[_Given], written: str, *, calls: bool = True) ->
         if role == "assistant":
             text = split_thinking(text).answer
         for said in (text, *(calls_of(message) if calls else ())):
-            end = _end_of(said, written, at)
+            end = _end_of(said, prompt, at)
             if end < 0 and at > start:
-                end = _end_of(said, written, start)
+                end = _end_of(said, prompt, start)
             if end < 0:
                 missing.append(message)
                 break
@@ -295,15 +297,15 @@ _COMPARED = 1000  # characters of a text that the template quotes in its own way
 _NEAR = 1 << 16  # characters to search first, before the quoted form of the text
 
 
-def _end_of(text: str, written: str, start: int) -> int:
+def _end_of(text: str, prompt: str, start: int) -> int:
     """The end of ``text`` after ``start``, or ``start`` if it is quoted there; -1: not found."""
     text = text.strip()
-    for quotes, most in ((False, _NEAR), (True, _NEAR), (False, len(written))):
+    for quotes, most in ((False, _NEAR), (True, _NEAR), (False, len(prompt))):
         form = json.dumps(text, ensure_ascii=False)[1:-1] if quotes else text
-        if (found := written.find(form, start, start + len(form) + most)) >= 0:
+        if (found := prompt.find(form, start, start + len(form) + most)) >= 0:
             return found + len(form)
     words = re.sub("[^a-zA-Z0-9]+", "", text[:_COMPARED])
-    near = written[start : start + 7 * _COMPARED]
+    near = prompt[start : start + 7 * _COMPARED]
     return start if words and words in _QUOTED.sub("", near) else -1
 
 
@@ -313,11 +315,11 @@ class HistoryProbe:
     ``source`` is the template's source: the model knows the roles that it names.
     """
 
-    def __init__(self, render: Callable[[Sequence[_Given]], str], source: str) -> None:
+    def __init__(self, render: Callable[[Sequence[_AnyMessage]], str], source: str) -> None:
         self._render = render
         self._source = source
-        self._known: dict[Situation, bool] = {}
-        self._form = AS_GIVEN
+        self._results: dict[Situation, bool] = {}
+        self._form = UNCHANGED
 
     @property
     def form(self) -> CallForm:
@@ -327,15 +329,15 @@ class HistoryProbe:
 
     def can(self, situation: Situation) -> bool:
         """Whether the template can show ``situation``."""
-        if situation not in self._known:
-            self._known[situation] = self._finds(situation)
-        return self._known[situation]
+        if situation not in self._results:
+            self._results[situation] = self._finds(situation)
+        return self._results[situation]
 
     def knows_developers(self) -> bool:
         """Whether the template names the developer role; copying any role's name does not count."""
         return re.search(r"""(["'])developer\1""", self._source) is not None
 
-    def shows_alone(self, message: _Given) -> bool:
+    def shows_alone(self, message: _AnyMessage) -> bool:
         """Whether the template shows the text of ``message`` in an otherwise usual history."""
         role, said = message["role"], {**_user(0), **message}
         if role in RULES:
@@ -344,7 +346,7 @@ class HistoryProbe:
             return self._shows([_user(0), {"role": role, "content": said["content"]}, _user(1)])
         if role != "tool" or not self.can(Situation.CALL):
             return self._shows([{**said, "role": "user"}])
-        return self._shows([_user(0), _asks(0), {**_gives(0), "content": said["content"]}])
+        return self._shows([_user(0), _calling(0), {**_result_of(0), "content": said["content"]}])
 
     def _finds(self, situation: Situation) -> bool:
         if situation is Situation.DEVELOPER and not self.knows_developers():
@@ -352,19 +354,19 @@ class HistoryProbe:
         if situation is Situation.CALL:
             found = (form for form in _FORMS if self._show_all(situation, form))
             form = next(found, None)
-            self._form = form or AS_GIVEN
+            self._form = form or UNCHANGED
             return form is not None
         return self._show_all(situation, self.form)
 
     def _show_all(self, situation: Situation, form: CallForm) -> bool:
         return all(self._shows(history, form) for history in _PROBES[situation])
 
-    def _shows(self, history: Sequence[_Given], form: CallForm | None = None) -> bool:
+    def _shows(self, history: Sequence[_AnyMessage], form: CallForm | None = None) -> bool:
         try:
             written = self._render((form or self._form).shaped(history))
         except TemplateError:
             return False
-        return not left_out(history, written)
+        return not missing_messages(history, written)
 
 
 def _says(role: str, number: int) -> dict[str, Any]:
@@ -375,15 +377,15 @@ def _user(number: int) -> dict[str, Any]:
     return _says("user", number)
 
 
-def _asks(*numbers: int, text: str = "") -> dict[str, Any]:
+def _calling(*numbers: int, text: str = "") -> dict[str, Any]:
     calls = []
     for number in numbers:
-        asked = {"name": (FIRST, SECOND)[number], "arguments": {"zqa": f"zqvalue{number}"}}
-        calls.append({"id": _ID.format(number), "type": "function", "function": asked})
+        function = {"name": (FIRST, SECOND)[number], "arguments": {"zqa": f"zqvalue{number}"}}
+        calls.append({"id": _ID.format(number), "type": "function", "function": function})
     return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
-def _gives(number: int) -> dict[str, Any]:
+def _result_of(number: int) -> dict[str, Any]:
     name = (FIRST, SECOND)[number]
     return {**_says("tool", number), "tool_call_id": _ID.format(number), "name": name}
 
@@ -393,8 +395,8 @@ def _probes() -> dict[Situation, tuple[list[dict[str, Any]], ...]]:
         _says(role, number) for role in ("system", "developer", "assistant") for number in (0, 1)
     )
     u0, u1, u2 = map(_user, range(3))
-    c0, c1, r0, r1 = _asks(0), _asks(1), _gives(0), _gives(1)
-    both, with_words = _asks(0, 1), _asks(0, text="Zqwords say.")
+    c0, c1, r0, r1 = _calling(0), _calling(1), _result_of(0), _result_of(1)
+    both, with_words = _calling(0, 1), _calling(0, text="Zqwords say.")
     return {
         Situation.SYSTEM: ([s0, u0, a0, u1],),
         Situation.SYSTEM_ALONE: ([s0],),
@@ -424,8 +426,8 @@ class HistoryRenderer:
         self._template = template
         self._as_text = as_text
         self._probes = {
-            given: HistoryProbe(partial(self._probe, given), template.tool_source)
-            for given in (False, True)
+            tools: HistoryProbe(partial(self._probe, tools), template.tool_source)
+            for tools in (False, True)
         }
 
     def segments(
@@ -441,39 +443,39 @@ class HistoryRenderer:
         Raises:
             TemplateError: it refuses every form; the error is that of the first.
         """
-        given = AS_GIVEN.shaped(for_template(messages))
+        original = UNCHANGED.shaped(for_template(messages))
         options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
         probe = self._probes[bool(tools)]
         refused: TemplateError | None = None
-        found: list[tuple[int, list[Any], list[Segment]]] = []
-        for history in self._forms(given, probe):
-            if found and found[-1][1] == history:
-                segments = found[-1][2]
+        attempts: list[tuple[int, list[Any], list[Segment]]] = []
+        for history in self._forms(original, probe):
+            if attempts and attempts[-1][1] == history:
+                segments = attempts[-1][2]
             else:
                 try:
                     segments = self._segments(history, **options, **extra)
                 except TemplateError as error:
                     refused = refused or error
                     continue
-            written = "".join([text for text, _ in segments])
-            missing = left_out(history, written, calls=history is given)
+            prompt = "".join([text for text, _ in segments])
+            missing = missing_messages(history, prompt, calls=history is original)
             # Text that the template leaves out in any history (/no_think) may be missing.
             if not any(map(probe.shows_alone, missing)):
                 return segments
-            found.append((len(missing), history, segments))
-        if not found:
+            attempts.append((len(missing), history, segments))
+        if not attempts:
             assert refused is not None, "there is one form at least"
             raise refused
-        return min(found, key=lambda each: each[0])[2]
+        return min(attempts, key=lambda each: each[0])[2]
 
     @staticmethod
-    def _forms(given: list[Any], probe: HistoryProbe) -> Iterator[list[Any]]:
-        """Yield ``given``, then simpler and simpler forms of it."""
-        developers = any(message["role"] == "developer" for message in given)
+    def _forms(original: list[Any], probe: HistoryProbe) -> Iterator[list[Any]]:
+        """Yield ``original``, then simpler and simpler forms of it."""
+        developers = any(message["role"] == "developer" for message in original)
         if not developers or probe.knows_developers():
-            yield given
-        yield probe.form.shaped(fitted(given, probe.can))
-        yield fitted(given, lambda situation: False)
+            yield original
+        yield probe.form.shaped(fitted(original, probe.can))
+        yield fitted(original, lambda situation: False)
 
     def _segments(self, history: list[Any], **options: Any) -> list[Segment]:
         """Render one history, with arguments in the form that the template accepts."""

@@ -186,24 +186,24 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """``functions`` that a model may call; ``own`` maps the model's names to the caller's.
+    """``functions`` that a model may call; ``caller_names`` maps the model's names to the caller's.
 
     ``tools`` are those for the template, None if it takes none: ``text``, which describes them, is
     then part of the system prompt.
     """
 
     functions: Sequence[_Tool] = ()
-    own: Mapping[str, str] = field(default_factory=dict)
+    caller_names: Mapping[str, str] = field(default_factory=dict)
     tools: Sequence[_Tool] | None = None
     text: str = ""
 
     def named(self, name: str) -> str:
         """The model's name of the tool that the caller calls ``name``."""
-        return next((shown for shown, own in self.own.items() if own == name), name)
+        return next((shown for shown, own in self.caller_names.items() if own == name), name)
 
     def shown(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Return the conversation with the model's names of tools, and with the tools' ``text``."""
-        if any(shown != own for shown, own in self.own.items()):
+        if any(shown != own for shown, own in self.caller_names.items()):
             messages = [self._renamed(message) for message in messages]
         if not self.text:
             return messages
@@ -243,11 +243,11 @@ class Offers:
 
     def __init__(self, template: MessageTemplate) -> None:
         self._template = template
-        self._made = lru_cache(_KEPT)(self._offer)
+        self._cached = lru_cache(_KEPT)(self._offer)
 
     def of(self, tools: Sequence[_Tool] | None) -> Offer:
         """The offer of ``tools``, which must have names."""
-        return self._made(json.dumps(tools, default=_as_json)) if tools else NO_TOOLS
+        return self._cached(json.dumps(tools, default=_as_json)) if tools else NO_TOOLS
 
     def _offer(self, tools: str) -> Offer:
         last = {tool.get("function", tool)["name"]: tool for tool in json.loads(tools)}

@@ -95,22 +95,22 @@ def json_values(text: str) -> list[Any] | None:
         values.append(value)
 
 
-def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
-    """A call with the arguments ``given``, an object or its JSON text; None if they are neither.
+def call_of(name: Any, arguments: Any, call_id: Any = None) -> Call | None:
+    """A call with ``arguments``, an object or its JSON text; None if they are neither.
 
     None, an empty text and an empty list mean no arguments.
     """
-    if isinstance(given, str):
-        values = json_values(given)
+    if isinstance(arguments, str):
+        values = json_values(arguments)
         if values is None or len(values) > 1:
             return None
-        given = values[0] if values else {}
-    if given in (None, "", []):
-        given = {}
-    if not isinstance(name, str) or not name or not isinstance(given, Mapping):
+        arguments = values[0] if values else {}
+    if arguments in (None, "", []):
+        arguments = {}
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         return None
-    known = _paired(call_id) if isinstance(call_id, str) and call_id else None
-    return Call(_paired(name), as_json(given), known)
+    call_id = _paired(call_id) if isinstance(call_id, str) and call_id else None
+    return Call(_paired(name), as_json(arguments), call_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,17 +76,17 @@ class CallSyntax:
     """How an answer contains calls: ``opening`` begins them, ``closing`` (or the end) ends them.
 
     ``notations`` are tried in order on the text between. ``marks`` are further marks within
-    calls. ``kept`` is the part of the opening that belongs to the call. With ``bare``, an answer
-    that is only JSON, fenced or not, may also be a call of a given tool. ``primed`` is the part of
-    the opening that the prompt already has. ``as_text``: the template wants arguments as JSON text.
-    ``spelling`` says how to write a call, if known.
+    calls. ``call_start`` is the part of the opening that belongs to the call. With ``bare``, an
+    answer that is only JSON, fenced or not, may also be a call of one of the tools. ``primed`` is
+    the part of the opening that the prompt already has. ``as_text``: the template wants arguments
+    as JSON text. ``spelling`` says how to write a call, if known.
     """
 
     opening: str
     closing: str
     notations: tuple[Notation, ...]
     marks: tuple[str, ...] = ()
-    kept: str = ""
+    call_start: str = ""
     bare: bool = False
     primed: str = ""
     as_text: bool = False
@@ -167,21 +167,21 @@ class TextParser:
         self._syntax = syntax
         self._forced = forced
         self._names = names
-        self._given = tools
+        self._tool_list = tools
         self._tools = signatures(tools)
         self._closings = dict(frame.thinking)
         self._closing = self._closings.get(thinking, "")  # while the model thinks
         self._first = f"{OPEN}\n" if thinking else ""
-        self._held = self._primed = syntax.primed if syntax is not None else ""
+        self._buffer = self._primed = syntax.primed if syntax is not None else ""
         answer = self._primed + frame.answer if frame.answer else ""
         always = answer if self._primed or MARK.match(answer) else ""
         self._dropped = tuple(filter(None, (always, frame.end)))
         self._lead = "" if always else answer  # a word: a mark only at the answer's beginning
         self._open = False
-        self._at_last = False  # the held text may be calls at the end of a thought
-        self._sought = 0  # the held text was searched for a closing mark up to here
+        self._at_last = False  # the buffered text may be calls at the end of a thought
+        self._sought = 0  # the buffered text was searched for a closing mark up to here
         self._space = ""  # the space before the open calls
-        self._begun = False  # whether anything but space and thinking has come
+        self._has_text = False  # whether anything but space and thinking has come
         self._bare = False  # the answer began like JSON, and is held back until its end
         self.calls: tuple[ToolCall, ...] = ()
         self.markers = _markers(syntax, frame)
@@ -189,44 +189,44 @@ class TextParser:
     @property
     def thinking(self) -> bool:
         """Whether the text so far ends within the thinking at the answer's beginning."""
-        return bool(self._closing) and not self._begun
+        return bool(self._closing) and not self._has_text
 
     def push(self, piece: str) -> str:
         """Add ``piece``, and return the text that is certainly not part of a call."""
         shown, self._first = self._first, ""
-        self._held += piece
+        self._buffer += piece
         while not self._bare and (found := self._step()) is not None:
             shown += found
         return shown
 
     def flush(self, *, cut: bool = False) -> str:
-        """Return the held text at the end of the answer. Half a call is shown as text, or dropped
-        if the answer was ``cut``.
+        """Return the buffered text at the end of the answer. Half a call is shown as text, or is
+        dropped if the answer was ``cut``.
         """
         shown, self._first = self._first, ""
         syntax = self._syntax
         while self._open and syntax is not None:
-            held, self._held, self._open = self._held, "", False
-            if cut and (syntax.closing or syntax.parse(held, self._tools) is None):
+            buffer, self._buffer, self._open = self._buffer, "", False
+            if cut and (syntax.closing or syntax.parse(buffer, self._tools) is None):
                 return shown
-            body, closed, rest = held, "", ""
-            if syntax.closing and syntax.parse(held, self._tools) is None:
-                body, closed, rest = held.partition(syntax.closing)  # a string is not closed
+            body, closed, rest = buffer, "", ""
+            if syntax.closing and syntax.parse(buffer, self._tools) is None:
+                body, closed, rest = buffer.partition(syntax.closing)  # a string is not closed
             shown += self._ended(syntax, body, closed)
             shown += self.push(rest)
-        held, self._held = self._held, ""
+        buffer, self._buffer = self._buffer, ""
         if syntax is not None and self._at_last:
-            return shown if cut else shown + self._calls_at_last(syntax, held)
+            return shown if cut else shown + self._calls_at_last(syntax, buffer)
         if self._bare and syntax is not None:
-            calls = syntax.parse(_unfenced(held), self._tools) or []
+            calls = syntax.parse(_unfenced(buffer), self._tools) or []
             if calls and all(call.name in self._tools for call in calls):
                 self.calls += tuple(make_call(call, self._names) for call in calls)
                 return shown
         if cut and syntax is not None:
-            held = self._without_half_call(syntax, held)
-        if self._primed and self._primed.startswith(held):
+            buffer = self._without_half_call(syntax, buffer)
+        if self._primed and self._primed.startswith(buffer):
             return shown
-        return shown + held
+        return shown + buffer
 
     def _step(self) -> str | None:
         """The next piece of text to show; None if more text has to come first."""
@@ -235,47 +235,47 @@ class TextParser:
             return self._within(syntax)
         if self._at_last and syntax is not None:
             return self._within_thought(syntax)
-        if not self._begun and not self._closing and not self._begins(syntax):
+        if not self._has_text and not self._closing and not self._begins(syntax):
             return None
-        held = self._held
-        if not held:
+        buffer = self._buffer
+        if not buffer:
             return None
         marks = self._marks(syntax)
-        at, mark = _first(held, marks)
+        at, mark = _first(buffer, marks)
         if at < 0:
-            return self._certain(held, marks)
+            return self._certain(buffer, marks)
         if self._closing and mark != self._closing:
-            self._held, self._at_last = held[at:], True
-            return held[:at]
-        self._held = held[at + len(mark) :]
+            self._buffer, self._at_last = buffer[at:], True
+            return buffer[:at]
+        self._buffer = buffer[at + len(mark) :]
         if self._closing:
             self._closing = ""
-            return held[:at] + CLOSE
-        self._begun = self._begun or bool(held[:at].strip())
+            return buffer[:at] + CLOSE
+        self._has_text = self._has_text or bool(buffer[:at].strip())
         if mark in self._closings:
             self._closing = self._closings[mark]
-            return held[:at] + OPEN
+            return buffer[:at] + OPEN
         if mark in self._dropped:
             self._primed = ""
-            return held[:at]
+            return buffer[:at]
         assert syntax is not None, "no other mark is looked for"
-        shown = held[:at].rstrip()
-        self._open, self._begun, self._sought = True, False, 0
-        self._space = held[len(shown) : at]
-        self._held = syntax.kept + self._held
+        shown = buffer[:at].rstrip()
+        self._open, self._has_text, self._sought = True, False, 0
+        self._space = buffer[len(shown) : at]
+        self._buffer = syntax.call_start + self._buffer
         return shown
 
     def _begins(self, syntax: CallSyntax | None) -> bool:
         """Whether it is clear how the answer begins: as text, or as JSON that may be calls."""
-        start = self._held.lstrip()
+        start = self._buffer.lstrip()
         if self.calls:  # drop the space after a call
-            self._held = start
+            self._buffer = start
             return True
         if self._lead:
             if len(start) < len(self._lead) and self._lead.startswith(start):
                 return False
             if start.startswith(self._lead):
-                self._held = start = start.removeprefix(self._lead)
+                self._buffer = start = start.removeprefix(self._lead)
             self._lead = ""
         if syntax is not None and syntax.bare:
             self._bare = any(start.startswith(mark) for mark in _BARE)
@@ -289,20 +289,20 @@ class TextParser:
             return (self._closing, *calls)
         return (*calls, *self._closings, *self._dropped)
 
-    def _certain(self, held: str, marks: Sequence[str]) -> str | None:
-        """The part of ``held``, which has no mark, that cannot begin one."""
-        cut = len(held) - max((overlap(held, mark) for mark in marks), default=0)
+    def _certain(self, buffer: str, marks: Sequence[str]) -> str | None:
+        """The part of ``buffer``, which has no mark, that cannot begin one."""
+        cut = len(buffer) - max((overlap(buffer, mark) for mark in marks), default=0)
         if self._syntax is not None and not self._closing:
-            cut = len(held[:cut].rstrip())  # space before calls belongs to them
-        shown, self._held = held[:cut], held[cut:]
-        self._begun = self._begun or bool(shown.strip() and not self._closing)
+            cut = len(buffer[:cut].rstrip())  # space before calls belongs to them
+        shown, self._buffer = buffer[:cut], buffer[cut:]
+        self._has_text = self._has_text or bool(shown.strip() and not self._closing)
         return shown or None
 
     def _within_thought(self, syntax: CallSyntax) -> str | None:
         """The text that looked like calls, once it is clear that the thought continues after it."""
-        held = self._held
-        body = held[len(syntax.opening) :]
-        start, closed = body.lstrip(), self._closing in held
+        buffer = self._buffer
+        body = buffer[len(syntax.opening) :]
+        start, closed = body.lstrip(), self._closing in buffer
         at = body.find(syntax.closing) if syntax.closing else -1
         behind = body[at + len(syntax.closing) :].lstrip() if at >= 0 else ""
         goes_on = behind and not behind.startswith(syntax.opening[: len(behind)])
@@ -310,47 +310,47 @@ class TextParser:
         if not (closed or (goes_on and not syntax.is_open(body[:at])) or not begins):
             return None
         self._at_last = False
-        shown = held.partition(self._closing)[0] if closed else held[: len(syntax.opening)]
-        self._held = held[len(shown) :]
+        shown = buffer.partition(self._closing)[0] if closed else buffer[: len(syntax.opening)]
+        self._buffer = buffer[len(shown) :]
         return shown
 
-    def _calls_at_last(self, syntax: CallSyntax, held: str) -> str:
-        """Take calls of known tools from the end of an unclosed thought; return ``held`` if it is
+    def _calls_at_last(self, syntax: CallSyntax, buffer: str) -> str:
+        """Take calls of known tools from the end of an unclosed thought; return ``buffer`` if it is
         not calls.
         """
-        inner = TextParser(syntax, self._given)  # with the model's names of tools
-        rest = inner.push(held) + inner.flush()
+        inner = TextParser(syntax, self._tool_list)  # with the model's names of tools
+        rest = inner.push(buffer) + inner.flush()
         if rest.strip() or not all(call.name in self._tools for call in inner.calls):
-            return held
+            return buffer
         self.calls += tuple(
             replace(call, name=self._names.get(call.name, call.name)) for call in inner.calls
         )
         return ""
 
-    def _without_half_call(self, syntax: CallSyntax, held: str) -> str:
-        """Return ``held`` without the beginning of a call at its end."""
+    def _without_half_call(self, syntax: CallSyntax, buffer: str) -> str:
+        """Return ``buffer`` without the beginning of a call at its end."""
         if not self._bare:
-            half = overlap(held, syntax.opening)
+            half = overlap(buffer, syntax.opening)
             least = 1 if self._forced and not self._closing else 2  # one character may be text
-            return held[: len(held) - half].rstrip() if half >= least else held
+            return buffer[: len(buffer) - half].rstrip() if half >= least else buffer
         before, middle = '{"name":"', '"'
         if syntax.spelling is not None:
             before = syntax.spelling.before.removeprefix(syntax.opening)
             middle = syntax.spelling.middle
-        start = "".join(_unfenced(held).split()).lstrip("[")
+        start = "".join(_unfenced(buffer).split()).lstrip("[")
         calls = ("".join(f"{before}{name}{middle}".split()) for name in self._tools)
-        return "" if any(each[: len(start)] == start[: len(each)] for each in calls) else held
+        return "" if any(each[: len(start)] == start[: len(each)] for each in calls) else buffer
 
     def _within(self, syntax: CallSyntax) -> str | None:
         """End the open calls if their closing mark has come; None if not."""
-        held, closing = self._held, syntax.closing
-        while closing and (at := held.find(closing, self._sought)) >= 0:
-            if syntax.is_open(held[:at]):
+        buffer, closing = self._buffer, syntax.closing
+        while closing and (at := buffer.find(closing, self._sought)) >= 0:
+            if syntax.is_open(buffer[:at]):
                 self._sought = at + 1
                 continue
-            self._held, self._open = held[at + len(closing) :], False
-            return self._ended(syntax, held[:at], closing)
-        self._sought = max(self._sought, len(held) - len(closing) + 1)
+            self._buffer, self._open = buffer[at + len(closing) :], False
+            return self._ended(syntax, buffer[:at], closing)
+        self._sought = max(self._sought, len(buffer) - len(closing) + 1)
         return None
 
     def _ended(self, syntax: CallSyntax, body: str, closing: str) -> str:
@@ -359,8 +359,12 @@ class TextParser:
         space, self._space = self._space, ""
         primed, self._primed = self._primed, ""
         if calls is None:
-            self._begun = True
-            opening = syntax.opening.removesuffix(syntax.kept) if syntax.kept else syntax.opening
+            self._has_text = True
+            opening = (
+                syntax.opening.removesuffix(syntax.call_start)
+                if syntax.call_start
+                else syntax.opening
+            )
             return space + opening.removeprefix(primed) + body + closing
         self.calls += tuple(make_call(call, self._names) for call in calls)
         return ""

@@ -15,7 +15,7 @@ from localrt.common.errors import TemplateError
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, and whether the beginning of an answer is added; it may raise TemplateError."""
-Asked = tuple[str, Mapping[str, Any]]
+ProbeCall = tuple[str, Mapping[str, Any]]
 """A call: the name and the arguments."""
 FIRST, SECOND = "zq_alpha", "zq_beta"
 """The names of the probes' tools."""
@@ -48,7 +48,7 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Probes:
     """Renders probes with a template: all results are the text after the user's message.
 
     ``prompt`` is the beginning of an answer, ``plain`` the answer ``TEXT``. ``as_text`` passes the
@@ -65,7 +65,7 @@ class Written:
     empty: str | None = ""
 
     @classmethod
-    def by(cls, render: Render) -> Written:
+    def of(cls, render: Render) -> Probes:
         """Start probing ``render``.
 
         Raises:
@@ -75,12 +75,12 @@ class Written:
         first = cls(render, time.monotonic() + _SECONDS)
         return cls(render, first.until, first._behind_user(None), first.message(TEXT))
 
-    def calls(self, *calls: Asked, text: str = "", **fields: Any) -> str:
+    def calls(self, *calls: ProbeCall, text: str = "", **fields: Any) -> str:
         """Render an answer with these calls."""
-        given = [self._call(index, *call) for index, call in enumerate(calls)]
-        return self.message(text or self.empty, tool_calls=given, **fields)
+        made = [self._call(index, *call) for index, call in enumerate(calls)]
+        return self.message(text or self.empty, tool_calls=made, **fields)
 
-    def optional(self, *calls: Asked, text: str = "") -> str:
+    def optional(self, *calls: ProbeCall, text: str = "") -> str:
         """Render ``calls``; empty if the template refuses them."""
         try:
             return self.calls(*calls, text=text)
@@ -104,5 +104,5 @@ class Written:
 
     def _call(self, index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         call_id = self.id_form.format(name=name, index=index) or IDS[index]
-        given = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+        value = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}

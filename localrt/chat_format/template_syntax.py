@@ -24,7 +24,7 @@ from localrt.chat_format.parser import (
     CallSyntax,
     common_start,
 )
-from localrt.chat_format.probing import FIRST, TEXT, UnreadableError, Written
+from localrt.chat_format.probing import FIRST, TEXT, Probes, UnreadableError
 from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, TemplateError
@@ -223,14 +223,14 @@ def _no_effort(template: MessageTemplate, tags: ThinkingTags | None) -> str | No
 _LONGEST = 64  # most characters of a mark
 
 
-def probe_frame(written: Written) -> AnswerFrame:
-    """Find the answer frame of the template that ``written`` probes."""
-    thinking = _thinking(written)
+def probe_frame(probes: Probes) -> AnswerFrame:
+    """Find the answer frame of the template that ``probes`` renders."""
+    thinking = _thinking(probes)
     pairs = (thinking, *USUAL_FRAME.thinking) if thinking else USUAL_FRAME.thinking
     answer, end = "", ""
-    header, found, tail = written.plain.partition(TEXT)
-    if found and header.startswith(written.prompt):
-        answer = header[len(written.prompt) :]
+    header, found, tail = probes.plain.partition(TEXT)
+    if found and header.startswith(probes.prompt):
+        answer = header[len(probes.prompt) :]
         for _, closing in pairs:
             answer = answer.rpartition(closing)[2]
         answer = answer.lstrip()
@@ -239,12 +239,12 @@ def probe_frame(written: Written) -> AnswerFrame:
     return AnswerFrame(pairs, answer, end)
 
 
-def _thinking(written: Written) -> tuple[str, str] | None:
+def _thinking(probes: Probes) -> tuple[str, str] | None:
     """The marks around a thought; None if they are the usual ones or unknown."""
     fields = dict.fromkeys((*THOUGHT_FIELDS, "thought"), _THOUGHT)
     for calls in ((), ((FIRST, {"zqa": "zvc"}),)):
         try:
-            say = partial(written.calls, *calls) if calls else written.message
+            say = partial(probes.calls, *calls) if calls else probes.message
             silent, text = say(text=TEXT), say(text=TEXT, **fields)
         except TemplateError:
             continue
@@ -254,9 +254,9 @@ def _thinking(written: Written) -> tuple[str, str] | None:
         opening = _opening(before, silent)
         closing = _closing(behind)
         if closing:  # the answer may be a separate turn
-            closing += _begun_by(written.prompt, behind.partition(closing)[2]).rstrip()
-        if opening and opening in written.prompt:  # it begins turns: the mark may come after it
-            rest = written.prompt.rpartition(opening)[2].strip()
+            closing += _begun_by(probes.prompt, behind.partition(closing)[2]).rstrip()
+        if opening and opening in probes.prompt:  # it begins turns: the mark may come after it
+            rest = probes.prompt.rpartition(opening)[2].strip()
             opening = rest if rest and closing not in rest else opening
         if opening and closing and (opening, closing) != (OPEN, CLOSE):
             return opening, closing
@@ -321,13 +321,13 @@ class TemplateSyntax:
             return template.render(messages, tools=tools, add_generation_prompt=prompt)
 
         try:
-            written = Written.by(render)
+            probes = Probes.of(render)
         except (TemplateError, UnreadableError):
             return known
-        calls = probe_calls(written)
+        calls = probe_calls(probes)
         found = known.calls if calls is None else known_with(calls, source)
         try:
-            return cls(found, probe_frame(written))
+            return cls(found, probe_frame(probes))
         except (TemplateError, UnreadableError):
             return cls(found)
 

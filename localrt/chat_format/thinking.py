@@ -34,7 +34,7 @@ class ThoughtStream:
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
         self._closing = ""  # while the model thinks
         self._answering = False
         self._gap = ""  # before the next thought
@@ -44,7 +44,7 @@ class ThoughtStream:
     @property
     def is_open(self) -> bool:
         """Whether the text ends within a thought, or a tag that may begin one."""
-        return bool(self._closing or (self._held.strip() and not self._answering))
+        return bool(self._closing or (self._buffer.strip() and not self._answering))
 
     def push(self, piece: str, *, last: bool = False) -> Piece:
         """Add ``piece`` and return the parts that are certain now; with ``last``, all of them."""
@@ -55,23 +55,23 @@ class ThoughtStream:
     def _push(self, piece: str) -> Piece:
         if self._answering:
             return Piece("", piece)
-        self._held += piece
+        self._buffer += piece
         thinking = ""
         while True:
             if self._closing:
-                inside, closed, rest = self._held.partition(self._closing)
+                inside, closed, rest = self._buffer.partition(self._closing)
                 if not closed:
                     cut = len(inside) - overlap(inside, self._closing)
                     cut = len(inside[:cut].rstrip())
-                    self._held = inside[cut:]
+                    self._buffer = inside[cut:]
                     return Piece(thinking + self._shown(inside[:cut]), "")
                 thinking += self._shown(inside.rstrip())
-                self._closing, self._held = "", rest
-            start = self._held.lstrip()
+                self._closing, self._buffer = "", rest
+            start = self._buffer.lstrip()
             opening = next((each for each in OPENINGS if start.startswith(each)), "")
             if opening:
                 self._closing = opening.replace("<", "</")
-                self._held = start.removeprefix(opening)
+                self._buffer = start.removeprefix(opening)
                 self.has_thought, self._began = True, False
             elif any(each.startswith(start) for each in OPENINGS):
                 return Piece(thinking, "")  # the start of a tag, or nothing yet
@@ -81,13 +81,15 @@ class ThoughtStream:
     def _flush(self) -> Piece:
         if not self._closing:
             return Piece("", self._answer())
-        held, self._held = self._held, ""
-        return Piece(self._shown(held[: len(held) - overlap(held, self._closing)].rstrip()), "")
+        buffer, self._buffer = self._buffer, ""
+        return Piece(
+            self._shown(buffer[: len(buffer) - overlap(buffer, self._closing)].rstrip()), ""
+        )
 
     def _answer(self) -> str:
         self._answering = True
-        held, self._held = self._held, ""
-        return held.lstrip() if self.has_thought else held
+        buffer, self._buffer = self._buffer, ""
+        return buffer.lstrip() if self.has_thought else buffer
 
     def _shown(self, thought: str) -> str:
         if not self._began:

@@ -87,7 +87,7 @@ class ThinkingControl:
     def parser(self, ids: Sequence[int], offer: Offer, options: Options) -> MakeParser | None:
         """Return the parser of thinking, and of calls of offered tools, in an answer to ``ids``."""
         frame, opened = self._frame, self._opened(ids)
-        tools, names = offer.functions, offer.own
+        tools, names = offer.functions, offer.caller_names
         if is_harmony(self._source):
             return lambda: HarmonyParser(thinking=bool(opened), names=names)
         if self._syntax.tags is None and not tools and frame == USUAL_FRAME:

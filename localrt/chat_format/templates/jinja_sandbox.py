@@ -35,8 +35,8 @@ _LONGEST_REASON = 1_000  # characters of an error message
 _COMPILED = 16  # cached templates
 
 
-def answer(source: str, given: Mapping[str, Any] | None, size: int) -> dict[str, str]:
-    """Render the template with the variables ``given``, as ``text``; None only checks the template.
+def answer(source: str, variables: Mapping[str, Any] | None, size: int) -> dict[str, str]:
+    """Render the template with ``variables``, as ``text``; None only checks the template.
 
     Instead, ``invalid`` says why the template is not valid, ``refused`` why rendering failed. The
     longest text allowed depends on ``size``, the bytes of the request.
@@ -49,12 +49,12 @@ def answer(source: str, given: Mapping[str, Any] | None, size: int) -> dict[str,
         return {"invalid": "it is nested too deeply"}
     except Exception as error:  # noqa: BLE001 - Python's compiler raises many types of errors
         return {"invalid": _one_line(error.msg if isinstance(error, SyntaxError) else error)}
-    if given is None:
+    if variables is None:
         return {"text": ""}
     room = _CHARACTERS + _CHARACTERS_PER_BYTE * size
     pieces = []
     try:
-        for piece in template.generate(dict(given)):
+        for piece in template.generate(dict(variables)):
             pieces.append(piece)
             room -= len(piece)
             if room < 0:
@@ -131,7 +131,7 @@ def _one_line(text: object) -> str:
 
 
 def _limits() -> Callable[[int], None]:
-    """Return a function that sets the limits of the next request, given its size in bytes.
+    """Return a function that sets the limits of the next request, variables its size in bytes.
 
     Exceeding a limit ends this process. CPU time is limited, so a busy machine refuses nothing.
     """
@@ -160,8 +160,8 @@ def _serve() -> None:
         limit(len(line))
         try:
             request = json.loads(line)
-            given = answer(request["source"], request["given"], len(line))
-            found = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            variables = answer(request["source"], request["variables"], len(line))
+            found = json.dumps(variables, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except MemoryError:
             os._exit(1)
         sys.stdout.buffer.write(found + b"\n")

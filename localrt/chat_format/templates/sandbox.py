@@ -47,14 +47,14 @@ class SandboxedTemplate:
         if "text" not in found:
             raise TemplateError(f"the {name} cannot be compiled: {found['refused']}")
 
-    def render(self, given: Mapping[str, Any]) -> str:
-        """Render the template with the variables ``given``, which are passed as JSON.
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render the template with ``variables``, which are passed as JSON.
 
         Raises:
             TemplateError: the template refused them, failed, or takes too long or too much
                 memory; quotes it on one line.
         """
-        found = _RENDERER.ask(self._source, given)
+        found = _RENDERER.ask(self._source, variables)
         if "text" not in found:
             raise TemplateError(f"the {self._name} refused the messages: {found['refused']}")
         return found["text"]
@@ -68,10 +68,10 @@ class _Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it: a fork inherits its parent's pipes
 
-    def ask(self, source: str, given: Mapping[str, Any] | None) -> dict[str, str]:
+    def ask(self, source: str, variables: Mapping[str, Any] | None) -> dict[str, str]:
         """See ``jinja_sandbox.answer``; also ``refused`` if the process had to be killed."""
         try:
-            request = {"source": source, "given": given}
+            request = {"source": source, "variables": variables}
             line = json.dumps(request, default=_plain).encode("ascii") + b"\n"
         except RecursionError:
             return {"refused": "a value is nested too deeply"}
@@ -89,7 +89,7 @@ class _Renderer:
         # A packaged program has no interpreter to start, and chooses its own templates.
         from localrt.chat_format.templates.jinja_sandbox import answer as answer_here
 
-        return answer_here(source, json.loads(line)["given"], len(line))
+        return answer_here(source, json.loads(line)["variables"], len(line))
 
     def close(self) -> None:
         """End the process; the next request starts another."""
@@ -154,7 +154,7 @@ atexit.register(_RENDERER.close)
 _START = (
     "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
 )
-_HELLO = b'{"source": "", "given": null}\n'
+_HELLO = b'{"source": "", "variables": null}\n'
 
 
 def _command() -> list[str]:
