@@ -80,15 +80,15 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
 
 
 def spare_collector() -> None:
-    """Take what is imported by now out of garbage collection: it stays as long as the process, and
-    looking through it stops everything for a tenth of a second at a time.
+    """Exclude what has been imported from garbage collection: it lives as long as the process, and
+    going through it stops the app for a tenth of a second at a time.
     """
     gc.collect()
     gc.freeze()
 
 
 def _graphics() -> Graphics:
-    """How the terminal draws pictures. What is typed by now would be read as its answer."""
+    """How the terminal draws pictures. It is not asked if keys wait: they would be its answer."""
     if os.name == "nt":
         return find_graphics()
     from localrt.tui.terminal import unread
@@ -220,7 +220,7 @@ class ChatApp(App[None]):
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str, what: str = "what was selected") -> None:
-        """By a tool, else by the terminal, which does not tell whether it did it."""
+        """Copy with a tool of the desktop, else through the terminal, which does not confirm it."""
 
         async def copy() -> None:
             async with self._copying:  # so that the last copy is the one that stays
@@ -235,7 +235,7 @@ class ChatApp(App[None]):
         _: Worker[None] = self.run_worker(copy, group="copy")
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """What a line goes through on its way to the terminal."""
+        """The filters of each line on its way to the terminal."""
         filters = (WithoutColor(),) if self.no_color else super().get_line_filters()
         return (*filters, _WITHOUT_CONTROLS)
 
@@ -264,7 +264,7 @@ class ChatApp(App[None]):
             self.chat.say(f"Not saved: {one_line(error)}", "error")
 
     def on_live_panel_shown(self, event: LivePanel.Shown) -> None:
-        """Open it at the next start too."""
+        """Remember for the next start whether the panel is open."""
         self.remember(panel=event.open or None)
 
     def _use_terminal_colors(self) -> None:
@@ -278,10 +278,10 @@ class ChatApp(App[None]):
     # -- loading ---------------------------------------------------------------------------------
 
     def load_model(self, name: str) -> None:
-        """Load another model in the place of the present one; the conversation stays.
+        """Load another model in place of the present one; the conversation stays.
 
-        The present one is parked and unloaded in the thread that loads, so that there is never
-        more than one in memory. What is being answered or loaded comes to its end first.
+        The present model is parked and unloaded in the thread that loads, so that there is never
+        more than one in memory. A running answer or load ends first.
         """
         if not self._loading.done:
             self._next_model = name
@@ -374,7 +374,7 @@ class ChatApp(App[None]):
         self.chat.footer.change(phase=Phase.FAILED)
 
     def _offer_model_before(self, other: str, error: Exception) -> None:
-        """Another model could not be loaded: say why, and offer what was there."""
+        """Another model could not be loaded: say why, and offer the previous one."""
         chat, name = self.chat, short_name(other)
         chat.footer.change(phase=Phase.EMPTY, model="")
         chat.composer.placeholder = "Type a message: it is sent when a model is loaded"
@@ -436,7 +436,7 @@ class ChatApp(App[None]):
             self.pop_screen()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """The keys' table, themes, a picture, leaving."""
+        """The entries of the palette: the keys' actions, the theme, a screenshot, Quit."""
 
         def run(action: str) -> Callable[[], Any]:
             return lambda: self.run_action(action, self.chat)
@@ -479,7 +479,7 @@ class ChatApp(App[None]):
         return RestoringDriver if driver is RestoringDriver.__base__ else driver
 
     def _end(self, number: int) -> None:
-        """A signal: a logout, ``kill``."""
+        """End on a signal, such as that of a logout."""
         self._keep_draft()
         self.exit(return_code=128 + number)
 

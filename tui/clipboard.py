@@ -1,4 +1,4 @@
-"""Copying text by a tool of the desktop or tmux, which tells whether it did it."""
+"""Copies text with a tool of the desktop or tmux, which reports whether it worked."""
 
 from __future__ import annotations
 

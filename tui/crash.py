@@ -1,6 +1,6 @@
 """What outlives a crash, in private files: the unsent message, and a report of the error.
 
-A report names code alone: values, and an error's own words, may hold what the user wrote.
+A report names only code: values and messages of errors may contain what the user wrote.
 """
 
 from __future__ import annotations

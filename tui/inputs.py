@@ -1,4 +1,4 @@
-"""Fields to write in, as the app has them: a line and a text area of Textual, mended.
+"""The app's text fields: Textual's line and text area with fixes.
 
 Keys act in the order in which they were pressed, every character can be typed, Backspace and the
 arrows take a whole letter or emoji, and a control character in the text is seen, never obeyed.

@@ -34,16 +34,16 @@ printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
 case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
-_PAUSE = 3.0  # seconds; a paste that stops so long is shown, and may have lost its end
-# A read that is one key, but Esc, with which a mark begins, or a new paste.
+_PAUSE = 3.0  # seconds; a paste that pauses so long is shown: its end may be lost
+# A read that is a single key (not Esc, with which marks begin), or a new paste.
 _KEY = re.compile(
     r"(?!\x1b\[201~)(\x1b?[^\x1b[]|\[|\x1bO.|\x1b\[[\d;:<]*[A-Za-z~]|\x1b\[200~.*)", re.DOTALL
 )
 
 
 class PasteParser(XTermParser):
-    """Textual's parser, which reads what follows an escape character in a paste as keys: here all
-    between the marks is the paste. After a pause a key that comes alone ends it too.
+    """Textual's parser reads what follows an escape character in a paste as keys. Here everything
+    between the marks is the paste; after a pause, a single key ends it too.
     """
 
     _recent = ""  # the last characters outside a paste
@@ -81,8 +81,8 @@ class PasteParser(XTermParser):
         return Paste(text)
 
     def tick(self) -> Iterable[Message]:
-        """Show what has come of a paste. A slow line may pause within the mark of a paste, where no
-        key begins as it does.
+        """Show the part of a paste that has arrived. On a slow line the pause may be within the
+        mark that begins a paste: it is not taken for keys.
         """
         if self._paused and self._paste:
             mark = max(size for size in range(len(END)) if self._paste.endswith(END[:size]))
@@ -110,7 +110,7 @@ def unread(terminal: int) -> Iterator[bool]:
 
 
 class RestoringDriver(LinuxDriver):
-    """Textual's driver, with that script beside it while the terminal is the app's."""
+    """Textual's driver; the script above runs beside it while the app has the terminal."""
 
     _watcher: subprocess.Popen[bytes] | None = None
 

@@ -1,4 +1,4 @@
-"""Small words of the app: safe text, short names, counts and times as a person reads them.
+"""Text for people: made safe, short names, counts and times.
 
 Knows no widget and no model. Text from a model, a file or the clipboard passes `clean` before it
 reaches the terminal: a control sequence in it must be seen, never obeyed.

@@ -1,4 +1,4 @@
-"""The app's own pair of themes, which themes a terminal can show, and what it never gets.
+"""The app's two themes, the themes that a terminal can show, and filters of its lines.
 
 Colours only: every style of the app is written in a theme's variables. ``NO_COLOR`` takes them away
 again.
@@ -61,8 +61,7 @@ class WithoutColor(LineFilter):
 
 
 class WithoutControls(LineFilter):
-    """Removes from what widgets draw the control characters that nobody has cleaned: a terminal
-    gets none."""
+    """Removes control characters that are left in drawn lines: a terminal gets none."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [

@@ -58,7 +58,7 @@ class FindBar(Horizontal):
         yield Static(f" · {_KEYS}", id="find-keys", markup=False)
 
     def open(self, query: str = "") -> None:
-        """Open with these words or the previous ones; if already open, go to the next match."""
+        """Open with this query or the previous one; if already open, go to the next match."""
         if self.display and self._line.has_focus and not query:
             self.action_move(1)
             return
@@ -94,7 +94,7 @@ class FindBar(Horizontal):
             self._find()
 
     def on_resize(self) -> None:
-        """A narrow terminal shows the words and their count alone."""
+        """A narrow terminal shows only the query and the count."""
         self.set_class(self.size.width < 70, "-tight")
 
     def _find(self) -> None:

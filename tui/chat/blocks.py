@@ -1,4 +1,4 @@
-"""What a conversation is made of on screen: blocks that lay themselves out once they are seen.
+"""The blocks of a conversation on screen, which are laid out when they come into view.
 
 A block knows its text, its lines at one width, and until then a cheap estimate of their number. It
 knows neither the widget that shows it nor the other blocks. An answer is Markdown that may still
@@ -288,7 +288,7 @@ class Notice(Block):
     def source(self) -> str:
         return self.text if self._times == 1 else f"{self.text} ({self._times} times)"
 
-    def said_again(self) -> None:
+    def repeat(self) -> None:
         """Count a repetition of the same notice instead of showing it again."""
         self._times += 1
         self.changed()

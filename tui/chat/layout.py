@@ -1,4 +1,4 @@
-"""The lines of a conversation: where each block is, how a line is painted, where words are found.
+"""The lines of a conversation: where each block is, how a line is painted, where a search matches.
 
 A block's height is an estimate until it is laid out. While an answer streams, nearly every visible
 line stays the same, so finished lines are cached while valid. Blocks out of sight are searched as
@@ -24,14 +24,14 @@ from textual.strip import Strip
 from localrt.tui.chat.blocks import GUTTER, Block, Styles
 from localrt.tui.chat.markdown import pieces
 
-# Blocks kept laid out out of sight, for scrolling. A line is a dozen objects, which the
-# garbage collector styles at again and again.
+# Lines of blocks out of sight that stay laid out, for scrolling. A line is a dozen objects, which
+# the garbage collector goes through again and again.
 _KEPT_LINES = 500
 _PAINTED_LINES = 400  # finished lines that are kept
 
 
 class TextPlace(NamedTuple):
-    """Words in a block: the row they were in (below 0 in the gap), and the letters above it."""
+    """A place in the text of a block: its row (below 0 in the gap), and the letters above it."""
 
     block: int
     row: int
@@ -51,7 +51,7 @@ class BlockColumn:
         return self._tops[-1]
 
     def measure(self, first: int = 0) -> None:
-        """Heights from block ``first`` on may have changed."""
+        """Compute the heights from block ``first`` on again."""
         first = min(first, len(self._tops) - 1)  # blocks may be added before the first measuring
         del self._tops[first + 1 :]
         top = self._tops[first]
@@ -76,7 +76,7 @@ class BlockColumn:
         return (block, row) if row >= 0 else (None, 0)
 
     def place_at(self, line: int, styles: Styles) -> TextPlace | None:
-        """The words that a line begins with."""
+        """The place in the text where a line begins."""
         if not self.blocks or not self.width:
             return None
         place = self.at(line)
@@ -85,7 +85,7 @@ class BlockColumn:
         return TextPlace(place, row, sum(map(_letters, rows[: max(row, 0)])))
 
     def line_of(self, place: int, row: int, letters: int, styles: Styles) -> int:
-        """The line that has these words now."""
+        """The line that has this place of the text now."""
         if row > 0:
             row = -1
             for text in self.blocks[place].lines(self.width, styles):
@@ -245,7 +245,7 @@ class Place:
 
 
 class Finder:
-    """Looks for words in the turns of ``column``. Case is ignored; a space also matches the end of
+    """Searches the turns of ``column``. Case is ignored; a space also matches the end of
     a line.
     """
 

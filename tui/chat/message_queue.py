@@ -425,4 +425,4 @@ def _fill(block: Block, turn: Turn, *, shown: int = 0) -> None:
             block.finish()
     elif isinstance(block, CallBlock):
         mark, result = ended_call(str(turn.info.get("ending", "")), turn.content)
-        block.stands(answer_note(turn.state) or mark, result)
+        block.set_state(answer_note(turn.state) or mark, result)

@@ -449,8 +449,8 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_copy(self, what: str = "") -> None:
-        """Copy a turn: as written, an answer without its thinking. Or the last ``code`` block of an
-        answer; again, the one before it.
+        """Copy a turn: as written, an answer without its thinking. ``code``: the last code block
+        of an answer, at the next call the one before it.
         """
         if what not in ("", "code"):
             raise OptionError("/copy copies the answer, /copy code its last code block")

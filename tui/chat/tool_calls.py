@@ -49,7 +49,7 @@ class CallBlock(Block):
     def foldable(self) -> bool:
         return self._unfolded or self._cut
 
-    def stands(self, mark: str, result: str = "") -> None:
+    def set_state(self, mark: str, result: str = "") -> None:
         """Set the call's state and its result."""
         self.mark, self.result = mark, clean(result)
         self.changed()
@@ -152,5 +152,5 @@ class AnswerCalls:
 
     def _stands(self, block: CallBlock, mark: str, result: str = "") -> None:
         if (block.mark, block.result) != (mark, result):
-            block.stands(mark, result)
+            block.set_state(mark, result)
             self._view.changed(block)

@@ -76,7 +76,7 @@ class ConversationView(ScrollView, can_focus=False):
         notice, last = Notice(text, kind), self.blocks[-1] if self.blocks else None
         same = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, kind)
         if after is None and isinstance(last, Notice) and same:
-            last.said_again()
+            last.repeat()
             self.changed(last)
         else:
             self.add(notice, after=after)
@@ -221,7 +221,7 @@ class ConversationView(ScrollView, can_focus=False):
     # -- layout ----------------------------------------------------------------------------------
 
     def _refit(self, first: int) -> None:
-        """Heights from block ``first`` on may have changed."""
+        """Measure again from block ``first`` on, and keep the visible text in place."""
         if self._read[0] is not None and first <= self._read[0].block:
             self._read = None, 0
         if not self._column.width:  # nothing is laid out before the first size is known
@@ -325,7 +325,7 @@ class ConversationView(ScrollView, can_focus=False):
         self.refresh()  # it was painted at its new size already, with the lines of the old one
 
     def _reading(self) -> TextPlace | None:
-        """The words on top; after a resize those from before, which may begin within a line."""
+        """The text at the top; after a resize that of before, which may begin within a line."""
         place, line = self._read
         if place is None or line != self.scroll_offset.y:
             place = self._column.place_at(self.scroll_offset.y, self._style())

@@ -38,7 +38,7 @@ class Exporter:
 
         Raises:
             OptionError: nothing has been said yet.
-            StorageError: it cannot be written, or is there: the same again replaces it.
+            StorageError: it cannot be written, or it exists: the same command again replaces it.
         """
         if not conversation.turns:
             raise OptionError("there is nothing to export yet")

@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class Task(Generic[_Result]):
-    """Calls ``work`` with itself in a thread, whose ``progress`` is the latest.
+    """Runs ``work`` in a thread, with this task as its argument; ``progress`` is the latest.
 
     ``done`` says that ``result`` or ``error`` is set.
     """

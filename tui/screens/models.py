@@ -105,7 +105,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._local_models: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
         self._hub_models: Sequence[FoundModel] = ()
-        self._hub_query = ""  # the words of the last search on the hub
+        self._hub_query = ""  # what was last searched on the hub
         self._asking = False  # whether to keep the line about it
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[_Pulled] | None = None
@@ -143,7 +143,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._later(show, "look")
 
     def fill(self, keep: str | None = None, place: int = 0) -> None:
-        """The rows that fit the words; ``keep`` is highlighted, or else the row at ``place``."""
+        """The rows that match the search; ``keep`` is highlighted, or else the row at ``place``."""
         words = self.search_text.lower().split()
         here = [model for model in self._local_models if _has(model, words)]
         listed = {model.path for model in here}
@@ -421,7 +421,7 @@ def _title(model: LocalModel | Path) -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Free space on its disk; None: not preview."""
+    """Free space on its disk; None: unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -40,7 +40,7 @@ _VALUE_WIDTH = 36
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A line of the list: what it is called, says and is for; what Enter and Delete do."""
+    """A line of the list: its name, value and help, and what Enter and Delete do."""
 
     name: str
     value: str
