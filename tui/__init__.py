@@ -23,8 +23,9 @@ and a report. ``browser.py`` serves the app to a tab of a browser, a process for
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and
-``tui/commands.py``; all styles are in ``tui/app.tcss``. Widgets keep the parts that they change as
-attributes: when a thread answers, a window that closes has no children left to look up.
+``tui/commands.py``, whose commands the plain chat shares; all styles are in ``tui/app.tcss``.
+Widgets keep the parts that they change as attributes: when a thread answers, a window that closes
+has no children left to look up.
 """
 
 from localrt.tui.app import ChatApp, run_chat

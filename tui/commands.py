@@ -26,13 +26,13 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command's name, its argument as help shows it, and what it does.
+    """A command's name, its argument as help shows it, and its help text, empty if not in the app.
 
-    ``run`` does the work and returns what to show, in a thread if it is ``slow``. Without it the
-    command is the chat's own: an ``action`` of the app's screen, by default of the command's name,
-    or a method of the plain chat. ``plain`` says that the plain chat has it, with which help text
-    if it has another; the app has all that do something. ``idle``: not while the model loads or
-    answers. ``path``: its argument names a file.
+    ``plain``: the plain chat has it too, with a help text of its own if there is one. ``run`` does
+    the work and returns what to show, in a thread if it is ``slow``. Without it the work is the
+    chat's: an ``action`` of the app's screen, by default of the command's name, or a ``_do_``
+    method of the plain chat. ``idle``: not while the model loads or answers. ``path``: its argument
+    names a file.
     """
 
     name: str

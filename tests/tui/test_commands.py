@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from localrt.engine.options import OPTION_NAMES
+from localrt.tui.app import ChatApp
+from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.commands import (
     COMMANDS,
+    PLAIN_COMMANDS,
     Command,
     completion,
     read_line,
     suggestions,
 )
 from localrt.tui.options import OPTIONS
+from localrt.tui.plain import PlainChat
 from localrt.tui.screens.dialogs import HelpScreen, help_page
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
@@ -62,6 +66,14 @@ def test_completion() -> None:
     assert completion("/set te") == "mperature "
     assert completion("/new") == completion("/") == completion("/set ") == ""
     assert completion("cl") == completion("") == completion("//cl") == ""
+
+
+def test_every_command_has_its_work() -> None:
+    for entry in COMMANDS:
+        room, _, action = (entry.action or entry.name).rpartition(".")
+        assert entry.run or hasattr(ChatApp if room else ChatScreen, f"action_{action}")
+    for entry in PLAIN_COMMANDS:
+        assert entry.run or hasattr(PlainChat, f"_do_{entry.name}")
 
 
 def test_options_listed() -> None:
