@@ -252,7 +252,7 @@ class ChatApp(App[None]):
         keymap, problems = chosen_keys(preferred.keys, {key.id: key.keys for key in KEYS})
         self.set_keymap(keymap)
         self.keys = rebound(keymap)
-        self.chat.panel.hide_key(next(key.shown for key in self.keys if key.id == "panel"))
+        self.chat.panel.hide_key(next(key.label for key in self.keys if key.id == "panel"))
         self.chat.panel.show(preferred.panel)
         return (*notes, *problems)
 
@@ -411,7 +411,7 @@ class ChatApp(App[None]):
             SettingsScreen(
                 self.state,
                 self.preferences,
-                keys={key.does: key.shown for key in self.keys},
+                keys={key.does: key.label for key in self.keys},
                 panel=self.chat.panel.is_open,
                 show_panel=self.chat.panel.show,
             )
@@ -443,7 +443,7 @@ class ChatApp(App[None]):
 
         for key in self.keys:
             if key.palette:
-                yield SystemCommand(key.does, key.shown, run(key.action))
+                yield SystemCommand(key.does, key.label, run(key.action))
         yield SystemCommand("Change the theme", "Colours", self._pick_theme)
         yield SystemCommand(
             "Save a picture of the screen",

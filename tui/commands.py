@@ -205,22 +205,22 @@ def suggestions(text: str) -> list[Suggestion]:
     entry = Command(name, argument).entry()
     if entry is None:
         return []
-    found: list[Suggestion] = []
+    items: list[Suggestion] = []
     if name == "set" and " " not in argument:
-        found = [Suggestion(f"/set {o} ", o) for o in sorted(OPTIONS) if o.startswith(argument)]
+        items = [Suggestion(f"/set {o} ", o) for o in sorted(OPTIONS) if o.startswith(argument)]
     elif entry.path and argument:
-        found = [Suggestion(f"/{name} {path}", path) for path in _files(argument)]
-    if len(found) == 1 and found[0].line.rstrip() == text.rstrip():
-        found = []
-    return found or [Suggestion(text, entry.usage, entry.does)]
+        items = [Suggestion(f"/{name} {path}", path) for path in _files(argument)]
+    if len(items) == 1 and items[0].line.rstrip() == text.rstrip():
+        items = []
+    return items or [Suggestion(text, entry.usage, entry.does)]
 
 
 def completion(text: str) -> str:
     """The text that would complete the line being typed: ``"ear"`` for ``"/cl"``."""
     if len(text) < 2 or (text.startswith("/set ") and text.endswith(" ")) or text.endswith(" @"):
         return ""
-    found = suggestions(text)
-    line = found[0].line if found else ""
+    items = suggestions(text)
+    line = items[0].line if items else ""
     if line.rstrip() == text or not line.startswith(text):
         return ""
     return line[len(text) :]
@@ -231,13 +231,13 @@ def _mentioned(text: str, name: str) -> list[Suggestion]:
     match is already complete.
     """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
-    found = [as_mention(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
+    items = [as_mention(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
     if name.endswith("/") and Path(name).expanduser().is_dir():
         whole = as_mention(name)
-        found.insert(0, whole + ('" ' if whole.startswith('@"') else " "))
-    if [before + each.rstrip() for each in found] == [text]:
+        items.insert(0, whole + ('" ' if whole.startswith('@"') else " "))
+    if [before + each.rstrip() for each in items] == [text]:
         return []
-    return [Suggestion(before + each, each.rstrip()) for each in found]
+    return [Suggestion(before + each, each.rstrip()) for each in items]
 
 
 def _files(start: str) -> Iterator[str]:
@@ -252,5 +252,5 @@ def _files(start: str) -> Iterator[str]:
             )
     except OSError:
         return
-    for found in names[:_MOST_FILES]:
-        yield folder + slash + found
+    for each in names[:_MOST_FILES]:
+        yield folder + slash + each

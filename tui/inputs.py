@@ -113,10 +113,10 @@ class TextArea(_Typed, widgets.TextArea):
     def get_cursor_right_location(self) -> Location:
         return self._beside(super().get_cursor_right_location(), 1)
 
-    def _beside(self, found: Location, step: int) -> Location:
+    def _beside(self, location: Location, step: int) -> Location:
         row, column = self.cursor_location
-        if found[0] != row:  # of another line
-            return found
+        if location[0] != row:  # of another line
+            return location
         return row, column + step * letter_size(self.document.get_line(row), column, step)
 
 

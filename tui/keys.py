@@ -36,7 +36,7 @@ class Key:
     everywhere: bool = False
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """``"Ctrl+O"``."""
         names = self.keys.split(",")[0].split("+")
         return "+".join(_NAMES.get(name, name.capitalize()) for name in names)

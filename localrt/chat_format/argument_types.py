@@ -37,12 +37,12 @@ DECODER = json.JSONDecoder(strict=False, parse_constant=_refused, parse_float=_f
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """``kinds`` are the accepted JSON schema types, empty if the schema does not say. ``words`` are
-    the accepted strings, None for any.
+    """``kinds`` are the accepted JSON schema types, empty if the schema does not say. ``choices``
+    are the accepted strings, None for any.
     """
 
     kinds: frozenset[str] = frozenset()
-    words: tuple[str, ...] | None = None
+    choices: tuple[str, ...] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -53,7 +53,7 @@ class Accepted:
         """Convert ``text`` to a value; ``ABSENT`` if it is empty or null, but must not be."""
         kinds = self.kinds
         may_be_text = not kinds or "string" in kinds
-        if self.is_text or (may_be_text and (not text.strip() or text in (self.words or ()))):
+        if self.is_text or (may_be_text and (not text.strip() or text in (self.choices or ()))):
             return text
         try:
             word = text.strip().lower() if kinds == {"boolean"} else text

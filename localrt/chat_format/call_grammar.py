@@ -188,9 +188,9 @@ class _Rules:
         if not is_text:
             return f"{opening} {self._value(schema)} {closing}"
         only_text = known.is_text or bool(mid.string)
-        self._leave_out_of_text(schema, known.words, only_text=only_text)
-        if known.words and only_text:
-            return f"{opening} ({self._either(known.words)}) {closing}"
+        self._leave_out_of_text(schema, known.choices, only_text=only_text)
+        if known.choices and only_text:
+            return f"{opening} ({self._either(known.choices)}) {closing}"
         text = f"t{len(self.lines)}"
         self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
         return f"{opening} {text}"
@@ -200,15 +200,15 @@ class _Rules:
         if known.kinds and not known.is_text:
             return f"{self._literal(key + '=')} {self._value(schema)}"
         self._leave_out(schema, "string")
-        text = f"({self._either(known.words)})" if known.words else r"/[^'\\]*/"
+        text = f"({self._either(known.choices)})" if known.choices else r"/[^'\\]*/"
         quote = self._terminal("'")
         return f"{self._literal(key + '=')} {quote} {text} {quote}"
 
     def _value(self, schema: Any) -> str:
         return self._rule(self._json(schema))
 
-    def _either(self, words: Iterable[str]) -> str:
-        return " | ".join(self._terminal(word) for word in words)
+    def _either(self, choices: Iterable[str]) -> str:
+        return " | ".join(self._terminal(word) for word in choices)
 
     def _object(self, schema: Any, quoted: QuotedArguments) -> str:
         inside = self._sequence(
@@ -229,10 +229,10 @@ class _Rules:
             return self._rule(f'"[" ({item} ("," {item})*)? "]"')
         if known.kinds and known.kinds <= _PLAIN:
             return self._value(schema)
-        self._leave_out_of_text(schema, known.words, only_text=known.is_text)
-        if known.words and known.is_text:
+        self._leave_out_of_text(schema, known.choices, only_text=known.is_text)
+        if known.choices and known.is_text:
             quote = self._terminal(quoted.quote)
-            return f"{quote} ({self._either(known.words)}) {quote}"
+            return f"{quote} ({self._either(known.choices)}) {quote}"
         return self._anything(quoted, known.kinds or {"string"})
 
     def _quoted_text(self, quoted: QuotedArguments) -> str:
@@ -268,10 +268,10 @@ class _Rules:
         self.left_out |= bounds(schema, self._root, groups)
 
     def _leave_out_of_text(
-        self, schema: Any, words: Sequence[str] | None, *, only_text: bool
+        self, schema: Any, choices: Sequence[str] | None, *, only_text: bool
     ) -> None:
         """Note what does not bind a text; unless it is ``only_text``, it may be any value."""
-        followed = {"choice", "words"} if words is None else {"choice"}
+        followed = {"choice", "words"} if choices is None else {"choice"}
         self._leave_out(schema, *(["string"] if only_text else BOUNDS.keys() - followed))
 
 

@@ -304,7 +304,7 @@ class MessageQueue:
             if block is None:
                 added.append(_block_of(turn))
             elif before is not None:
-                _fill(block, turn, shown=before)
+                _fill(block, turn, start=before)
                 view.changed(block)
                 changed = True
             if block is not None and block.branches != turn.branches:
@@ -411,10 +411,10 @@ def _block_of(turn: Turn) -> Block:
     return block
 
 
-def _fill(block: Block, turn: Turn, *, shown: int = 0) -> None:
-    """Show what the model or a tool has written after the first ``shown`` characters."""
+def _fill(block: Block, turn: Turn, *, start: int = 0) -> None:
+    """Show what the model or a tool has written after the first ``start`` characters."""
     if isinstance(block, Answer):
-        block.write(turn.content[shown:])
+        block.write(turn.content[start:])
         seconds = turn.info.get("thinking_s")
         block.thinking_s = seconds if isinstance(seconds, float) else None
         block.mark = answer_note(turn.state, turn.info.get("finish_reason"))

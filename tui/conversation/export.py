@@ -31,7 +31,7 @@ class Exporter:
 
     def __init__(self) -> None:
         self._to_confirm: Path | None = None
-        self._written: set[Path] = set()
+        self._own_files: set[Path] = set()
 
     def export(self, conversation: OpenConversation, argument: str) -> Path:
         """Write the shown branch to a file: Markdown, or JSON by its name.
@@ -45,7 +45,7 @@ class Exporter:
         path = Path(argument).expanduser() if argument else _default_path(conversation.title)
         if path.is_dir():
             path = path / _default_path(conversation.title)
-        if path.exists() and path != self._to_confirm and path not in self._written:
+        if path.exists() and path != self._to_confirm and path not in self._own_files:
             self._to_confirm = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         if path.suffix.lower() == ".json":
@@ -54,7 +54,7 @@ class Exporter:
             text = as_markdown(conversation, _PicturesBeside(path))
         write_text(path, text, private=True)
         self._to_confirm = None
-        self._written.add(path)
+        self._own_files.add(path)
         return path
 
 

@@ -201,14 +201,14 @@ class Session:
         )
 
 
-def option_text(name: str, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def option_text(name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """``0.7``; ``0.2 (default)`` of the model or the library; ``-`` where there is neither."""
-    if chosen.get(name) is not None:
-        return _as_text(chosen[name])
+    if options.get(name) is not None:
+        return _as_text(options[name])
     default = defaults.get(name)
     if default is None:
-        options = localrt.Options()
-        default = getattr(options, name, getattr(options.sampling, name, None))
+        ours = localrt.Options()
+        default = getattr(ours, name, getattr(ours.sampling, name, None))
     return "-" if default in ((), {}, None) else f"{_as_text(default)} (default)"
 
 

@@ -320,7 +320,7 @@ def help_page(keys: Sequence[Key] = KEYS, width: int = 80) -> Content:
     commands = [(entry.usage, entry.does) for entry in COMMANDS]
     commands.append(("@PATH", "in a message: attach that file"))
     commands.append(("//TEXT", "send text that begins with a slash"))
-    pressed = [*OTHER_KEYS, *((key.shown, key.does) for key in keys)]
+    pressed = [*OTHER_KEYS, *((key.label, key.does) for key in keys)]
     parts: list[tuple[str, str]] = []
     for heading, rows in (("Commands", commands), ("Keys", pressed)):
         parts.append((f"{heading}\n", HEADING))
