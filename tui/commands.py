@@ -17,14 +17,6 @@ from localrt.tui.options import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """Another conversation to show: ``open`` opens it, ``note`` says that it is there."""
-
-    open: Callable[[], None]
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """A command's name, its argument as help shows it, and its help text, empty if not in the app.
 
@@ -38,7 +30,7 @@ class Entry:
     name: str
     argument: str
     does: str
-    run: Callable[[ChatState, str], str | Opening] | None = None
+    run: Callable[[ChatState, str], str] | None = None
     action: str = ""
     plain: bool | str = False
     idle: bool = True
@@ -127,7 +119,6 @@ _TABLE = (
     ),
     Entry(
         *("load", "PATH", "open an exported or saved chat (.json)"),
-        lambda chat, path: Opening(lambda: chat.load(path), f"Opened {path}"),
         plain=True,
         idle=False,
         path=True,

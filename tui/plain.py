@@ -18,7 +18,7 @@ from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.commands import PLAIN_COMMANDS, Command, Opening, read_line
+from localrt.tui.commands import PLAIN_COMMANDS, Command, read_line
 from localrt.tui.conversation.attachments import (
     Attachments,
     Draft,
@@ -214,12 +214,8 @@ class PlainChat:
             raise OptionError(f"no command /{command.name}: /help lists them, // sends a slash")
         if entry.run is None:
             getattr(self, f"_do_{entry.name}")(command.argument)
-            return
-        result = entry.run(self.state, command.argument)
-        if isinstance(result, Opening):
-            self._open(result.open, result.note)
         else:
-            self.say(result)
+            self.say(entry.run(self.state, command.argument))
 
     def _do_help(self, argument: str) -> None:
         rows = [(entry.usage, entry.does) for entry in PLAIN_COMMANDS if entry.name != "help"]
@@ -261,6 +257,9 @@ class PlainChat:
     def _do_open(self, argument: str) -> None:
         info = self._numbered(argument)
         self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show prints it.")
+
+    def _do_load(self, path: str) -> None:
+        self._open(lambda: self.state.load(path), f"Opened {path}")
 
     def _do_delete(self, argument: str) -> None:
         info = self._numbered(argument)

@@ -36,7 +36,7 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQ
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.thumbnails import Graphics
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.commands import Command, Entry, Opening, as_typed, read_line
+from localrt.tui.commands import Command, Entry, as_typed, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
 from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
@@ -494,12 +494,8 @@ class ChatScreen(Screen[None]):
             await self.run_action(f"{action}({argument!r})" if entry.argument else action)
             return
         run = partial(entry.run, self.state, argument)
-        result = await asyncio.to_thread(run) if entry.slow else run()
-        if isinstance(result, Opening):
-            self.open_conversation(result.open, result.note)
-            return
-        self.say(result)
-        if self.state.session is not None:
+        self.say(await asyncio.to_thread(run) if entry.slow else run())
+        if self.state.session is not None:  # it may answer with another adapter now
             self.footer.change(model=self.state.session.title)
 
     async def action_command(self, name: str) -> None:
@@ -523,6 +519,9 @@ class ChatScreen(Screen[None]):
             self.say(file.note)
         more = "" if file.picture else "; Tab after its label inserts its text"
         self.hint.flash(f"{file.name} is attached{more}")
+
+    def action_load(self, path: str) -> None:
+        self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
 
     def action_saved(self) -> None:
         """Ctrl+S: say that conversations are saved anyway."""
