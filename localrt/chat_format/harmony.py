@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localrt.chat_format.argument_notations import JsonArguments
+from localrt.chat_format.histories import text_of
 from localrt.chat_format.notations import Spelling, call_of
 from localrt.chat_format.parser import make_call
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS, overlap
@@ -46,16 +47,10 @@ def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
     for message in messages:
         if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
             thought = next(filter(None, map(message.get, THOUGHT_FIELDS)), "")
-            said = "\n\n".join(filter(None, (thought, _text(message["content"]))))
+            said = "\n\n".join(filter(None, (thought, text_of(message))))
             message = {**message, "content": "", **dict.fromkeys(THOUGHT_FIELDS, said)}
         shaped.append(message)
     return shaped
-
-
-def _text(content: Any) -> str:
-    parts = content if isinstance(content, list | tuple) else [content]
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 class HarmonyParser:
