@@ -33,7 +33,7 @@ class Entry:
     run: Callable[[ChatState, str], str] | None = None
     action: str = ""
     plain: bool | str = False
-    idle: bool = True
+    idle: bool = False
     path: bool = False
     slow: bool = False
 
@@ -49,90 +49,77 @@ class Entry:
 
 
 _TABLE = (
-    Entry("help", "", "commands and keys", action="app.help", plain=True, idle=False),
-    Entry("new", "", "new conversation, same settings", plain="new conversation", idle=False),
+    Entry("help", "", "commands and keys", action="app.help", plain=True),
+    Entry("new", "", "new conversation, same settings", plain="new conversation"),
     Entry("list", "[WORDS]", "", plain="list or search conversations, with numbers"),
     Entry("open", "NUMBER", "", plain="open a conversation of the list"),
     Entry("delete", "NUMBER", "", plain="delete one of the list; enter it twice to confirm"),
-    Entry(
-        *("open", "[WORDS]", "list and search conversations"), action="conversations", idle=False
-    ),
-    Entry("find", "[WORDS]", "find in this conversation", idle=False),
-    Entry("rename", "TITLE", "name this conversation", plain=True, idle=False),
-    Entry("delete", "", "delete this conversation", idle=False),
+    Entry("open", "[WORDS]", "list and search conversations", action="conversations"),
+    Entry("find", "[WORDS]", "find in this conversation"),
+    Entry("rename", "TITLE", "name this conversation", plain=True),
+    Entry("delete", "", "delete this conversation"),
     Entry("show", "", "", plain="print the conversation"),
     Entry("thinking", "", "", plain="print the last thinking"),
-    Entry("edit", "", "change the marked or last message and send it again"),
+    Entry("edit", "", "change the marked or last message and send it again", idle=True),
     Entry(
         *("retry", "", "answer the marked or last message again"),
         plain="answer the last message again, as a branch",
+        idle=True,
     ),
     Entry("edit", "TEXT", "", plain="send TEXT instead of the last message, as a branch"),
-    Entry("branch", "[prev]", "show the next branch, or the previous one", plain=True),
-    Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
-    Entry("fold", "", "show or hide thinking, pasted text and tool results", idle=False),
-    Entry(
-        *("attach", "[PATH]", "attach a file or the clipboard's picture"),
-        plain=True,
-        idle=False,
-        path=True,
-    ),
-    Entry("editor", "", "write the message in $VISUAL or $EDITOR", idle=False),
+    Entry("branch", "[prev]", "show the next branch, or the previous one", plain=True, idle=True),
+    Entry("copy", "[code]", "copy the marked or last answer, or its code"),
+    Entry("fold", "", "show or hide thinking, pasted text and tool results"),
+    Entry("attach", "[PATH]", "attach a file or the clipboard's picture", plain=True, path=True),
+    Entry("editor", "", "write the message in $VISUAL or $EDITOR"),
     Entry(
         *("system", "[TEXT]", "show or set the system prompt"),
         lambda chat, text: chat.loaded.system(text),
+        idle=True,
         plain="show or set the system prompt; none removes it",
     ),
     Entry(
         *("set", "[NAME VALUE]", "list or set options; none resets one"),
         lambda chat, option: chat.loaded.set(option),
+        idle=True,
         plain=True,
     ),
     Entry(
         *("preset", "[NAME]", "use a preset, or list them"),
         lambda chat, name: chat.loaded.preset(chat.presets, name),
+        idle=True,
     ),
     Entry(
         *("adapter", "[NAME]", "use one of the model's adapters (none: no adapter), or list them"),
         lambda chat, name: chat.loaded.adapter(name),
+        idle=True,
     ),
     Entry(
         *("tools", "[retry]", "list MCP servers and their tools; restart failed ones"),
         lambda chat, argument: chat.toolbox.command(argument, chat.conversation.id),
         plain="list MCP servers and tools; restart failed ones",
-        idle=False,
     ),
-    Entry("config", "", "options, presets, theme, keys", action="app.settings", idle=False),
-    Entry(
-        *("models", "[WORDS]", "list, search, download and load models"),
-        action="app.models",
-        idle=False,
-    ),
-    Entry("panel", "", "show or hide the live panel: memory, disk, speed", idle=False),
+    Entry("config", "", "options, presets, theme, keys", action="app.settings"),
+    Entry("models", "[WORDS]", "list, search, download and load models", action="app.models"),
+    Entry("panel", "", "show or hide the live panel: memory, disk, speed"),
     Entry(
         *("export", "[PATH]", "save as Markdown, or JSON for a .json"),
         lambda chat, path: f"Saved to {chat.exporter.export(chat.conversation, path)}",
         plain=True,
-        idle=False,
         path=True,
         slow=True,
     ),
-    Entry(
-        *("load", "PATH", "open an exported or saved chat (.json)"),
-        plain=True,
-        idle=False,
-        path=True,
-    ),
-    Entry("quit", "", "leave", action="app.quit", plain="leave, as Ctrl+D", idle=False),
+    Entry("load", "PATH", "open an exported or saved chat (.json)", plain=True, path=True),
+    Entry("quit", "", "leave", action="app.quit", plain="leave, as Ctrl+D"),
 )
 COMMANDS = tuple(entry for entry in _TABLE if entry.does)
-"""The app's."""
+"""Those of the app."""
 PLAIN_COMMANDS = tuple(
     replace(entry, does=entry.plain if isinstance(entry.plain, str) else entry.does)
     for entry in _TABLE
     if entry.plain
 )
-"""The plain chat's."""
+"""Those of the plain chat."""
 _ALIASES = {
     "clear": "new",
     "save": "export",
