@@ -489,6 +489,7 @@ class ChatScreen(Screen[None]):
                 self.say(one_line(error), "error")
 
     async def _do(self, entry: Entry, argument: str) -> None:
+        """Say what a command of the table returns, or run an action of the screen."""
         if entry.run is None:
             action = entry.action or entry.name
             await self.run_action(f"{action}({argument!r})" if entry.argument else action)
@@ -499,6 +500,7 @@ class ChatScreen(Screen[None]):
             self.footer.change(model=self.state.session.title)
 
     async def action_command(self, name: str) -> None:
+        """A key for a command without an argument."""
         await self._run(Command(name, ""))
 
     def action_delete(self) -> None:
