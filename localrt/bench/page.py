@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,17 @@ from localrt.bench.plots import (
     Span,
     Table,
     bars,
+    drawn,
     escape,
     heat_map,
     lines,
     number,
     table_figure,
+    text_figure,
     timeline,
 )
 from localrt.bench.sweep import WORK, best_rows, failures, label, loading_settings
-from localrt.common.errors import MissingExtraError, OptionError
-from localrt.common.extras import install
+from localrt.common.errors import OptionError
 from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
 from localrt.planning.verdict import meanings
@@ -107,62 +107,26 @@ def to_html(page: Page) -> str:
     return _PAGE.format(title=escape(page.title), style=_style(), kind=kind, body=body)
 
 
-def to_svg(page: Page) -> str:
-    """Return the page as one SVG image, in light colours."""
-    shapes, top = [], 8
-
-    def place(figure: Figure) -> None:
-        nonlocal top
-        shapes.append(f'<g transform="translate(10 {top})">{figure.body}</g>')
-        top += figure.height + 10
-
-    def line(text: str, size: int, fill: str) -> None:
-        nonlocal top
-        top += size + 8
-        attributes = f'x="14" y="{top}" font-size="{size}" fill="var(--{fill})"'
-        shapes.append(f"<text {attributes}>{escape(text, 110)}</text>")
-
-    line(page.title, 19, "ink")
-    for note in page.notes:
-        line(note, 12, "faint")
-    for heading, blocks in page.sections:
-        line(heading, 15, "ink")
-        top += 10
-        for block in blocks:
-            place(block if isinstance(block, Figure) else table_figure(block))
-    size = f'width="{WIDTH + 20}" height="{top}" viewBox="0 0 {WIDTH + 20} {top}"'
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
-        f'<rect width="{WIDTH + 20}" height="{top}" fill="var(--paper)"/>{"".join(shapes)}</svg>'
-    )
-    return re.sub(r"var\(--(\w+)\)", lambda name: LIGHT.get(name[1], name[0]), svg)
-
-
 def write_png(page: Page, path: Path) -> None:
-    """Write the page as a picture, at twice its size.
+    """Write the page as a picture in light colours, at twice its size.
 
     Raises:
-        MissingExtraError: Qt, which draws it, is not installed.
         StorageError: the file cannot be written.
     """
-    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
-    try:
-        from PySide6.QtCore import QBuffer
-        from PySide6.QtGui import QGuiApplication, QImage, QImageWriter, QPainter
-        from PySide6.QtSvg import QSvgRenderer
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a picture needs Qt: {install('png')}, or write the page with --html"
-        ) from error
-    application = QGuiApplication.instance() or QGuiApplication([])  # it has the fonts
-    renderer = QSvgRenderer(to_svg(page).encode())
-    image = QImage(renderer.defaultSize() * 2, QImage.Format.Format_RGB32)
-    painter, buffer = QPainter(image), QBuffer()
-    renderer.render(painter)
-    painter.end()
-    QImageWriter(buffer, b"PNG").write(image)
-    del application
-    write_bytes(path, bytes(buffer.data()))
+    from PIL import Image
+
+    figures = [text_figure(page.title, 19, "ink")]
+    figures += [text_figure(note, 12, "faint") for note in page.notes]
+    for heading, blocks in page.sections:
+        figures.append(text_figure(heading, 15, "ink"))
+        figures += [block if isinstance(block, Figure) else table_figure(block) for block in blocks]
+    heights = [2 * figure.height for figure in figures]
+    image = Image.new("RGB", (2 * (WIDTH + 20), 16 + sum(heights)), LIGHT["paper"])
+    for figure, below in zip(figures, itertools.accumulate(heights), strict=True):
+        image.paste(drawn(figure), (20, 16 + below - 2 * figure.height))
+    data = BytesIO()
+    image.save(data, "PNG")
+    write_bytes(path, data.getvalue())
 
 
 _PAGE = """<!DOCTYPE html>

@@ -1,4 +1,4 @@
-"""Draws plots as SVG: lines over time, timelines, bars, heat maps and tables.
+"""Draws plots as SVG and as pictures: lines over time, timelines, bars, heat maps and tables.
 
 Colours are names of `LIGHT` and `DARK`, as CSS variables, so that one drawing serves both. Every
 text is escaped here. A value that is None, or no number, is left out. Knows no report.
@@ -9,33 +9,32 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from localrt.common.formatting import format_seconds, one_line
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw, ImageFont
 
 LIGHT = {"paper": "#ffffff", "ink": "#1b2127", "faint": "#5d6873", "rule": "#d8dee4"}
 LIGHT |= {"good": "#1f77b4", "bad": "#c8442b"}
 DARK = {"paper": "#14181c", "ink": "#e6eaee", "faint": "#98a3ae", "rule": "#343c44"}
 DARK |= {"good": "#5aa9e6", "bad": "#f0775a"}
 # Of lines and areas, told apart by those who see no red or green too (Okabe and Ito).
-for _number, (_light, _dark) in enumerate(
-    (
-        ("#0072b2", "#56b4e9"),
-        ("#d55e00", "#e8853a"),
-        ("#009e73", "#2fc99b"),
-        ("#a8588a", "#d98fbd"),
-        ("#b58900", "#e6c04a"),
-        ("#6b7680", "#9aa5af"),
-    )
-):
-    LIGHT[f"series{_number}"], DARK[f"series{_number}"] = _light, _dark
-    SERIES = _number + 1
+_SERIES = ("#0072b2", "#d55e00", "#009e73", "#a8588a", "#b58900", "#6b7680")
+_DARK_SERIES = ("#56b4e9", "#e8853a", "#2fc99b", "#d98fbd", "#e6c04a", "#9aa5af")
+LIGHT |= {f"series{index}": value for index, value in enumerate(_SERIES)}
+DARK |= {f"series{index}": value for index, value in enumerate(_DARK_SERIES)}
 
 WIDTH = 760
 _LEFT, _RIGHT, _TOP, _AXIS = 190, 16, 30, 24
 _ROW = 20
 _LABEL = 28  # characters that fit the left margin
+_FINE = 4  # dots of a drawn picture per pixel, of which two by two make one: smooth edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +113,10 @@ def lines(
         shapes.append(_line(_LEFT, y(value), WIDTH - _RIGHT, y(value), "rule"))
         shapes.append(_text(_LEFT - 6, y(value) + 4, show(value), "end", fill="faint"))
     for index, (name, points) in enumerate(tops.items()):
-        fill = colour(f"series{index % SERIES}")
-        path = " ".join(f"{x(at):.1f},{y(top):.1f}" for at, _, top in points)
+        fill = colour(f"series{index % len(_SERIES)}")
+        path = " ".join(f"{x(at):.1f} {y(top):.1f}" for at, _, top in points)
         if stacked and points:
-            floor = " ".join(f"{x(at):.1f},{y(base):.1f}" for at, base, _ in reversed(points))
+            floor = " ".join(f"{x(at):.1f} {y(base):.1f}" for at, base, _ in reversed(points))
             shapes.append(f'<polygon points="{path} {floor}" fill="{fill}" fill-opacity="0.6"/>')
         elif points:
             shapes.append(
@@ -177,7 +176,7 @@ def heat_map(
     """Draw ``values`` (rows, columns): the more, the darker; a missing one is an empty cell."""
     known = [found for row in values for value in row if (found := number(value)) is not None]
     least, most = min(known, default=0.0), max(known, default=0.0)
-    width = (WIDTH - _LEFT - _RIGHT) / max(len(columns), 1)
+    width = max((WIDTH - _LEFT - _RIGHT) / max(len(columns), 1), 2)
     cut = max(4, int(width / 7))
     shapes = [
         _text(_LEFT + (index + 0.5) * width, _TOP + 10, one_line(name, cut), "middle", fill="faint")
@@ -218,7 +217,59 @@ def table_figure(table: Table) -> Figure:
             text = one_line(cell, 60 if len(row) == columns else 90)
             shapes.append(_text(at, 14 + line * _ROW, text, anchor, size, fill))
             left = right + 2 * step
-    return Figure("", _ROW * (len(table.rows) + 1) + 8, "".join(shapes))
+    return Figure("", _ROW * (len(table.rows) + 1) + 18, "".join(shapes))
+
+
+def text_figure(text: str, size: int, fill: str) -> Figure:
+    """Draw a line of text, for pictures."""
+    return Figure("", size + 10, _text(4, size + 4, one_line(text, 110), size=size, fill=fill))
+
+
+def drawn(figure: Figure) -> Image.Image:
+    """Draw a figure's SVG in light colours, at twice its size."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (WIDTH * _FINE, figure.height * _FINE), LIGHT["paper"])
+    draw = ImageDraw.Draw(image, "RGBA")
+    for shape in ElementTree.fromstring(f"<g>{figure.body}</g>"):
+        _draw(draw, shape.tag, shape.attrib, shape.text or "")
+    return image.reduce(_FINE // 2)
+
+
+def _draw(draw: ImageDraw.ImageDraw, tag: str, given: Mapping[str, str], text: str) -> None:
+    def sizes(*names: str) -> list[float]:
+        return [_FINE * float(number) for name in names for number in given[name].split()]
+
+    fill, stroke = (LIGHT.get(given.get(name, "")[6:-1]) for name in ("fill", "stroke"))
+    if "fill-opacity" in given and fill:
+        fill += f"{round(255 * float(given['fill-opacity'])):02x}"
+    width = round(_FINE * float(given.get("stroke-width", 1)))
+    match tag:
+        case "text":
+            x, y, size = sizes("x", "y", "font-size")
+            anchor = {"start": "ls", "middle": "ms", "end": "rs"}[given["text-anchor"]]
+            bold = given["font-weight"] == "bold"
+            draw.text((x, y), text, fill, _font(size), anchor, stroke_width=int(bold))
+        case "rect":
+            x, y, across, down = sizes("x", "y", "width", "height")
+            draw.rectangle((x, y, x + across, y + down), fill, stroke, width)
+        case "polygon":
+            draw.polygon(sizes("points"), fill)
+        case "polyline":
+            draw.line(sizes("points"), stroke, width, "curve")
+        case "line":
+            draw.line(sizes("x1", "y1", "x2", "y2"), stroke, width)
+
+
+@cache
+def _font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """A font of the system with most alphabets, else Pillow's own, which has Latin letters."""
+    from PIL import ImageFont
+
+    for name in ("DejaVuSans.ttf", "Arial.ttf", "arial.ttf"):
+        with suppress(OSError):
+            return ImageFont.truetype(name, size)
+    return ImageFont.load_default(size)
 
 
 def ticks(most: float, count: int) -> list[float]:

@@ -67,7 +67,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--vary", str, "'NAME=VALUE,VALUE ...'", _VARY_HELP),
     ("--text", Path, "FILE", _TEXT_HELP),
     ("--html", Path, "FILE", "write the report as a page without network, too (default: none)"),
-    ("--png", Path, "FILE", "write it as a picture; needs PySide6-Essentials (default: none)"),
+    ("--png", Path, "FILE", "write it as a picture, too (default: none)"),
 )
 
 

@@ -41,7 +41,6 @@ _PACKAGES = (
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
-    ("PySide6-Essentials", "png", "bench's reports as pictures"),
     ("textual-serve", "browser", "the app in a tab of a browser"),
 )
 

@@ -15,7 +15,6 @@ EXTRAS = {
     "llamacpp": "llama-cpp-python",
     "browser": "textual-serve",
     "bench": "torch transformers accelerate sentencepiece protobuf",
-    "png": "PySide6-Essentials",
 }
 
 
