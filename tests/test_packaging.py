@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -9,9 +10,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from localrt.common.extras import EXTRAS, install
 
@@ -49,9 +54,39 @@ def test_messages_name_the_packages_of_extras() -> None:
     assert [str(path) for path in (*sources, *pages) if wrong.search(path.read_text())] == []
 
 
-def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
-    import ast
+def imported(room: str) -> Iterator[str]:
+    """The top-level modules that a room's files import, anywhere in them."""
+    for path in (ROOT / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                yield node.module.partition(".")[0]
 
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+
+    def distributions(requirements: Iterable[str]) -> set[str]:
+        return {canonicalize_name(Requirement(each).name) for each in requirements}
+
+    needed = distributions(project["dependencies"])
+    extras = distributions(each for extra in EXTRAS for each in optional[extra])
+    # A module that is not installed here is named as its distribution is.
+    installed = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()
+    modules = {name for room in ROOMS for name in imported(room)}
+    modules -= {*sys.stdlib_module_names, "localrt"}
+    imports = {
+        module: {canonicalize_name(name) for name in installed.get(module, [module])}
+        for module in modules
+    }
+    undeclared = [module for module, names in imports.items() if not names & (needed | extras)]
+    assert undeclared == []
+    assert needed - set[str]().union(*imports.values()) == set(), "never imported"
+
+
+def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
             tree = ast.parse(path.read_text())

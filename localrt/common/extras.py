@@ -13,7 +13,7 @@ EXTRAS = {
     "torch": "torch bitsandbytes",
     "quantize": "torch scipy",
     "llamacpp": "llama-cpp-python",
-    "browser": "textual-serve",
+    "browser": "textual-serve aiohttp",
     "bench": "torch transformers accelerate sentencepiece protobuf",
 }
 

@@ -1,3 +1,3 @@
-"""The version, for modules that must not import the public package."""
+"""The version, which the package's metadata has from here."""
 
 __version__ = "0.1.0"

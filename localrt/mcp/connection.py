@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import mcp
-import mcp_types as types
 from anyio.streams.memory import MemoryObjectReceiveStream
 from httpx2 import AsyncClient, Timeout
+from mcp import types
 from mcp.client import Transport
 from mcp.client._transport import TransportStreams
 from mcp.client.stdio import stdio_client

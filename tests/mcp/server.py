@@ -7,7 +7,7 @@ import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
-from mcp_types import ImageContent, TextContent
+from mcp.types import ImageContent, TextContent
 
 server = MCPServer("tests")
 
