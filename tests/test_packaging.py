@@ -86,6 +86,23 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert needed - set[str]().union(*imports.values()) == set(), "never imported"
 
 
+def test_constraints_are_within_the_ranges() -> None:
+    """``scripts/constraints`` renews them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {
+        canonicalize_name(name): version
+        for name, _, version in (line.partition("==") for line in lines if line[0] != "#")
+    }
+    needed = [project["dependencies"], *project["optional-dependencies"].values()]
+    ranges = [Requirement(each) for some in needed for each in some if "localrt[" not in each]
+    assert [
+        str(each)
+        for each in ranges
+        if not each.specifier.contains(pins.get(canonicalize_name(each.name), ""))
+    ] == []
+
+
 def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
