@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import ISAS, RESULTS, ROOT, make_parser
+from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.record import machine_of, markdown_table, versions_of
 from benchmarks.cpu.tables import cpu_table, times
 from benchmarks.drafts.__main__ import drafts_table
@@ -64,10 +64,7 @@ def bench_table(record: dict[str, Any]) -> str:
 
 
 def headline_table() -> str:
-    """What the README shows: two models in memory, one within three limits.
-
-    Models in memory are measured on each class of processor.
-    """
+    """What the README shows: one model in memory and within a limit, with AVX2."""
     rows: list[list[str]] = []
 
     def row(what: str, ours: float, theirs: float, ik: str = "") -> None:
@@ -75,9 +72,8 @@ def headline_table() -> str:
         rates = [f"{format_rate(rate)} tok/s" for rate in (ours, theirs)]
         rows.append([what, *rates, ratio, ik])
 
-    for isa in ("avx512", "avx2"):
-        for what, speeds in _in_memory(isa):
-            row(f"{what}, {ISAS[isa]}", *speeds)
+    for what, speeds in _in_memory("avx2"):
+        row(what, *speeds)
     limited = _read("offload")
     best = {
         (result["engine"], each["memory_limit"]): result["decode_tok_s"]
@@ -85,20 +81,19 @@ def headline_table() -> str:
         for result in each["results"]
         if each.get("memory_limit") and result["best"]
     }
-    for limit in (1_000_000_000, 700_000_000, 500_000_000):
-        what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
-        row(what, best["native", limit], best["llamacpp", limit])
+    limit = 700_000_000
+    what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
+    row(what, best["native", limit], best["llamacpp", limit])
     headers = ["", "localrt", "llama.cpp, best settings", "ratio", "times ik_llama.cpp"]
     table = markdown_table(headers, rows)
-    measured = [limited, _read("cpu-avx512"), _read("cpu-avx2")]
+    measured = [limited, _read("cpu-avx2")]
     machines = dict.fromkeys(machine_of(each) for each in measured)
     return f"{table}\n\nMedians on {'; '.join(machines)}. {versions_of(limited)}."
 
 
 def _in_memory(isa: str) -> Iterator[tuple[str, tuple[float, float, str]]]:
     """Rates of localrt and llama.cpp, and the ratio to ik_llama.cpp."""
-    models = ("SmolLM2-135M Q4_1", "Qwen2.5-1.5B Q4_K_M")
-    wanted = {f"{model}, {what}" for model in models for what in ("prompt of 512", "decode")}
+    wanted = {f"Qwen2.5-1.5B Q4_K_M, {what}" for what in ("prompt of 512", "decode")}
     for row in _read(f"cpu-{isa}")["rows"]:
         if row["name"] in wanted and "llama.cpp" in row["peers"]:
             theirs = row["peers"]["llama.cpp"]["tok_s"]["median"]

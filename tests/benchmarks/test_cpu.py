@@ -122,7 +122,7 @@ def test_fair_share() -> None:
 def test_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = {"setting": "-fa 1", "build": "abc", "tok_s": {"median": 50.0}, "ratio": {"median": 2.0}}
     row = {
-        "name": "SmolLM2-135M Q4_1, decode",
+        "name": "Qwen2.5-1.5B Q4_K_M, decode",
         "localrt": {"median": 100.0},
         "peers": {"llama.cpp": peer, "ik_llama.cpp": peer},
     }
@@ -132,8 +132,8 @@ def test_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu-avx2.json").write_text(json.dumps(record))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = tables.headline_table()
-    assert "| SmolLM2-135M Q4_1, decode, AVX2 | 100 tok/s | 50.0 tok/s | 2.0x | 2.00x |" in table
-    assert "SmolLM2-135M Q4_1, decode, AVX-512" in table
+    assert "| Qwen2.5-1.5B Q4_K_M, decode | 100 tok/s | 50.0 tok/s | 2.0x | 2.00x |" in table
+    assert "Qwen2.5-1.5B Q4_K_M within 700 MB, decode" in table
     assert "a CPU, 6 cores" in table
 
 
