@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import localrt
 from localrt.cli import build_parser, main
 from localrt.engine.options import OPTION_NAMES
 from localrt.engine.sampling import Sampling
@@ -20,7 +24,7 @@ from localrt.tui.keys import KEYS
 from localrt.tui.preferences import _NAMES as CONFIG_NAMES
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 # Of a code span, what is a file of ours: a path with a known ending, or a folder.
 _PATH = re.compile(r"`([\w./-]+(?:\.(?:py|h|cpp|md|json|toml|tcss)|/))`")
 _ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
@@ -77,6 +81,28 @@ def test_sampling_defaults_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "docs/usage.md").read_text(encoding="utf-8").split())
     names = "temperature {0.temperature}, top-k {0.top_k}, top-p {0.top_p} and min-p {0.min_p}"
     assert names.format(Sampling()) in text
+
+
+def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """As ``scripts/docs`` makes it: a link to a page or a heading that is not there fails."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("pdoc")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
+    assert done.returncode == 0, done.stderr
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    assert {f"{page.stem}.html" for page in PAGES} - {"README.html"} < set(pages)
+    for name, page in pages.items():
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?([^\" >]+)", page)
+        assert [url for url in loaded if re.match("(https?:)?//", url)] == [], name
+    reference = pages["localrt.html"]
+    assert "A conversation" in reference  # the guide
+    for name in set(localrt.__all__) - {"__version__"}:
+        described = (inspect.getdoc(getattr(localrt, name)) or "").split("\n")[0]
+        words = re.findall(r"[\w ]{9,}", described)
+        assert f'id="{name}"' in reference
+        assert words[0].strip() in reference, name
+    assert {path.name for path in (tmp_path / "api/localrt").iterdir()} == {"common"}
 
 
 # -- commands, options and keys --------------------------------------------------------------------

@@ -11,9 +11,6 @@ import doctest
 import importlib
 import inspect
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,23 +117,6 @@ def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted
     assert not result.failed
-
-
-def test_the_reference_can_be_made(tmp_path: Path) -> None:
-    """As ``scripts/docs`` makes it."""
-    pytest.importorskip("pdoc")
-    script = (KEPT.parent.parent / "scripts" / "docs").read_text(encoding="utf-8")
-    (modules,) = re.findall(r"^ +(localrt .*)$", script, re.MULTILINE)
-    options = ["--docformat", "google", "--no-show-source", "--output-directory", str(tmp_path)]
-    command = [sys.executable, "-m", "pdoc", *options, *shlex.split(modules)]
-    subprocess.run(command, check=True, capture_output=True, cwd=KEPT.parent.parent, timeout=900)
-    page = (tmp_path / "localrt.html").read_text(encoding="utf-8")
-    assert "A conversation" in page  # the guide
-    assert all(f'id="{name}"' in page for name in localrt.__all__ if name != "__version__")
-    others = {
-        file.relative_to(tmp_path / "localrt").as_posix() for file in tmp_path.rglob("*/*.html")
-    }
-    assert others == {"common/errors.html"}
 
 
 if __name__ == "__main__":
