@@ -103,6 +103,21 @@ def test_constraints_are_within_the_ranges() -> None:
     ] == []
 
 
+def test_pythons_and_tools_are_the_same_everywhere() -> None:
+    text = {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in ("pyproject.toml", ".github/workflows/ci.yml", "README.md", "docs/install.md")
+    }
+    (matrix,) = re.findall(r"^ +python: \[(.*)\]$", text[".github/workflows/ci.yml"], re.MULTILINE)
+    tested = re.findall(r"3\.\d+", matrix)
+    assert re.findall(r":: Python :: (3\.\d+)", text["pyproject.toml"]) == tested
+    for page in ("README.md", "docs/install.md"):
+        assert f"Python {tested[0]} to {tested[-1]}" in text[page]
+    ruff = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert ruff is not None
+    assert f"rev: v{ruff[1]} " in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
