@@ -97,10 +97,7 @@ def measure(row: Row, path: Path, threads: int, machine: hardware.Machine) -> Re
     except LocalrtError as error:
         return {"name": row.name, "results": [], "skipped": [{"reason": str(error)}]}
     print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
-    report = to_json(outcome, options, name="", machine=machine, versions={}, command="")
-    for name in ("machine", "versions", "command", "model"):
-        del report[name]
-    return {"name": row.name, "memory_limit": row.limit, **report}
+    return {"name": row.name, "memory_limit": row.limit, **to_json(outcome, options)}
 
 
 def command(path: Path, engine: str) -> list[str]:

@@ -41,22 +41,10 @@ def facts(machine: Machine) -> dict[str, Any]:
     return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 
-def to_json(
-    outcome: Outcome,
-    options: BenchOptions,
-    *,
-    name: str,
-    machine: Machine,
-    versions: Mapping[str, str],
-    command: str,
-) -> dict[str, Any]:
+def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, Any]:
     """Return the run as JSON: ``results`` has an entry per engine and setting; best ones marked."""
     best = _best(outcome.results)
     return {
-        "machine": machine.to_dict(),
-        "versions": dict(versions),
-        "command": command,
-        "model": name,
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
         "runs": 0 if outcome.forecast else options.workload.runs,

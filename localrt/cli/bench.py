@@ -10,7 +10,6 @@ import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from localrt.bench.engines import ENGINES
 from localrt.bench.gpu import forecast, wants_forecast
@@ -135,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
     if args.json:
-        print(json.dumps({**_report(outcome, options, name, machine), "busy": busy}))
+        of = {**facts(machine), "model": name}
+        print(json.dumps({**of, **to_json(outcome, options), "busy": busy}))
     else:
         print(to_table(outcome, options, name=name, machine=machine))
         if busy:
@@ -162,20 +162,6 @@ def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
     room = min(int(trained or _LONG_PROMPT), options.ctx or _LONG_PROMPT + LONG_ANSWER)
     length = min(_LONG_PROMPT, room - LONG_ANSWER)
     return replace(work, long_prompt_tokens=length if length > work.prompt_tokens else 0)
-
-
-def _report(
-    outcome: Outcome, options: BenchOptions, name: str, machine: hardware.Machine
-) -> dict[str, Any]:
-    known = facts(machine)
-    return to_json(
-        outcome,
-        options,
-        name=name,
-        machine=machine,
-        versions=known["versions"],
-        command=known["command"],
-    )
 
 
 def _write_trace(path: Path, outcome: Outcome, name: str) -> None:

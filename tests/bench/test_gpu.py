@@ -58,7 +58,7 @@ def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
     assert "RTX 4060 8GB" in table
     assert "native (simulated)" in table
     assert "median" not in table
-    report = to_json(outcome, options, name="m", machine=hardware.probe(), versions={}, command="")
+    report = to_json(outcome, options)
     (result,) = report["results"]
     assert result["simulated"] is True
     assert result["best"] is True

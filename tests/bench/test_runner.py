@@ -92,19 +92,14 @@ def test_interrupt(tmp_path: Path) -> None:
     assert all(_gone(result.info["pid"]) for result in outcome.results)
     table = to_table(outcome, options, name="m", machine=probe())
     assert "interrupted: median of 2 of 3 runs" in table
-    assert to_json(outcome, options, name="m", machine=probe(), versions={}, command="localrt")[
-        "interrupted"
-    ]
+    assert to_json(outcome, options)["interrupted"]
 
 
 def test_to_json(tmp_path: Path) -> None:
     options = _options(tmp_path, "good", "native llamacpp")
     outcome = _run(options)
-    report = to_json(
-        outcome, options, name="m", machine=probe(), versions={"localrt": "1"}, command="localrt"
-    )
+    report = to_json(outcome, options)
     report = json.loads(json.dumps(report))
-    assert {"machine", "versions", "command", "results"} <= report.keys()
     assert (report["prompt_tokens"], report["tokens"], report["runs"]) == (20, 5, 3)
     for result in report["results"]:
         assert Metrics().to_dict().keys() <= result.keys()
@@ -203,7 +198,7 @@ def test_pipeline_columns(tmp_path: Path) -> None:
     assert "not measured on one" in text
     assert "predicted  of predicted" in text
     assert "97%" in text
-    report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
+    report = to_json(outcome, options)
     assert report["ram"] == 10**9
     assert report["device"] == "cuda:1"
     (result,) = report["results"]
@@ -275,7 +270,7 @@ def test_long_prompt_and_gpu_use(tmp_path: Path) -> None:
     outcome = _run(options)
     launched = {r.engine: r.info["launch"]["ctx"] for r in outcome.results}
     assert set(launched.values()) == {302}
-    report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
+    report = to_json(outcome, options)
     ours, theirs = report["results"]
     assert report["long_prompt_tokens"] == 300
     assert ours["long_ttft_s"] == pytest.approx(1.0), "the fourth call"
