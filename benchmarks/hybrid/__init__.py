@@ -1,1 +1,0 @@
-"""Trains a small hybrid model with an MTP block: a fixture, and what drafts bring there."""
