@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
-from benchmarks.common.record import Record, markdown_table, save, versions_of
+from benchmarks.common.record import Record, captioned, markdown_table, save
 from localrt.common.formatting import format_rate
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.version import __version__
@@ -166,10 +166,8 @@ def published_table(record: Mapping[str, Any]) -> str:
         for row in record["rows"]
     ]
     headers = ["model", "machine", "engine", "context, KV", "published", "forecast", "source"]
-    return (
-        f"{markdown_table(headers, lines)}\n\n`{record['command']}`, {versions_of(record)}, tok/s; "
-        "forecasts are simulated, and nothing was run."
-    )
+    about = "tok/s; forecasts are simulated, and nothing was run"
+    return captioned(record, markdown_table(headers, lines), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

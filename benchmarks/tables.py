@@ -3,13 +3,14 @@
     python -m benchmarks.tables [--check]
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of
-docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``),
-or one of several tables of a file (``quality-full``); ``headline`` is made from several files.
-``--check`` changes nothing and fails when a table is not what its results say.
+docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``);
+``headline`` is made from several files. ``--check`` changes nothing and fails when a table is not
+what its results say.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -17,23 +18,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import RESULTS, ROOT, make_parser
-from benchmarks.common.record import machine_of, markdown_table, versions_of
-from benchmarks.cpu.tables import cpu_table, times
+from benchmarks.app.resume import resume_table
+from benchmarks.common.command import ISAS, RESULTS, ROOT
+from benchmarks.common.record import Record, captioned, machine_of, markdown_table, versions_of
+from benchmarks.cpu.__main__ import cpu_table, times
 from benchmarks.drafts.__main__ import drafts_table
-from benchmarks.gpu.tables import compiled_table, gpu_tables
-from benchmarks.kernels.tables import kernels_table, passes_table
-from benchmarks.moe.tables import experts_table
+from benchmarks.gpu.tables import gpu_tables
+from benchmarks.kernels.__main__ import kernels_table
+from benchmarks.kernels.passes import passes_table
+from benchmarks.moe.experts import experts_table
 from benchmarks.offload import offload_table
 from benchmarks.published import published_table
-from benchmarks.quality.tables import full_tables, short_table
-from benchmarks.towers.__main__ import towers_table
+from benchmarks.quality.__main__ import quality_table
+from benchmarks.sharing import sharing_table
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def bench_table(record: dict[str, Any]) -> str:
+def bench_table(record: Record) -> str:
     """The best setting of each engine of a ``localrt bench --json``.
 
     Ratios are to llama.cpp's best figure of the column, whichever setting reached it.
@@ -41,7 +44,7 @@ def bench_table(record: dict[str, Any]) -> str:
     best = [result for result in record["results"] if result["best"]]
     peers = [r for r in record["results"] if r["engine"] == "llamacpp"] or best
 
-    def rated(result: dict[str, Any], key: str) -> str:
+    def rated(result: Record, key: str) -> str:
         ratio = result[key] / max(peer[key] for peer in peers)
         return f"{format_rate(result[key])} ({ratio:.2f}x)"
 
@@ -56,51 +59,49 @@ def bench_table(record: dict[str, Any]) -> str:
         for result in best
     ]
     headers = ["engine", "prefill tok/s", "decode tok/s", "first token", "peak RAM"]
-    return (
-        f"{markdown_table(headers, rows)}\n\n`{record['command'].removesuffix(' --json')}`: "
+    about = (
         f"{record['prompt_tokens']} prompt and {record['tokens']} answer tokens, median of "
-        f"{record['runs']}, on {machine_of(record)}. {versions_of(record)}."
+        f"{record['runs']},"
     )
+    return captioned(record, markdown_table(headers, rows), about)
 
 
 def headline_table() -> str:
-    """What the README shows: one model in memory and within a limit, with AVX2."""
+    """What the README shows: two models in memory on each class of processor, one within three
+    limits.
+    """
     rows: list[list[str]] = []
 
     def row(what: str, ours: float, theirs: float, ik: str = "") -> None:
-        ratio = f"{ours / theirs:.1f}x"
         rates = [f"{format_rate(rate)} tok/s" for rate in (ours, theirs)]
-        rows.append([what, *rates, ratio, ik])
+        rows.append([what, *rates, f"{ours / theirs:.1f}x", ik])
 
-    for what, speeds in _in_memory("avx2"):
-        row(what, *speeds)
-    limited = _read("offload")
+    in_memory = {isa: read(f"cpu-{isa}") for isa in ("avx512", "avx2")}
+    models = ("SmolLM2-135M Q4_1", "Qwen2.5-1.5B Q4_K_M")
+    wanted = {f"{model}, {what}" for model in models for what in ("prompt of 512", "decode")}
+    for isa, record in in_memory.items():
+        for each in record["rows"]:
+            if each["name"] in wanted and "llama.cpp" in each["peers"]:
+                theirs = each["peers"]["llama.cpp"]["tok_s"]["median"]
+                what = f"{each['name']}, {ISAS[isa]}"
+                row(what, each["localrt"]["median"], theirs, times(each, "ik_llama.cpp"))
+    limited = read("offload")
     best = {
         (result["engine"], each["memory_limit"]): result["decode_tok_s"]
         for each in limited["rows"]
         for result in each["results"]
-        if each.get("memory_limit") and result["best"]
+        if result["best"]
     }
-    limit = 700_000_000
-    what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
-    row(what, best["native", limit], best["llamacpp", limit])
+    for limit in (1_000_000_000, 700_000_000, 500_000_000):
+        what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
+        row(what, best["native", limit], best["llamacpp", limit])
     headers = ["", "localrt", "llama.cpp, best settings", "ratio", "times ik_llama.cpp"]
+    machines = dict.fromkeys(map(machine_of, [limited, *in_memory.values()]))
     table = markdown_table(headers, rows)
-    measured = [limited, _read("cpu-avx2")]
-    machines = dict.fromkeys(machine_of(each) for each in measured)
     return f"{table}\n\nMedians on {'; '.join(machines)}. {versions_of(limited)}."
 
 
-def _in_memory(isa: str) -> Iterator[tuple[str, tuple[float, float, str]]]:
-    """Rates of localrt and llama.cpp, and the ratio to ik_llama.cpp."""
-    wanted = {f"Qwen2.5-1.5B Q4_K_M, {what}" for what in ("prompt of 512", "decode")}
-    for row in _read(f"cpu-{isa}")["rows"]:
-        if row["name"] in wanted and "llama.cpp" in row["peers"]:
-            theirs = row["peers"]["llama.cpp"]["tok_s"]["median"]
-            yield row["name"], (row["localrt"]["median"], theirs, times(row, "ik_llama.cpp"))
-
-
-def mix_table(record: dict[str, Any]) -> str:
+def mix_table(record: Record) -> str:
     """Each server's applications: requests, goals met, times to the first token."""
     rows = [
         [
@@ -116,69 +117,51 @@ def mix_table(record: dict[str, Any]) -> str:
     ]
     headers = ["server", "application", "requests", "goals met", "first token", "p95", "tok/s"]
     alls = ", ".join(f"{s['goals_met']:.0%} of {s['server']}'s" for s in record["servers"])
-    return (
-        f"{markdown_table(headers, rows)}\n\n`{record['command']}`, {record['servers'][0]['runs']} "
-        f"run: {alls.replace('%', ' %')} requests met their goals, on {machine_of(record)}. "
-        f"{versions_of(record)}."
+    about = (
+        f"{record['servers'][0]['runs']} run; {alls.replace('%', ' %')} requests met their goals"
     )
+    return captioned(record, markdown_table(headers, rows), f"{about},")
 
 
-def resume_table(record: dict[str, Any]) -> str:
-    """A long conversation's saved KV cache against computing it again."""
-    rows = [
-        [
-            f"{row['tokens']:,} tokens of {row['model'].removesuffix('.gguf')} ({row['saved']})",
-            f"{row['resume_s']:.2f} s, {row['faster']:.0f}x",
-            f"{row['resume_cold_s']:.2f} s, {row['faster_cold']:.0f}x",
-        ]
-        for row in record["results"]
-    ]
-    headers = ["from the disk, times as fast as computed again", "in the page cache", "not cached"]
-    return f"{markdown_table(headers, rows)}\n\nMedians on {machine_of(record['results'][-1])}."
-
-
-# Of a file's tables, the one with its name, and others.
-_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+_TABLES: dict[str, Callable[[Record], str]] = {
     "bench": bench_table,
-    "compiled": compiled_table,
     "cpu": cpu_table,
+    "drafts": drafts_table,
     "experts": experts_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,
-    "drafts": drafts_table,
+    "mix": mix_table,
     "offload": offload_table,
     "passes": passes_table,
     "published": published_table,
-    "quality": short_table,
-    "quality-full": full_tables,
-    "mix": mix_table,
+    "quality": quality_table,
     "resume": resume_table,
-    "towers": towers_table,
+    "sharing": sharing_table,
 }
+"""By what the name of a results file begins with."""
 
 
 def filled(text: str) -> str:
     """``text`` with every table made anew."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}{_table(match[2])}\n{match[3]}"
+        name = match[2]
+        made = headline_table() if name == "headline" else _TABLES[name.split("-")[0]](read(name))
+        return f"{match[1]}{made}\n{match[3]}"
 
     return _TABLE.sub(fill, text)
 
 
-def _table(name: str) -> str:
-    if name == "headline":
-        return headline_table()
-    kind = name.partition("-")[0]
-    path = RESULTS / f"{kind if name in _TABLES else name}.json"
-    if not path.exists():
-        return f"Not measured yet: run python -m benchmarks.{kind}."
-    make = _TABLES.get(name) or _TABLES[kind]
-    return make(_read(path.stem))
+def read(name: str) -> dict[str, Any]:
+    """A results file.
 
-
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    Raises:
+        SystemExit: it is not there.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise SystemExit(f"a table is to show {path.name}, which is not in {path.parent}")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -190,7 +173,7 @@ def pages() -> Iterator[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite, or check."""
-    parser = make_parser(__doc__, json=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail when a table is out of date")
     check = parser.parse_args(arguments).check
     stale = False

@@ -9,18 +9,18 @@ the system's cache and without ("cold"), which needs no root: its pages are give
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import localrt
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.memory_limit import drop_from_cache
-from benchmarks.common.record import Record, load, save, setting
+from benchmarks.common.record import Record, Results, captioned, markdown_table
 from localrt.common.formatting import format_bytes
 
 TEXT = "the store keeps what was packed and brings it back in order "
@@ -29,28 +29,35 @@ PREFILLS = 3  # they take long
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save beside the other models' results."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, runs=5)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
+    results = Results(args.json, cited_command("app.resume", arguments))
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         os.environ["LOCALRT_CACHE"] = folder
-        found = measure(args, Path(folder))
-    print(json.dumps(found, indent=1))
-    if args.json is not None:
-        row = {**found, **setting(cited_command("app.resume", arguments))}
-        rows = load(args.json, results=[])["results"]
-        kept = [other for other in rows if other["model"] != row["model"]]
-        save(args.json, {"results": [*kept, row]})
+        results.put(measure(args.model, args.tokens, args.runs, Path(folder)))
+    print(resume_table(results.record))
     return 0
 
 
-def measure(args: argparse.Namespace, folder: Path) -> Record:
+def resume_table(record: Mapping[str, Any]) -> str:
+    """A long conversation's saved KV cache against computing it again."""
+    rows = []
+    for row in record["rows"]:
+        saved, name = format_bytes(row["saved_bytes"]), row["name"].removesuffix(".gguf")
+        times = [
+            f"{row[f'resume{kind}_s']:.2f} s, {row[f'faster{kind}']:.0f}x" for kind in ("", "_cold")
+        ]
+        rows.append([f"{row['tokens']:,} tokens of {name} ({saved})", *times])
+    headers = ["from the disk, times as fast as computed again", "in the page cache", "not cached"]
+    return captioned(record, markdown_table(headers, rows))
+
+
+def measure(name: str, tokens: int, runs: int, folder: Path) -> Record:
     """One model's figures."""
-    ctx = args.tokens + 256
-    with localrt.load(args.model, ctx=ctx) as model:
-        messages = conversation(model, args.tokens)
+    with localrt.load(name, ctx=tokens + 256) as model:
+        messages = conversation(model, tokens)
 
         def answered(least_cached: int = 0) -> float:
             chat = model.chat()
@@ -65,13 +72,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Record:
         chat.send("Why?", max_tokens=1, temperature=0.0)
         saved = chat.park()
         times: dict[bool, list[float]] = {False: [], True: []}
-        for cold in [False] + [False, True] * args.runs:  # the first warms up
+        for cold in [False] + [False, True] * runs:  # the first warms up
             if cold:
                 forget_pages(folder)
-            times[cold].append(answered(args.tokens // 2))
+            times[cold].append(answered(tokens // 2))
         warm, cold_s = statistics.median(times[False][1:]), statistics.median(times[True])
         return {
-            "model": Path(model.name).name,
+            "name": Path(model.name).name,
             "tokens": model.count(messages),
             "saved_bytes": saved,
             "prefill_s": prefill,
@@ -79,7 +86,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Record:
             "resume_cold_s": cold_s,
             "faster": prefill / warm,
             "faster_cold": prefill / cold_s,
-            "saved": format_bytes(saved),
         }
 
 
@@ -113,4 +119,4 @@ def forget_pages(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

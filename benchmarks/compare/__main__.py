@@ -1,6 +1,6 @@
 """Compare this checkout with another one on the models of the README's first table.
 
-    python -m benchmarks.compare --against FOLDER [--isa avx2] [--runs 11] [--only WORDS]
+    python -m benchmarks.compare --against FOLDER [--isa avx2] [--runs 11] [--only WORD ...]
         [--json FILE]
 
 Each run is a process of its own: it loads the model and answers once, greedily, no drafts.
@@ -17,10 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from benchmarks.common.command import (
     ROOT,
@@ -30,7 +28,8 @@ from benchmarks.common.command import (
     make_parser,
     run_child,
 )
-from benchmarks.common.record import Record, load, save_row, setting
+from benchmarks.common.record import Record, Results
+from benchmarks.common.turns import by_turns, ratios, summary
 from localrt.common.formatting import table
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -60,7 +59,7 @@ ROWS = (
 )
 
 
-def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> dict[str, Any]:
+def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> Record:
     """Run one process. Each checkout has a ``cache`` folder of its own, for machine measurements
     and a chat's KV cache.
     """
@@ -75,40 +74,31 @@ def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> dict[str,
 
 def compare(row: Row, checkouts: dict[str, Path], runs: int, isa: str | None) -> Record:
     """Return medians and quartiles of both checkouts, and of their ratio in each turn."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-        for turn in range(runs + 1):
-            for name in sorted(checkouts, reverse=bool(turn % 2)):
-                found[name].append(measure(row, checkouts[name], Path(folder) / name, isa))
-    counted = {name: each[1:] for name, each in found.items()}
+        caches = {name: Path(folder) / name for name in checkouts}
+        found = by_turns(
+            {name: partial(measure, row, checkouts[name], caches[name], isa) for name in caches},
+            runs,
+        )
+    ours, theirs = found["this"], found["against"]
     measured = {}
     for key in _MEASURES:
-        if key in counted["this"][0]:
-            values = {name: [one[key] for one in each] for name, each in counted.items()}
-            pairs = zip(values["this"], values["against"], strict=True)
-            values["ratio"] = [ours / theirs for ours, theirs in pairs]
+        if key in ours[0]:
+            values = {name: [one[key] for one in each] for name, each in found.items()}
+            values["ratio"] = ratios(values["this"], values["against"])
             measured[key] = {name: summary(samples) for name, samples in values.items()}
-    every = [one for each in counted.values() for one in each]
     return {
         "name": row.name,
-        "same_tokens": all(one["tokens"] == every[0]["tokens"] for one in every),
+        "same_tokens": all(one["tokens"] == ours[0]["tokens"] for one in (*ours, *theirs)),
         "measured": measured,
     }
 
 
-def summary(samples: list[float]) -> Record:
-    """Median and quartiles."""
-    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
-    return {"median": median, "quartiles": [low, high], "samples": samples}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print; 1 if tokens differ."""
-    parser = make_parser(__doc__, results="compare")
+    parser = make_parser(__doc__, results="compare", runs=11, rows=True)
     parser.add_argument("--against", type=Path, required=True, help="another checkout")
     parser.add_argument("--isa", type=isa_name, help="instruction set (default: the best)")
-    parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
     args = parser.parse_args(arguments)
     checkouts = {"this": ROOT, "against": args.against.resolve()}
     commits = {}
@@ -117,23 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{checkout} has no compiled kernels: run setup.py build_ext --inplace")
         describe = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
         commits[name] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
-    about = setting(cited_command("compare", arguments), "numpy")
-    record = load(args.json, rows=[])
-    for row in ROWS:
-        if not args.only or any(word in row.name for word in args.only):
-            found = compare(row, checkouts, args.runs, args.isa)
-            found |= {"checkouts": commits, "runs": args.runs}
-            record = save_row(args.json, record, found, [each.name for each in ROWS], **about)
-            print(f"{row.name} is done", flush=True)
+    results = Results(args.json, cited_command("compare", arguments), "numpy")
+    rows = {row.name: row for row in ROWS}
+    # A row is of two commits: what an earlier run measured is measured anew.
+    for name in results.pending(rows, args.only, again=[*rows]):
+        found = compare(rows[name], checkouts, args.runs, args.isa)
+        results.put({**found, "checkouts": commits, "runs": args.runs}, rows)
     shown = []
-    for result in record["rows"]:
+    for result in results.rows:
         for key, parts in result["measured"].items():
             low, high = parts["ratio"]["quartiles"]
             medians = [f"{parts[name]['median']:.4g}" for name in ("this", "against")]
             ratio = [f"{parts['ratio']['median']:.3f}", f"{low:.3f} to {high:.3f}"]
             shown.append([result["name"], key, *medians, *ratio])
     print(table(shown, ["", "median", "this", "against", "ratio", "its quartiles"], "llrrrr"))
-    differ = [result["name"] for result in record["rows"] if not result["same_tokens"]]
+    differ = [result["name"] for result in results.rows if not result["same_tokens"]]
     print(f"THE TOKENS DIFFER: {', '.join(differ)}" if differ else "The tokens are the same.")
     return 1 if differ else 0
 

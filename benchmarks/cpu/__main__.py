@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command
-from benchmarks.common.record import Record, load, save_row, setting
-from benchmarks.compare.__main__ import summary
+from benchmarks.common.record import Record, Results, captioned, markdown_table
+from benchmarks.common.turns import by_turns, ratios, summary
 from benchmarks.cpu.llama_bench import PEERS, fastest
-from benchmarks.cpu.tables import cpu_table
 from localrt.common.cores import default_threads
+from localrt.common.formatting import format_rate
 
 MODELS = {
     "smollm2": "SmolLM2-135M Q4_1",
@@ -68,36 +68,80 @@ ROWS = {
 
 
 def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Record:
-    """By turns, each time in another order; medians and quartiles."""
-    turns: dict[str, list[Record]] = {name: [] for name in contestants}
-    names = list(contestants)
-    for _ in range(runs):
-        for name in names:
-            turns[name].append(contestants[name]())
-        names.append(names.pop(0))
+    """Medians and quartiles of all, by turns: each process warms up by itself."""
+    turns = by_turns(contestants, runs, warm_up=False)
     ours = turns.pop("localrt")
-    result = {"localrt": summary([one["value"] for one in ours]), "peers": {}}
+    rates = [one["value"] for one in ours]
+    result = {"localrt": summary(rates), "peers": {}}
     if "of_floor" in ours[0]:
         result["of_floor"] = summary([one["of_floor"] for one in ours])
     for name, theirs in turns.items():
-        pairs = zip(ours, theirs, strict=True)
+        peer = [one["value"] for one in theirs]
         result["peers"][name] = {
             "setting": theirs[0]["setting"],
             "build": theirs[0]["build"],
-            "tok_s": summary([one["value"] for one in theirs]),
-            "ratio": summary([one["value"] / other["value"] for one, other in pairs]),
+            "tok_s": summary(peer),
+            "ratio": summary(ratios(rates, peer)),
         }
     return result
 
 
+def cpu_table(record: Mapping[str, Any]) -> str:
+    """Ours and the peers' tokens per second; ratios are medians of turns."""
+    rows = []
+    for row in record["rows"]:
+        cells = [row["name"], _ours(row, record["threads"])]
+        for name in PEERS:
+            peer = row["peers"].get(name)
+            rate = peer and f"{format_rate(peer['tok_s']['median'])} ({_setting(peer)})"
+            cells += [rate or "", times(row, name)]
+        share = row.get("of_floor")
+        rows.append([*cells, f"{100 * share['median']:.0f} %" if share else ""])
+    headers = ["", "localrt, tok/s", "ik_llama.cpp", "ratio", "llama.cpp", "ratio", "of reading"]
+    builds = {
+        f"{name} {peer['build']}"
+        for row in record["rows"]
+        for name, peer in row["peers"].items()
+        if peer["build"] != "unknown"
+    }
+    peers = f" beside {', '.join(sorted(builds))}" if builds else ""
+    about = f"{command.ISAS[record['isa']]}{peers}, medians of {record['runs']} turns,"
+    return captioned(record, markdown_table(headers, rows), about)
+
+
+def times(row: Mapping[str, Any], peer: str) -> str:
+    """How many times as fast as ``peer``; empty if that was not measured."""
+    found = row["peers"].get(peer)
+    return f"{found['ratio']['median']:.2f}x" if found else ""
+
+
+def fair_share(threads: int) -> float:
+    """The share of its speed that a program keeps if it loses half of one of its cores."""
+    return (threads - 0.5) / threads
+
+
+def _ours(row: Mapping[str, Any], threads: int) -> str:
+    value = row["localrt"]["median"]
+    if row["kind"] == "tree":
+        return f"{value:.2f} passes"
+    if row["kind"] == "neighbour":
+        return f"{value:.0%} (fair share {fair_share(threads):.0%})".replace("%", " %")
+    return f"{100 * value:.1f} %" if row["kind"] == "outside" else format_rate(value)
+
+
+def _setting(peer: Mapping[str, Any]) -> str:
+    _, repacked, _, attention = peer["setting"].split()
+    kept = "repacked" if repacked == "1" else "plain"
+    return f"{kept}, flash attention" if attention == "1" else kept
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print."""
-    parser = command.make_parser(__doc__)
+    parser = command.make_parser(__doc__, runs=5)
     parser.add_argument("--isa", type=command.isa_name, default="", help="default: the best here")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names or files")
     parser.add_argument("--ik", type=Path, metavar="LLAMA_BENCH", help="of ik_llama.cpp")
     parser.add_argument("--llamacpp", type=Path, metavar="LLAMA_BENCH", help="of llama.cpp")
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", type=command.listed(ROWS), default=ROWS, help=", ".join(ROWS))
     args = parser.parse_args(arguments)
     given = zip(PEERS, (args.ik, args.llamacpp), strict=True)
@@ -106,9 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not program.is_file():
             parser.error(f"{program} is not a file")
     file = args.json or command.RESULTS / f"cpu-{args.isa}.json"
-    about: dict[str, Any] = setting(command.cited_command("cpu", arguments), "numpy")
-    about |= {"isa": args.isa, "threads": default_threads(), "runs": args.runs}
-    record = load(file, rows=[])
+    about = {"isa": args.isa, "threads": default_threads(), "runs": args.runs}
+    results = Results(file, command.cited_command("cpu", arguments), "numpy", **about)
     paths = {model: command.find_model(model) for model in args.models}
     for model, row in product(paths, map(ROWS.__getitem__, args.only)):
         if (model if model in MODELS else FILE) not in row.models:
@@ -125,12 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for peer, program in programs.items() if row.kind in ("prompt", "decode") else ():
             if call := fastest(peer, program, job):
                 contestants[peer] = call
-        result = {"name": name, "model": Path(model).name, **test}
-        result |= compare(contestants, args.runs)
-        order = dict.fromkeys([*(old["name"] for old in record["rows"]), name])
-        record = save_row(file, record, result, list(order), **about)
-        print(f"{name} is done", flush=True)
-    print(cpu_table(record) if record["rows"] else "These models have no such row.")
+        compared = compare(contestants, args.runs)
+        results.put({"name": name, "model": Path(model).name, **test, **compared})
+    print(cpu_table(results.record) if results.rows else "These models have no such row.")
     return 0
 
 

@@ -28,19 +28,15 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import cited_command, find_model, make_parser
-from benchmarks.common.record import (
-    Record,
-    load,
-    machine_of,
-    markdown_table,
-    save_row,
-    setting,
-    versions_of,
-)
+from benchmarks.common.record import Record, Results, captioned, markdown_table
+from benchmarks.common.turns import by_turns, ratios
 from localrt.bench.process import ChildProcess, child_command
 
 PLAIN = "off"
@@ -49,7 +45,7 @@ _TREES = (8, 64)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print; 1 if an answer differs."""
-    parser = make_parser(__doc__, results="drafts")
+    parser = make_parser(__doc__, results="drafts", runs=5)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--draft", action="append", default=[], help="a head, a model, mtp, ngram")
     parser.add_argument("--code", type=Path, metavar="FILE", help="prompts to continue")
@@ -58,32 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ram", action="append", default=[], help="also within this budget")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(arguments)
-    kinds = {"code": args.code, "chat": args.chat}
-    prompts = {
-        kind: _prompts(file, args.prompts) for kind, file in kinds.items() if file is not None
-    }
+    files = {"code": args.code, "chat": args.chat}
+    prompts = {kind: _prompts(file, args.prompts) for kind, file in files.items() if file}
     if args.edits:
         prompts["edits"] = edits(args.prompts)
     if not prompts or not args.draft:
         parser.error("give --draft, and --code, --chat or --edits")
-    about = setting(cited_command("drafts", arguments), "numpy")
-    record = load(args.json, rows=[]) if args.json else {"rows": []}
-    names = [f"{kind}{within}" for within in _budgets(args.ram) for kind in prompts]
-    names = list(dict.fromkeys([*(row["name"] for row in record["rows"]), *names]))
-    for within, ram in _budgets(args.ram).items():
-        for kind, asked in prompts.items():
-            found = measure(find_model(args.model), args.draft, ram, asked, args.tokens, args.runs)
-            row = {"name": f"{kind}{within}", "prompts": len(asked), "runs": args.runs, **found}
-            record = save_row(args.json, record, row, names, **about)
-            print(f"{row['name']} is done", flush=True)
-    print(drafts_table(record))
-    return 0 if all(row["same_tokens"] for row in record["rows"]) else 1
-
-
-def _budgets(rams: Sequence[str]) -> dict[str, str | None]:
-    return {"": None, **{f" within {ram}": ram for ram in rams}}
+    results = Results(args.json, cited_command("drafts", arguments), "numpy")
+    for ram, kind in product([None, *args.ram], prompts):
+        job = {"model": str(find_model(args.model)), "ram": ram, "tokens": args.tokens}
+        found = measure(job, args.draft, prompts[kind], args.runs)
+        row = {"name": kind if ram is None else f"{kind} within {ram}"}
+        results.put({**row, "prompts": len(prompts[kind]), "runs": args.runs, **found})
+    print(drafts_table(results.record))
+    return 0 if all(row["same_tokens"] for row in results.rows) else 1
 
 
 def _prompts(file: Path, most: int) -> list[Record]:
@@ -115,71 +100,49 @@ def edits(most: int) -> list[Record]:
 
 
 def measure(
-    model: Path,
-    drafts: Sequence[str],
-    ram: str | None,
-    prompts: Sequence[Record],
-    tokens: int,
-    runs: int,
+    job: Mapping[str, Any], drafts: Sequence[str], prompts: Sequence[Record], runs: int
 ) -> Record:
     """Every draft's speeds over those of plain decoding, prompt by prompt."""
     names = [PLAIN, *drafts]
-    samples: dict[str, list[list[Record]]] = {name: [[] for _ in prompts] for name in names}
-    children = {}
-    try:
+    with ExitStack() as stack:
+        children = {}
         for name in names:
-            children[name] = ChildProcess(child_command("benchmarks.drafts.child"))
-            job = {"model": str(model), "draft": name, "ram": ram, "tokens": tokens}
-            children[name].ask("load", job=job)
-        for run in range(runs + 1):
-            for number, prompt in enumerate(prompts):
-                for name in names:
-                    found = children[name].ask("answer", **prompt)
-                    if run:
-                        samples[name][number].append(found)
-        fixed = {
-            name: {
-                size: [children[name].ask("answer", **p, size=size) for p in prompts]
-                for size in _TREES
-            }
-            for name in drafts
-        }
-        levels = {name: children[name].ask("level") for name in drafts}
-    finally:
-        for child in children.values():
-            child.close()
-    same = all(
-        one["tokens"] == samples[PLAIN][number][0]["tokens"]
-        for each in samples.values()
-        for number, found in enumerate(each)
-        for one in found
-    )
-    return {
-        "same_tokens": same,
-        "contestants": [
-            {"draft": Path(name).name, **_summary(samples[PLAIN], samples[name])}
-            | {"trees": {str(size): _tokens_a_pass(found) for size, found in
-                         fixed.get(name, {}).items()}}
-            | levels.get(name, {})
-            for name in names
-        ],
-    }  # fmt: skip
+            child = ChildProcess(child_command("benchmarks.drafts.child"))
+            children[name] = stack.enter_context(child)
+            child.ask("load", job={**job, "draft": name})
+        asked = list(product(range(len(prompts)), names))
+        found = by_turns(
+            {(n, name): partial(children[name].ask, "answer", **prompts[n]) for n, name in asked},
+            runs,
+        )
+        contestants = []
+        for name in names:
+            one: Record = {"draft": Path(name).name, "trees": {}}
+            one |= _summary(
+                *([found[n, who] for n in range(len(prompts))] for who in (PLAIN, name))
+            )
+            if name != PLAIN:
+                for size in _TREES:
+                    trees = [children[name].ask("answer", **each, size=size) for each in prompts]
+                    one["trees"][str(size)] = _tokens_a_pass(trees)
+                one |= children[name].ask("level")
+            contestants.append(one)
+    same = all(one["tokens"] == found[n, PLAIN][0]["tokens"] for n, who in asked
+               for one in found[n, who])  # fmt: skip
+    return {"same_tokens": same, "contestants": contestants}
 
 
 def _summary(plain: list[list[Record]], ours: list[list[Record]]) -> Record:
     """Medians over runs of a prompt, then over prompts; the ratios of one run's two."""
-    ratios = [
-        statistics.median(b["tok_s"] / a["tok_s"] for a, b in zip(one, other, strict=True))
-        for one, other in zip(plain, ours, strict=True)
-    ]
-    last = [found[-1] for found in ours]
+    speeds = [[[one["tok_s"] for one in runs] for runs in each] for each in (plain, ours)]
+    each = [statistics.median(ratios(b, a)) for a, b in zip(*speeds, strict=True)]
     return {
-        "tok_s": statistics.median(statistics.median(r["tok_s"] for r in runs) for runs in ours),
-        "ratio": statistics.median(ratios),
-        "worst": min(ratios),
-        "best": max(ratios),
-        "tokens_a_pass": _tokens_a_pass(last),
-        "said": last[-1]["said"],
+        "tok_s": statistics.median(map(statistics.median, speeds[1])),
+        "ratio": statistics.median(each),
+        "worst": min(each),
+        "best": max(each),
+        "tokens_a_pass": _tokens_a_pass([runs[-1] for runs in ours]),
+        "said": ours[-1][-1]["said"],
     }
 
 
@@ -204,10 +167,7 @@ def drafts_table(record: Mapping[str, Any]) -> str:
 
     headers = ["prompts", "draft", "tok/s", "of plain", "slowest prompt", "tokens a pass"]
     headers += [*(f"of {size} nodes" for size in _TREES), "a level, of a pass"]
-    return (
-        f"{markdown_table(headers, rows())}\n\n`{record['command']}`, medians, on "
-        f"{machine_of(record)}. {versions_of(record)}."
-    )
+    return captioned(record, markdown_table(headers, rows()))
 
 
 if __name__ == "__main__":

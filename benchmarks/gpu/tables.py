@@ -1,6 +1,4 @@
-"""The tables of ``docs/gpu.md``, from the JSON of ``scripts/gpu_check`` and of
-``benchmarks.gpu.compiled``.
-"""
+"""The tables of ``docs/gpu.md``, from the JSON of ``scripts/gpu_check``."""
 
 from __future__ import annotations
 
@@ -175,55 +173,3 @@ def _towers(results: Sequence[Record]) -> str:
     ]
     headers = ["tower", "s", "s without cuBLAS", "s on its CPU", "MB of the GPU"]
     return _table(headers, rows)
-
-
-# What the page shows of 50 formats.
-_COMPILED = (
-    *("q4_0", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq2_xxs", "iq3_s", "iq4_xs"),
-    *("int4-g32", "nf4", "mxfp4", "nvfp4"),
-)
-
-
-def compiled_table(record: Record) -> str:
-    """Some formats' kernels on compute capability 8.9, and what spills anywhere."""
-    rows = {row["name"]: row for row in record["rows"]}
-    at = record["capabilities"].index("8.9")
-    table = []
-    for format_ in _COMPILED:
-        variants = ("one row", "experts, one row", "many rows")
-        one, expert, many = (rows[f"{format_}, {variant}"] for variant in variants)
-        table.append(
-            [
-                format_,
-                f"{one['per_byte'][at]:.3f}",
-                f"{expert['per_byte'][at]:.3f}",
-                f"{many['per_product'][at]:.1f}",
-                f"{many['unpacking']:.1f}",
-                ", ".join(str(each["registers"][at]) for each in (one, expert, many)),
-                f"{many['shared_bytes'][at] / 1024:.0f}",
-            ]
-        )
-    headers = ["", "one row", "an expert, one row", "many rows", "unpacking", "registers", "KB"]
-    return (
-        f"`{record['command']}`, NVRTC {record['nvrtc']}: instructions of a warp on compute "
-        f"capability 8.9. For one row, those of the main loop per byte of weights; for many rows, "
-        f"those of the innermost loop per product of 16 weight rows, 32 columns and 8 rows, and "
-        f"what unpacking adds. Registers are those of the three kernels, the shared memory is the "
-        f"last one's.\n\n{_table(headers, table)}\n\n{_spills(record)}"
-    )
-
-
-def _spills(record: Record) -> str:
-    where: dict[str, list[int]] = {}
-    for row in record["rows"]:
-        for capability, nbytes in zip(record["capabilities"], row["spilled_bytes"], strict=True):
-            if nbytes:
-                where.setdefault(capability, []).append(nbytes)
-    spills = ", ".join(
-        f"{len(found)} on {capability} (at most {max(found)} bytes a thread)"
-        for capability, found in sorted(where.items(), key=lambda item: float(item[0]))
-    )
-    return (
-        f"Of {len(record['rows'])} kernels on each of {', '.join(record['capabilities'])}, these "
-        f"spill registers: {spills or 'none'}."
-    )

@@ -10,22 +10,21 @@ is installed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import cited_command, isa_name, listed, make_parser
+from benchmarks.common.command import cited_command, isa_name, listed, make_parser, numbers
 from benchmarks.common.random_store import random_packed
-from benchmarks.common.record import Record, save, setting
-from benchmarks.common.sessions import by_turns
+from benchmarks.common.record import Record, Results, captioned, markdown_table
+from benchmarks.common.turns import by_turns, timed
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
-from benchmarks.kernels.tables import kernels_table
+from localrt.common.formatting import format_rate
 from localrt.offload import hardware
 from localrt.quant.cpu.abi import layout_of
 from localrt.quant.cpu.ops import NativeOps
@@ -84,11 +83,13 @@ class Bench:
             "peak": lambda: self._ops.multiply(PEAK_ROUNDS),
             **{kind: every(call) for kind, call in line.ggml.items()},
         }
-        samples = by_turns(calls, self._runs, settle=SETTLING)
+        turns = {name: timed(call, settle=SETTLING) for name, call in calls.items()}
+        samples = by_turns(turns, self._runs)
         taken = {name: statistics.median(seconds) for name, seconds in samples.items()}
         seconds = taken["localrt"] / line.count
         ggml = {kind: taken[kind] / line.count for kind in line.ggml}
         return {
+            "name": f"{line.name} {'x'.join(map(str, line.shape))}, {line.rows} rows",
             "format": line.name,
             "shape": list(line.shape),
             "rows": line.rows,
@@ -157,37 +158,56 @@ def expert(ops: NativeOps, name: str) -> Iterator[Line]:
     yield Line(f"{name} expert", (3 * inner, hidden), 1, nbytes, count, one, {})
 
 
-def run(args: argparse.Namespace, command: str) -> Record:
-    """Every format, shape and number of rows, then an expert of each format."""
-    ops = NativeOps(isa=args.isa)
-    threads = hardware.probe().cpu.cores.threads
-    ggml, bench = find_ggml(threads), Bench(ops, args.runs)
-    rows = [int(text) for text in args.rows.split(",")]
-    results: list[Record] = []
-    for name in args.formats:
-        results += [bench.measure(line) for line in products(ops, ggml, name, rows)]
-    for name in args.formats:
-        results += [bench.measure(line) for line in expert(ops, name)]
-    return {
-        **setting(command, "llama-cpp-python"),
-        "isa": ops.isa,
-        "peak_operations_s": statistics.median(r["peak_operations_s"] for r in results),
-        "results": results,
-    }
+_SHOWN = (1, 8, 16, 64, 512)
+"""Numbers of rows in the docs."""
+
+
+def kernels_table(record: Mapping[str, Any], *, every_row: bool = False) -> str:
+    """The largest matrix of every format at some numbers of rows, and an expert."""
+    rows = []
+    for r in record["rows"]:
+        if not every_row and (r["rows"] not in _SHOWN or r["shape"] == [4096, 4096]):
+            continue
+        few = r["rows"] < 8
+        rows.append(
+            [
+                r["format"],
+                "x".join(map(str, r["shape"])),
+                str(r["rows"]),
+                f"{r['seconds'] * 1e3:.3f}",
+                f"{100 * r['bytes_s'] / r['floor_bytes_s']:.0f} % of floor"
+                if few
+                else f"{100 * r['operations_s'] / r['peak_operations_s']:.0f} % of peak",
+                f"{format_rate(r['bytes_s'] / 1e9)} GB/s"
+                if few
+                else f"{format_rate(r['operations_s'] / 1e9)} GFLOP/s",
+                f"{r['times_ggml']:.2f}x" if r["times_ggml"] else "",
+            ]
+        )
+    headers = ["format", "matrix", "rows", "ms", "share", "rate", "times ggml"]
+    about = f"{record['isa']} kernels, ggml's better of weights repacked and plain,"
+    return captioned(record, markdown_table(headers, rows), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, save, print."""
-    parser = make_parser(__doc__)
+    """Every format, shape and number of rows, then an expert of each format."""
+    parser = make_parser(__doc__, runs=5)
     formats = ["q4_0", "q4_k", "int4-g128", "nf4", "mxfp4", "nvfp4"]
     parser.add_argument("--formats", type=listed(KNOWN), default=formats)
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,512")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 512])
     parser.add_argument("--isa", type=isa_name, default="")
     args = parser.parse_args(arguments)
-    record = run(args, cited_command("kernels", arguments))
-    save(args.json, record)
-    print(kernels_table(record, every_row=True))
+    ops = NativeOps(isa=args.isa)
+    ggml, bench = find_ggml(hardware.probe().cpu.cores.threads), Bench(ops, args.runs)
+    command = cited_command("kernels", arguments)
+    results = Results(args.json, command, "llama-cpp-python", isa=ops.isa)
+    for name in args.formats:
+        for line in products(ops, ggml, name, args.rows):
+            results.put(bench.measure(line))
+    for name in args.formats:
+        for line in expert(ops, name):
+            results.put(bench.measure(line))
+    print(kernels_table(results.record, every_row=True))
     return 0
 
 

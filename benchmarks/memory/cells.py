@@ -76,26 +76,24 @@ def _cells() -> Iterator[Cell]:
         yield Cell(model="smollm2", ctx=2048, format=format_)
 
 
-CELLS = tuple(_cells())
-"""All of them."""
+CELLS = {cell.name: cell for cell in _cells()}
+"""All of them, by name."""
 
+_TESTED = (
+    "smollm2, generate, ram free, ctx 2048",
+    "smollm2, generate, ram 1.5, ctx 2048",
+    "smollm2, generate, ram 0.4, ctx 2048",
+    "smollm2, fill, ram 0.7, ctx 2048",
+    "smollm2, fill, ram least, ctx 1024",
+    "smollm2, fill, ram least, ctx 2048, kv int8",
+    "smollm2, chat, ram 0.25",
+    "smollm2, text, ram least, ctx 2048",
+    "smollm2, json, ram 0.5, ctx 2048",
+    "smollm2, serve, ram 0.5, ctx 2048",
+    "smollm2, run, ram 0.25, ctx 1024, first run",
+)
 TESTED = tuple(
     cell if cell.ram in (None, 1.5) else replace(cell, long_answer=40)  # read for each token
-    for cell in CELLS
-    if cell.model == "smollm2"
-    and (cell.way, cell.ram, cell.ctx, cell.cold, cell.kv_format, cell.draft, cell.format)
-    in {
-        ("generate", None, 2048, False, None, "auto", None),
-        ("generate", 1.5, 2048, False, None, "auto", None),
-        ("generate", 0.4, 2048, False, None, "auto", None),
-        ("fill", 0.7, 2048, False, None, "auto", None),
-        ("fill", "least", 1024, False, None, "auto", None),
-        ("fill", "least", 2048, False, "int8", "auto", None),
-        ("chat", 0.25, None, False, None, "auto", None),
-        ("text", "least", 2048, False, None, "auto", None),
-        ("json", 0.5, 2048, False, None, "auto", None),
-        ("serve", 0.5, 2048, False, None, "auto", None),
-        ("run", 0.25, 1024, True, None, "auto", None),
-    }
+    for cell in map(CELLS.__getitem__, _TESTED)
 )
 """Those that are tests."""

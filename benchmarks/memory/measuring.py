@@ -18,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.common.command import ROOT
 from benchmarks.memory.cells import Cell
 
-_ROOT = Path(__file__).resolve().parents[2]
 _EVERY_S = 0.02
 _LEAST = re.compile(r"at least (\d+) MB of RAM")
 _SHARE, _BYTES = 0.03, 8_000_000
@@ -80,12 +82,12 @@ def _run(cell: Cell, paths: dict[str, Path], home: Path, budget: int | None) -> 
         command = [sys.executable, "-m", "benchmarks.memory.child", json.dumps(job)]
     env = {
         **os.environ,
-        "PYTHONPATH": str(_ROOT),
+        "PYTHONPATH": str(ROOT),
         "LOCALRT_CACHE": str(home / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
     }
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(command, env=env, cwd=_ROOT, stdout=out, stderr=err)
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=err)
         peak, tree = _watch(process)
         for file in (out, err):
             file.seek(0)
@@ -104,41 +106,28 @@ def _run(cell: Cell, paths: dict[str, Path], home: Path, budget: int | None) -> 
 def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int]:
     """Peaks of the process and of its tree, in bytes."""
     peak = tree = 0
-    while process.poll() is None:
-        with suppress(OSError, ValueError):
-            peak = max(peak, _high_water(process.pid))
-            private, shared = zip(*map(_resident, _family(process.pid)), strict=True)
-            tree = max(tree, sum(private) + max(shared))
-        time.sleep(_EVERY_S)
+    with suppress(psutil.Error):
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            with suppress(psutil.Error, OSError, ValueError):
+                peak = max(peak, _high_water(process.pid))
+                taken = [each.memory_full_info() for each in _family(root)]
+                shared = max(info.rss - info.uss for info in taken)
+                tree = max(tree, sum(info.uss for info in taken) + shared)
+            time.sleep(_EVERY_S)
     return peak, tree
 
 
-def _family(pid: int) -> list[int]:
+def _family(root: psutil.Process) -> list[psutil.Process]:
     """The process and all below it that run programs of their own: one that has begun and runs its
     parent's still has the parent's memory, which would count twice.
     """
-    found = [pid]
+    found = [root]
     for parent in found:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            with suppress(OSError):
-                below = map(int, (task / "children").read_text().split())
-                found += [child for child in below if _command(child) != _command(parent)]
+        with suppress(psutil.Error):
+            words = parent.cmdline()
+            found += [child for child in parent.children() if child.cmdline() != words]
     return found
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def _resident(pid: int) -> tuple[int, int]:
-    """Bytes in RAM that a process has for itself, and that it shares with any other."""
-    private = shared = 0
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            nbytes = int(line.split()[1]) * 1024 if " kB" in line else 0
-            private += nbytes if line.startswith("Private_") else 0
-            shared += nbytes if line.startswith("Shared_") else 0
-    return private, shared
 
 
 def _high_water(pid: int) -> int:

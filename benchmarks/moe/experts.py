@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.command import cited_command, listed, make_parser
-from benchmarks.common.record import Record, load, save, setting
-from benchmarks.common.sessions import against_llamacpp, by_turns, open_sessions
+from benchmarks.common.record import Record, Results, captioned, markdown_table
+from benchmarks.common.turns import against_llamacpp, open_sessions
 from benchmarks.moe.random_mixture import SHAPES, VOCABULARY, MixtureShape, write_mixture
-from benchmarks.moe.tables import experts_table
 from localrt.offload import hardware
 
 NBYTES = 2_000_000_000  # of a model's experts
@@ -44,47 +43,50 @@ def measure(shape: MixtureShape, runs: int) -> Record:
         for token in tokens:
             session.extend([token])
 
-    def compared(samples: dict[str, list[float]], count: int) -> Record:
-        found = against_llamacpp(samples)
+    def rates(found: Record, count: int) -> Record:
         theirs = {name: count / seconds for name, seconds in found.pop("llamacpp_s").items()}
-        return {
-            "native_tokens_s": count / found.pop("native_s"),
-            "llamacpp_tokens_s": theirs,
-            **found,
-        }
+        ours = count / found.pop("native_s")
+        return {"native_tokens_s": ours, "llamacpp_tokens_s": theirs, **found}
 
     threads = hardware.probe().cpu.cores.threads
     with tempfile.TemporaryDirectory() as folder:
         path = write_mixture(shape, layers, Path(folder) / "mixture.gguf")
         with open_sessions(path, PROMPT + TOKENS + 8, threads=threads) as sessions:
-            prompts = by_turns({n: lambda s=s: prefill(s) for n, s in sessions.items()}, runs)
-            steps = by_turns({n: lambda s=s: decode(s) for n, s in sessions.items()}, 2 * runs)
-    return {
-        "layers": layers,
-        "format": shape.experts,
-        "decode": compared(steps, TOKENS),
-        "prefill": compared(prompts, PROMPT),
-    }
+            prompts = against_llamacpp(sessions, prefill, runs)
+            steps = against_llamacpp(sessions, decode, 2 * runs)
+    about = {"layers": layers, "format": shape.experts}
+    return {**about, "decode": rates(steps, TOKENS), "prefill": rates(prompts, PROMPT)}
+
+
+def experts_table(record: Mapping[str, Any]) -> str:
+    """One row for each shape."""
+    rows = [
+        [
+            row["name"],
+            row["format"],
+            str(row["layers"]),
+            *(
+                f"{row[kind]['native_tokens_s']:.0f} ({row[kind]['times_llamacpp']:.2f}x)"
+                for kind in ("decode", "prefill")
+            ),
+        ]
+        for row in record["rows"]
+    ]
+    headers = ["shape", "format", "layers", "decode tok/s", "prefill 512 tok/s"]
+    about = "random weights, all in RAM; in brackets, times llama.cpp at its best on the same file;"
+    return captioned(record, markdown_table(headers, rows), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure shape by shape, save, print."""
-    parser = make_parser(__doc__, results="experts")
+    parser = make_parser(__doc__, results="experts", runs=7)
     known = ",".join(SHAPES)
     parser.add_argument("--shapes", type=listed(SHAPES), default=list(SHAPES), help=known)
-    parser.add_argument("--runs", type=int, default=7)
     args = parser.parse_args(arguments)
-    found = load(args.json, results={})["results"]
-    record: Record = {"results": found}
+    results = Results(args.json, cited_command("moe.experts", arguments), "llama-cpp-python")
     for name in args.shapes:
-        found[name] = measure(SHAPES[name], args.runs)
-        record = {
-            **setting(cited_command("moe.experts", arguments), "llama-cpp-python"),
-            "results": {name: found[name] for name in SHAPES if name in found},
-        }
-        save(args.json, record)
-        print(f"{name} is done", flush=True)
-    print(experts_table(record))
+        results.put({"name": name, **measure(SHAPES[name], args.runs)}, SHAPES)
+    print(experts_table(results.record))
     return 0
 
 

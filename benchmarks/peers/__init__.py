@@ -1,1 +1,1 @@
-"""Engines of others that read weights from the disk: Accelerate and AirLLM."""
+"""An engine of others that reads weights from the disk: Accelerate."""

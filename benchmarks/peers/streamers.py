@@ -1,14 +1,13 @@
-"""Peers that stream layers from the disk: Accelerate and AirLLM, in a benchmark's child process.
+"""A peer that streams layers from the disk: Accelerate, in a benchmark's child process.
 
-Both read a Hugging Face folder in bf16 (``hf_folder.py``), each the way it ships. The parent names
-the folder on the child's command line.
+It reads a Hugging Face folder in bf16 (``hf_folder.py``), which the parent names on the child's
+command line.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,8 @@ import transformers
 
 from localrt.bench.engines import Launch
 from localrt.bench.process import Requests, serve
-from localrt.bench.transformers_engine import (
-    HuggingFaceEngine,
-    first_line,
-    loading,
-    set_up_torch,
-)
-from localrt.common.errors import LocalrtError, MissingExtraError
+from localrt.bench.transformers_engine import HuggingFaceEngine, loading, set_up_torch
+from localrt.common.errors import LocalrtError
 
 
 def main() -> None:
@@ -38,8 +32,7 @@ class _Streamer(Requests):
     def load(self, launch: dict[str, Any]) -> dict[str, Any]:
         """Like ``Requests.load``."""
         asked = Launch(**launch)
-        load = {"accelerate": load_accelerate, "airllm": load_airllm}[asked.engine]
-        self._loaded = load(Path(asked.path), self._weights, threads=asked.threads)
+        self._loaded = load_accelerate(Path(asked.path), self._weights, threads=asked.threads)
         return dict(self._loaded.info)
 
 
@@ -72,28 +65,3 @@ def load_accelerate(path: Path, weights: Path, *, threads: int | None = None) ->
     return HuggingFaceEngine(
         model.eval(), path, format="bf16, layers on disk", version=accelerate.__version__
     )
-
-
-def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:
-    """AirLLM on the CPU, with its prefetching, as it ships.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        LocalrtError: it cannot load the model.
-    """
-    try:
-        import airllm
-    except ImportError as error:
-        raise MissingExtraError(f"airllm cannot be imported: {first_line(error)}") from error
-
-    set_up_torch(threads)
-
-    class Untokenized(airllm.AirLLMBaseModel):  # type: ignore[misc]
-        """The folder has no tokenizer, which AirLLM would insist on."""
-
-        def get_tokenizer(self, hf_token: str | None = None) -> None:
-            return None
-
-    with loading("airllm", path, LocalrtError):
-        streamer = Untokenized(str(weights), device="cpu", dtype=torch.bfloat16)
-    return HuggingFaceEngine(streamer.model, path, owner=streamer, version=version("airllm"))

@@ -2,122 +2,249 @@
 
     python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
         [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--mixes 3.5] [--llamacpp]
-        [--tokens 8192] [--again]
+        [--tokens 8192] [--again WORD ...]
 
-The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
-as they are done, and those that are saved are not made again: stop it and start it at will. With
-``--again`` those of our quantizer are, for the formats and methods that are given. Rows of other
-libraries, and speeds, were measured once and stay as they are.
+The reference of a model is its published weights, unpacked, in float32. Rows are saved as they are
+done, and those that are saved are not made again, but for those with a word of ``--again`` in their
+names: stop it and start it at will.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import localrt
 from benchmarks.common.command import find_model, listed, make_parser
-from benchmarks.common.record import Record, load, save, setting
-from benchmarks.quality.bench import Bench, Row, jobs
-from benchmarks.quality.rows import Corpus, Measure, prose, python_source
+from benchmarks.common.record import Record, Results, captioned, markdown_table
+from benchmarks.quality.rows import (
+    Corpus,
+    Measure,
+    Reference,
+    bits_per_weight,
+    float_scores,
+    interleaved,
+    kernel_scores,
+    make_reference,
+    prose,
+    python_source,
+)
 from localrt.common.errors import LocalrtError, OptionError
+from localrt.planning.mix import MIX_METHOD
 from localrt.quant.formats import CODECS
-from localrt.quant.methods import METHODS
-from localrt.quantize.quantize import CALIBRATION_TOKENS
+from localrt.quant.methods import METHODS, default_method
+from localrt.quantize.quantize import CALIBRATION_TOKENS, Recipe, quantize_model
 
 MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")
-
-
 PACKAGES = ("torch", "llama-cpp-python", "numpy")
+_MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
 
 
-class Results:
-    """The JSON file: finished rows, saved one by one. Skipped ones are tried again.
-
-    Raises:
-        OptionError: the file holds rows that were measured otherwise.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row to make: a format by a method, a mix of so many bits, or the published weights on an
+    engine.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], command: str) -> None:
-        self._path = path
-        self.record: Record = load(path, references=[], rows=[], settings=settings)
-        theirs = self.record["settings"]
-        if other := [key for key in settings if theirs.get(key) != settings[key]]:
-            raise OptionError(
-                f"{path.name} was made with other {', '.join(other)}: choose another --json"
-            )
-        self.record |= {**setting(command, *PACKAGES), "settings": settings}
+    weights: str
+    format: str | None = None
+    bits: float | None = None
+    method: str | None = None
+    engine: str = "native"
 
-    def __contains__(self, key: tuple[str, str]) -> bool:
-        rows = self.record["rows"]
-        return any((row["model"], row["name"]) == key and not row.get("skipped") for row in rows)
 
-    def put(self, kind: str, rows: Sequence[Row], *keys: str) -> None:
-        """Save ``rows`` in place of all that have the same ``keys``."""
-        new = [tuple(row[key] for key in keys) for row in rows]
-        old = self.record.get(kind, [])
-        kept = [row for row in old if tuple(row[key] for key in keys) not in new]
-        self.record[kind] = [*kept, *rows]
-        save(self._path, self.record)
+def jobs(
+    formats: Sequence[str],
+    methods: Sequence[str],
+    mixes: Sequence[float] = (),
+    *,
+    llamacpp: bool = False,
+) -> Iterator[Job]:
+    """All rows of a model. Wider formats than four bits are rounded to nearest only."""
+    yield Job("published")
+    if llamacpp:
+        yield Job("llamacpp", engine="llamacpp")
+    for name in formats:
+        format_ = CODECS[name].format
+        for method in methods:
+            if method == "rtn" or format_.bits_per_weight <= _MOST_CALIBRATED_BITS:
+                yield Job(f"{name} {method}", format=name, method=method)
+    for bits in mixes:
+        yield Job(f"mix of {bits:g} bits", bits=bits, method=MIX_METHOD)
+
+
+class Bench:
+    """One model: its references, made when the first row needs them, and its rows."""
+
+    def __init__(
+        self, source: Path, corpora: Sequence[Corpus], options: argparse.Namespace
+    ) -> None:
+        self.source, self.name = source, source.stem
+        self._corpora, self._options = corpora, options
+        self._measure = Measure(ctx=options.ctx, tokens=options.tokens)
+
+    @cached_property
+    def references(self) -> list[Reference]:
+        """Log-probabilities of every text, from the cache where they are there."""
+        cache = self._options.cache
+        return [make_reference(self.source, each, self._measure, cache) for each in self._corpora]
+
+    def row(self, job: Job) -> Record:
+        """Make one row; what cannot be made becomes a row that says why."""
+        row: Record = {"name": f"{self.name}, {job.weights}", "model": self.name}
+        row |= {"weights": job.weights, "format": job.format, "method": job.method}
+        row |= {"bits_per_weight": None, "quantize_s": None, "scores": []}
+        try:
+            if job.method is None:
+                self._run(row, self.source, job.engine)
+            else:
+                # What loading a model writes into the data folder is gone afterwards, too.
+                with (
+                    tempfile.TemporaryDirectory(dir=self._options.work) as folder,
+                    patch.dict(os.environ, {"XDG_DATA_HOME": folder}),
+                ):
+                    store = Path(folder) / "store"
+                    start = time.perf_counter()
+                    row |= self._quantize(job, store)
+                    row["quantize_s"] = time.perf_counter() - start
+                    self._run(row, store, "native")
+        except LocalrtError as error:
+            row |= {"scores": [], "skipped": str(error)}
+        return row
+
+    def _run(self, row: Record, source: Path, engine: str) -> None:
+        """Fill in the row: on the engine's own kernels, and natively in floating point too."""
+        references, measure = self.references, self._measure
+        row["bits_per_weight"] = bits_per_weight(source)
+        try:
+            row["scores"] = kernel_scores(source, references, measure, engine=engine)
+        except LocalrtError as error:
+            if engine != "native":
+                raise
+            row["no_kernel"] = str(error)
+        if engine == "native":
+            row["scores"] += float_scores(source, references, measure)
+
+    def _quantize(self, job: Job, store: Path) -> Record:
+        """Write the store; what there is to say about it."""
+        recipe = Recipe(
+            job.format,
+            method=job.method,
+            calibration=None if job.method == "rtn" else self._calibration_ids,
+            calibration_tokens=self._options.calibration_tokens,
+            bits=job.bits,
+        )
+        # Of several mixes the first measures what formats cost.
+        losses = self._options.cache / "losses"
+        report = quantize_model(self.source, store, recipe, losses=losses)
+        calibrated = job.format and default_method(CODECS[job.format].format, calibrated=True)
+        return {
+            "default": job.method == (calibrated or MIX_METHOD),
+            "calibration_tokens": report.calibration_tokens,
+            "head_format": report.head_format,
+            "fallbacks": dict(Counter(report.fallbacks.values())),
+            "formats": dict(report.formats),
+            "loss": report.loss,
+        }
+
+    @cached_property
+    def _calibration_ids(self) -> list[int]:
+        with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
+            encode = model.tokenizer.encode
+            parts = [encode(corpus.calibration, add_special=False) for corpus in self._corpora]
+        return interleaved(parts, total=self._options.calibration_tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, row by row."""
     options = _parse(arguments)
+    sizes = {name: getattr(options, name) for name in ("tokens", "ctx", "calibration_tokens")}
+    # Without this machine's paths, and without the rows that it makes this time.
+    words = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
+    command = " ".join(["python -m benchmarks.quality --text", options.text.name, *words])
     try:
         corpora = [prose(options.text), *([python_source()] if options.python_source else [])]
-        sizes = {name: getattr(options, name) for name in ("tokens", "ctx", "calibration_tokens")}
-        # Without this machine's paths, and without the rows that it makes this time.
-        words = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
-        command = " ".join(["python -m benchmarks.quality --text", options.text.name, *words])
-        texts = [corpus.to_dict() for corpus in corpora]
-        results = Results(options.json, {**sizes, "texts": texts}, command)
+        settings = {**sizes, "texts": [corpus.to_dict() for corpus in corpora]}
+        results = Results(options.json, command, *PACKAGES, settings=settings)
+        theirs = results.record.get("settings", settings)
+        if other := [key for key in settings if theirs.get(key) != settings[key]]:
+            raise OptionError(
+                f"{options.json.name} was made with other {', '.join(other)}: choose another --json"
+            )
         for name in options.models:
-            _rows(options, name, corpora, results)
+            _rows(options, Bench(find_model(name), corpora, options), results)
     except LocalrtError as error:
         print(f"quality: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError) else 1
+    if results.rows:
+        print(quality_table(results.record))
     return 0
 
 
-def _rows(
-    options: argparse.Namespace, name: str, corpora: Sequence[Corpus], results: Results
-) -> None:
+def _rows(options: argparse.Namespace, bench: Bench, results: Results) -> None:
     """A model's rows that are missing."""
-    bench = Bench(
-        find_model(name),
-        corpora,
-        Measure(ctx=options.ctx, tokens=options.tokens),
-        calibration_tokens=options.calibration_tokens,
-        cache=options.cache,
-        work=options.work,
-    )
     todo = jobs(options.formats, options.methods, options.mixes, llamacpp=options.llamacpp)
-    missing = [
-        job
-        for job in todo
-        if (bench.name, job.name) not in results or (options.again and job.method is not None)
-    ]
-    if missing:
-        results.put("references", [bench.reference_row()], "model")
-    for job in missing:
-        results.put("rows", [bench.row(job)], "model", "name")
-        print(describe(results.record["rows"][-1]), flush=True)
+    named = {f"{bench.name}, {job.weights}": job for job in todo}
+    for name in results.pending(named, again=options.again):
+        plain = {each.corpus.name: each.perplexity for each in bench.references}
+        results.record["references"] = {**results.record.get("references", {}), bench.name: plain}
+        results.put(bench.row(named[name]))
 
 
-def describe(row: Row) -> str:
-    """A row as one line."""
-    scores = [
-        f"{s['text']}/{s['path']} {100 * s['change']:+.2f} ± {100 * s['change_error']:.2f} %"
-        for s in row["scores"]
-    ]
-    if row.get("skipped"):
-        scores = [f"skipped: {row['skipped']}"]
-    return f"{row['model']}  {row['name']:16s} {'; '.join(scores)}"
+_SHOWN = ("int4-g32", "nf4", "mxfp4", "nvfp4", "q3_k", "q2_k")
+
+
+def quality_table(record: Mapping[str, Any]) -> str:
+    """The weights' own change of perplexity, one column per model and text: formats by their
+    default method and by rounding.
+    """
+    references = record["references"]
+    columns = [(model, text) for model, texts in references.items() for text in texts]
+    found = {
+        (row["weights"], row["model"], score["text"]): (row["bits_per_weight"], score["change"])
+        for row in record["rows"]
+        for score in row["scores"]
+        if score["path"] == "float" and _is_shown(row)
+    }
+    lines = [["reference (perplexity)", "", *(f"{references[m][text]:.2f}" for m, text in columns)]]
+    for weights in sorted(dict.fromkeys(key[0] for key in found), key=_order):
+        bits = [bits for key, (bits, _) in found.items() if key[0] == weights]
+        low, high = f"{min(bits):.2f}", f"{max(bits):.2f}"
+        cells = [found.get((weights, *column)) for column in columns]
+        changes = [f"{100 * cell[1]:+.1f} %" if cell else "" for cell in cells]
+        lines.append([weights, low if low == high else f"{low}-{high}", *changes])
+    heads = [f"{re.sub('-[Ii]nstruct', '', model)}, {text}" for model, text in columns]
+    settings = record["settings"]
+    sources = "; ".join(f"{text['name']}: {text['source']}" for text in settings["texts"])
+    about = (
+        f"{settings['tokens']} tokens of each text in windows of {settings['ctx']}, of which the "
+        f"second half is scored ({sources})"
+    )
+    return captioned(record, markdown_table(["weights", "bits", *heads], lines), about)
+
+
+def _is_shown(row: Mapping[str, Any]) -> bool:
+    if row["format"] is None:
+        return row["method"] is not None  # a mix
+    few = row["format"] in ("q3_k", "q2_k")  # rounding them is no use
+    return row["format"] in _SHOWN and (row["default"] or (row["method"] == "rtn" and not few))
+
+
+def _order(weights: str) -> tuple[int, bool]:
+    format_, _, method = weights.partition(" ")
+    return (_SHOWN.index(format_) if format_ in _SHOWN else len(_SHOWN)), method != "rtn"
 
 
 def _bits(text: str) -> list[float]:
@@ -137,7 +264,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
-    parser.add_argument("--again", action="store_true", help="make saved rows of formats anew")
+    parser.add_argument("--again", nargs="+", default=[], metavar="WORD", help="rows to make anew")
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
     parser.add_argument("--work", type=Path, help="where quantized models lie for a while")
     return parser.parse_args(arguments)

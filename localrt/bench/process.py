@@ -36,11 +36,11 @@ class ChildError(LocalrtError):
         self.kind = kind
 
 
-def child_command(module: str = "localrt.bench.process", python: str = sys.executable) -> list[str]:
+def child_command(module: str = "localrt.bench.process") -> list[str]:
     """Return the command that runs ``main`` of ``module`` with this copy of localrt."""
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
-    return [python, "-c", start, root]
+    return [sys.executable, "-c", start, root]
 
 
 class ChildProcess(Closing):

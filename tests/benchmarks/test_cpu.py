@@ -13,8 +13,8 @@ from benchmarks import tables
 from benchmarks.common import command
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import child
+from benchmarks.cpu.__main__ import cpu_table, fair_share
 from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
-from benchmarks.cpu.tables import cpu_table, fair_share
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.real_models import real_model

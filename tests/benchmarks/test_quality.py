@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.quality.tables import full_tables, short_table
 
 import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
-from benchmarks.quality.bench import jobs
+from benchmarks.quality.__main__ import jobs
 from benchmarks.quality.rows import interleaved, prose, python_source
-from benchmarks.quality.tables import full_tables, short_table
 from localrt.common.errors import OptionError
 
 WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]

@@ -1,22 +1,16 @@
-"""Accelerate, and AirLLM where its environment is there, on a tiny model: they compute what
-transformers computes, with their weights on disk."""
+"""Accelerate on a tiny model: it computes what transformers computes, its weights on disk."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.airllm_env import peer_python
 from benchmarks.peers.hf_folder import hf_folder
 from localrt.common.errors import LocalrtError
 from tests.benchmarks.test_hf_folder import TOKENS, tiny_gguf
 
 pytest.importorskip("accelerate", reason="needs the bench extra")
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])  # a head of its own, and a tied one
@@ -47,26 +41,3 @@ def test_accelerate_bad_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LocalrtError, match=r"accelerate cannot load m\.gguf"):
         load_accelerate(tmp_path / "m.gguf", tmp_path)
-
-
-def test_airllm(tmp_path: Path) -> None:
-    python = peer_python("airllm")
-    if python is None:
-        pytest.skip("scripts/bench_peers makes the environment of airllm")
-    path = tiny_gguf(tmp_path, "qwen2")
-    folder = hf_folder(path, tmp_path / "cache")
-    code = f"""
-import json, sys
-sys.path.insert(0, {str(ROOT)!r})
-from pathlib import Path
-from benchmarks.peers.streamers import load_airllm
-engine = load_airllm(Path({str(path)!r}), Path({str(folder)!r}))
-metrics = engine.generate({TOKENS}, 3, lambda: None)
-print("\\n" + json.dumps([metrics.completion_tokens, metrics.decode_tok_s, engine.info["version"]]))
-"""
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    tokens, rate, version = json.loads(done.stdout.splitlines()[-1])
-    assert tokens == 3
-    assert rate > 0
-    assert version == "4.0.0"

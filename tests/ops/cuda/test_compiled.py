@@ -7,16 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.machine_code import (
-    SHARED_BYTES,
-    TARGETS,
-    Build,
-    build,
-    build_experts,
-    build_many,
-    experts_program,
-    product_program,
-)
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.attention import attention_program, join_program, rope_program
 from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
@@ -27,6 +17,16 @@ from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
 from localrt.quant.ops.recurrent import RecurrentSpec
+from tests.ops.cuda.machine_code import (
+    SHARED_BYTES,
+    TARGETS,
+    Build,
+    build,
+    build_experts,
+    build_many,
+    experts_program,
+    product_program,
+)
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a GPU issues. Of fewer bits, a byte has more codes.
