@@ -117,10 +117,8 @@ def mix_table(record: Record) -> str:
     ]
     headers = ["server", "application", "requests", "goals met", "first token", "p95", "tok/s"]
     alls = ", ".join(f"{s['goals_met']:.0%} of {s['server']}'s" for s in record["servers"])
-    about = (
-        f"{record['servers'][0]['runs']} run; {alls.replace('%', ' %')} requests met their goals"
-    )
-    return captioned(record, markdown_table(headers, rows), f"{about},")
+    about = f"{record['servers'][0]['runs']} run, goals met by {alls.replace('%', ' %')} requests,"
+    return captioned(record, markdown_table(headers, rows), about)
 
 
 _TABLES: dict[str, Callable[[Record], str]] = {

@@ -42,9 +42,9 @@ class Results:
         skipped = (bool(r.get("skipped")) and not r.get("results") for r in self.rows)
         done = {row["name"] for row, skip in zip(self.rows, skipped, strict=True) if not skip}
         for name in names:
-            if not only or any(word in name for word in only):
-                if name not in done or any(word in name for word in again):
-                    yield name
+            anew = name not in done or any(word in name for word in again)
+            if anew and (not only or any(word in name for word in only)):
+                yield name
 
     def put(self, row: Record, order: Iterable[str] = ()) -> None:
         """Save ``row`` in the place of the one with its name, else in the ``order`` of names."""
@@ -118,7 +118,8 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 def captioned(record: Mapping[str, Any], table: str, about: str = "medians") -> str:
     """``table``, and below it the command, what it measures, the machine and versions."""
     machine = f" on {machine_of(record)}" if "machine" in record else ""
-    return f"{table}\n\n`{record['command']}`: {about}{machine}. {versions_of(record)}."
+    command = record["command"].removesuffix(" --json")
+    return f"{table}\n\n`{command}`: {about}{machine}. {versions_of(record)}."
 
 
 def machine_of(record: Mapping[str, Any]) -> str:

@@ -6,37 +6,34 @@ NVIDIA's bindings and compiler.
 It works in calls of less than ten minutes, for machines that are lent for as long: those of
 ``--only``, or all in turn. Each makes its own weights, prints one line per result, and has a JSON
 of its own, written after each result. Exit status 1 when a check fails, or when there is no GPU;
-speeds never fail. ``--device cpu`` rehearses with tiny models: kernels are compiled for the CPU,
-and models are loaded on the driver of the tests.
+speeds never fail. ``scripts/gpu_check --device cpu`` rehearses with tiny models, on the driver of
+the tests: kernels are compiled for the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.gpu.timing import Result, one_by_one
-from localrt.common.files import write_text
-from localrt.offload import hardware
+from benchmarks.common.record import Record, save, setting
+from benchmarks.gpu.timing import Check, Result, Values, results_of
 from localrt.quant.cpu.abi import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
 
 # Module and function, imported when needed. Those of a model, such as dense-14B, are check_model's.
 PHASES = {
@@ -88,10 +85,10 @@ CALLS = {
 """In the order of what they decide."""
 
 
-def build_kernels() -> Result:
+def build_kernels() -> Values:
     """Compile the CPU's kernels unless they exist."""
     if find_library() is not None:
-        return Result("CPU kernels", True, values={"built": False})
+        return {"built": False}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=_BUILD_S, check=False
@@ -99,23 +96,21 @@ def build_kernels() -> Result:
     if find_library() is None:
         words = (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise RuntimeError(f"{' '.join(command[1:])} made none: {' '.join(words)}")
-    return Result("CPU kernels", True, values={"built": True})
+    return {"built": True}
 
 
-def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator[Result]:
+def found_by(name: str, device: str, kernels: Future[Values] | None) -> Iterator[Result]:
     """Yield a phase's results, after waiting for the CPU's ``kernels`` if it needs them."""
     kind, _, model = name.partition("-")
     module, function, *more = PHASES.get(name) or ("loaded", "check_model", model, kind)
-    if module in _BESIDE and kernels is not None:
-        yield from one_by_one("CPU kernels", lambda: [kernels.result()])
-    torch.manual_seed(0)
 
-    def check() -> Iterable[Result]:
-        imported = import_module(f"benchmarks.gpu.{module}")
-        found: Iterable[Result] = getattr(imported, function)(device, *more)
-        return found
+    def checks() -> Iterator[Check]:
+        if module in _BESIDE and kernels is not None:
+            yield "CPU kernels", kernels.result
+        torch.manual_seed(0)
+        yield from getattr(import_module(f"benchmarks.gpu.{module}"), function)(device, *more)
 
-    yield from one_by_one(name, check)
+    yield from results_of(name, checks)
 
 
 @dataclass
@@ -124,8 +119,7 @@ class Run:
 
     folder: Path
     call: str
-    command: str
-    machine: dict[str, Any]
+    about: Record
     results: list[Result] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
@@ -144,21 +138,17 @@ class Run:
         result.seconds = self.seconds - sum(each.seconds for each in self.results)
         print(result.line(), flush=True)
         self.results.append(result)
-        record = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": self.machine,
-            "command": self.command,
-            "call": self.call,
-            "seconds": self.seconds,
-            "results": [asdict(each) for each in self.results],
-        }
-        write_text(self.out, json.dumps(record, indent=2) + "\n")
+        found = {"seconds": self.seconds, "results": [asdict(each) for each in self.results]}
+        save(self.out, {**self.about, "call": self.call, **found})
 
 
-def main() -> int:
-    """Run the calls, save after each result."""
+def main(rehearse: Callable[[], bool] | None = None) -> int:
+    """Run the calls, save after each result.
+
+    ``rehearse`` makes the CPU do for a GPU, and says whether models can be loaded there, too.
+    """
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
-    default = Path(os.environ.get("OUT") or ROOT / "benchmarks/results")
+    default = Path(os.environ.get("OUT") or RESULTS)
     text = "for the calls' JSON (default: $OUT, else benchmarks/results)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=default, help=text)
     parser.add_argument("--device", default="cuda", help="(default: cuda; cpu: a rehearsal)")
@@ -181,11 +171,12 @@ def main() -> int:
     if cuda and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA GPU", file=sys.stderr)
         return 1
-    driver = not cuda and import_module("tests.driver.rehearsal").begin()
+    if not cuda and rehearse is None:
+        parser.error("a rehearsal is started by scripts/gpu_check --device cpu")
+    driver = not cuda and rehearse is not None and rehearse()
     torch.backends.cuda.matmul.allow_tf32 = False
-    machine = machine_facts(args.device)
     # Compiled during the first phases: it takes a minute.
-    kernels: Future[Result] | None = ThreadPoolExecutor(1).submit(build_kernels)
+    kernels: Future[Values] | None = ThreadPoolExecutor(1).submit(build_kernels)
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
     results: list[Result] = []
@@ -194,7 +185,7 @@ def main() -> int:
         if not phases:
             continue
         only = name if name in names else ",".join(phases)
-        run = Run(args.out, name, f"scripts/gpu_check --only {only}", machine)
+        run = Run(args.out, name, described(f"scripts/gpu_check --only {only}", cuda=cuda))
         print(f"{name}: {call.tells}, {call.minutes} minutes; {run.out}", flush=True)
         for phase in phases:
             module = PHASES.get(phase, ("loaded",))[0]
@@ -213,26 +204,23 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def machine_facts(device: str) -> dict[str, Any]:
-    """The GPU, versions of what drives it, and the computer around it."""
-    cuda = device.startswith("cuda")
+def described(command: str, *, cuda: bool) -> Record:
+    """The day, the machine with its GPU, and versions of what drives it."""
+    about = setting(command, "torch", "cuda-bindings")
     smi = ("nvidia-smi", "--format=csv,noheader")
-    about = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
-    return {
+    shown = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
+    about["machine"] |= {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": said(*smi, "--query-gpu=driver_version") if cuda else None,
-        "gpu": said(*smi, f"--query-gpu={about}") if cuda else None,
-        "cuda-bindings": version_of("cuda-bindings"),
-        "commit": said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "computer": hardware.probe().to_dict(),
+        "driver": first_line(*smi, "--query-gpu=driver_version") if cuda else None,
+        "gpu": first_line(*smi, f"--query-gpu={shown}") if cuda else None,
+        "commit": first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
+    return {"date": datetime.now(UTC).date().isoformat(), **about}
 
 
-def said(*command: str) -> str | None:
-    """The first line that a program prints, if it can be asked."""
+def first_line(*command: str) -> str | None:
+    """Of what a program prints, if it runs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0].strip()
@@ -240,14 +228,11 @@ def said(*command: str) -> str | None:
         return None
 
 
-def version_of(package: str) -> str | None:
-    """The version of a package that may be missing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def interruptible(run: Callable[[], int]) -> None:
+    """Exit with what ``run`` returns; a signal to end leaves no files behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(run())
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no files behind
-    sys.exit(main())
+    interruptible(main)

@@ -6,20 +6,15 @@ adapters are not recorded as graphs, so decoding without adapters is timed both 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
-from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
-from benchmarks.gpu.timing import (
-    RUNS,
-    Result,
-    guarded,
-    timed,
-)
+from benchmarks.gpu.configs import largest_error, random_ids, resident_config, tiny_config
+from benchmarks.gpu.timing import Check, Values, median_seconds, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.ops import CudaOps
@@ -35,13 +30,10 @@ CHATS = 8
 BOUND = 0.05  # of a whole model in bf16
 
 
-def check_adapters(device: str) -> list[Result]:
+def check_adapters(device: str) -> Iterator[Check]:
     """Results, then speeds."""
-    results: list[Result] = []
-    for kind, check in (("model", _model), ("decode", _decode)):
-        name = f"adapters, {kind}"
-        results += guarded(name, lambda n=name, c=check: [c(n, device)])
-    return results
+    yield "adapters, model", partial(_model, device)
+    yield "adapters, decode", partial(_decode, device)
 
 
 def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRank:
@@ -97,10 +89,10 @@ def sequences(model: Decoder, chosen: Sequence[Mix], room: int) -> list[KVCache]
     return caches
 
 
-def _model(name: str, device: str) -> Result:
+def _model(device: str) -> Values:
     """Prompts, then a token each, in shared passes: as torch does in float32, others as without."""
     cuda = device.startswith("cuda")
-    config = TINY if cuda else {**TINY, **SMALLEST, "num_hidden_layers": 1}
+    config = tiny_config(device)
     checkpoint = RandomCheckpoint("Qwen2ForCausalLM", config)
     adapters = adapters_of(checkpoint, 2)
     prompt = random_ids(config, 12 if cuda else 2)  # more rows in all than our kernels take
@@ -124,37 +116,37 @@ def _model(name: str, device: str) -> Result:
         "others_keep_their_bits": bool(np.array_equal(plain[none], found[none])),
     }
     ok = values["relative_error"] < BOUND and values["others_keep_their_bits"]
-    return Result(name, bool(ok), values=values)
+    return {"ok": ok, **values}
 
 
-def _decode(name: str, device: str) -> Result:
+def _decode(device: str) -> Values:
     """Tokens per second of one sequence and of eight: without adapters, and with one each."""
-    cuda = device.startswith("cuda")
-    config = QWEN_1_5B if cuda else {**TINY, **SMALLEST, "num_hidden_layers": 1}
+    config = resident_config(device)
     checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
     ops = CudaOps(device=device)
     model = load_decoder(checkpoint, ops, read_config(checkpoint))
-    adapters = adapters_of(checkpoint, CHATS if cuda else 2)
+    adapters = adapters_of(checkpoint, CHATS if device.startswith("cuda") else 2)
     seconds = timed(lambda: add(ops, adapters)) / len(adapters)
     nbytes = sum(low.a.nbytes + low.b.nbytes for low in adapters[0].matrices.values()) // 2
-    values: dict[str, Any] = {"rank": RANK, "adapter_bytes": nbytes, "add_ms": 1e3 * seconds}
+    values: Values = {"rank": RANK, "adapter_bytes": nbytes, "add_ms": 1e3 * seconds}
     for chats in (1, len(adapters)):
         chosen: list[Mix] = [((each.key, 1.0),) for each in adapters[:chats]]
         ways = {"plain": (model.forward, [()] * chats), "adapted": (model.forward, chosen)}
         if chats == 1:
             ways["recorded"] = (ops.graphed(model.forward), [()])
         for kind, (forward, mix) in ways.items():
-            values[f"tok_s_{chats}_{kind}"] = _rate(model, forward, mix, config, cuda=cuda)
+            values[f"tok_s_{chats}_{kind}"] = _rate(model, forward, mix, config, device)
         values[f"cost_{chats}"] = (
             values[f"tok_s_{chats}_plain"] / values[f"tok_s_{chats}_adapted"] - 1
         )
-    return Result(name, True, values=values)
+    return values
 
 
 def _rate(
-    model: Decoder, forward: Any, chosen: Sequence[Mix], config: dict[str, Any], *, cuda: bool
+    model: Decoder, forward: Any, chosen: Sequence[Mix], config: Values, device: str
 ) -> float:
     """Of all sequences together."""
+    cuda = device.startswith("cuda")
     length, decoded = (64, 32) if cuda else (2, 1)
     prompt = random_ids(config, length)
     caches = sequences(model, chosen, length + decoded)
@@ -169,5 +161,4 @@ def _rate(
 
     if cuda:
         run()  # compiles, and records
-    samples = [timed(run) for _ in range(RUNS if cuda else 1)]
-    return decoded * len(caches) / statistics.median(samples)
+    return decoded * len(caches) / median_seconds(run, device)

@@ -6,19 +6,15 @@ and among others, and times one row over a long cache against a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.exchange import back, seen_from, there
-from benchmarks.gpu.timing import (
-    Result,
-    copies_beyond_cache,
-    copy_bandwidth,
-    guarded,
-    launch_seconds,
-)
+from benchmarks.gpu.timing import Check, Values, copies_beyond_cache, copy_bandwidth, launch_seconds
 from localrt.quant.cuda.attention import attend
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import BlockedCache
@@ -31,32 +27,33 @@ ROPE, LATENT = 64, 512  # DeepSeek's
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
-def check_attention(device: str) -> list[Result]:
-    """Time one row and a tree of 16 over long caches; compare with float64 on a short one."""
-    results = guarded("attention", lambda: [windowed("attention", device)])
+def check_attention(device: str) -> Iterator[Check]:
+    """Compare with float64 on a short cache; time one row and a tree of 16 over long ones."""
+    yield "attention", partial(windowed, device)
     ceiling = copy_bandwidth(device)
     cuda = device.startswith("cuda")
     shapes = ((12, 2, 128), (32, 8, 128)) if cuda else ((4, 2, 32),)
-    for heads, groups, size in shapes:
-        for length in (1024, 8192, 32768) if cuda else (130,):
-            values: dict[str, Any] = {}
-            for n in (1, 16) if cuda else (1,):
-                run, nbytes = attention_launches(n, heads, groups, size, length, device)
-                seconds = launch_seconds(run, device)
-                values[f"us_{n}"] = seconds * 1e6
-                values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
-            name = f"attention {heads}/{groups}x{size} over {length}"
-            results.append(Result(name, True, values=values))
-    return results
+    for shape, length in product(shapes, (1024, 8192, 32768) if cuda else (130,)):
+        heads, groups, size = shape
+        name = f"attention {heads}/{groups}x{size} over {length}"
+        yield name, partial(speeds, shape, length, ceiling, device)
 
 
-def check_mixture_attention(device: str) -> list[Result]:
+def check_mixture_attention(device: str) -> Iterator[Check]:
     """Check gpt-oss's heads, with sinks and a window, and DeepSeek's latent attention."""
-    kinds = {"attention with sinks": sinks, "latent attention": latents}
-    results: list[Result] = []
-    for name, kind in kinds.items():
-        results += guarded(name, lambda n=name, k=kind: [k(n, device)])
-    return results
+    yield "attention with sinks", partial(sinks, device)
+    yield "latent attention", partial(latents, device)
+
+
+def speeds(shape: tuple[int, int, int], length: int, ceiling: float, device: str) -> Values:
+    """Microseconds, and the share of a copy's rate."""
+    values: Values = {}
+    for n in (1, 16) if device.startswith("cuda") else (1,):
+        run, nbytes = attention_launches(n, *shape, length, device)
+        seconds = launch_seconds(run, device)
+        values[f"us_{n}"] = seconds * 1e6
+        values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
+    return values
 
 
 def tree_of(n: int) -> torch.Tensor:
@@ -67,28 +64,26 @@ def tree_of(n: int) -> torch.Tensor:
     return tree
 
 
-def windowed(name: str, device: str) -> Result:
+def windowed(device: str) -> Values:
     """Gemma's heads: a window and a soft cap."""
-    return heads_against_float64(name, device, heads=4, size=64, window=100, softcap=20.0)
+    return heads_against_float64(device, heads=4, window=100, softcap=20.0)
 
 
-def sinks(name: str, device: str) -> Result:
+def sinks(device: str) -> Values:
     """gpt-oss's heads: a window and sinks."""
-    sinks = torch.linspace(-3, 6, 16)
-    return heads_against_float64(name, device, heads=16, size=64, window=128, sinks=sinks)
+    return heads_against_float64(device, heads=16, window=128, sinks=torch.linspace(-3, 6, 16))
 
 
 def heads_against_float64(
-    name: str,
     device: str,
     *,
     heads: int,
-    size: int,
     window: int,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> Result:
+) -> Values:
     """Compare a tree over 300 keys of two groups with float64."""
+    size = 64
     n, groups, held, scale = 7, 2, 300, 0.125
     cache, blocks = random_cache(groups, 512, (size, size), device)
     k, v = (torch.cat([*map(back, parts)], 1) for parts in zip(*cache.parts(0), strict=True))
@@ -123,10 +118,11 @@ def heads_against_float64(
         return torch.einsum("nhl,hle->nhe", shares, values).flatten(1)
 
     q = torch.randn(n, heads, size).bfloat16()
-    return compared(name, device, q, held, run, exact)
+    return compared(device, q, held, run, exact)
 
 
-def latents(name: str, device: str) -> Result:
+def latents(device: str) -> Values:
+    """A tree of DeepSeek's heads over 300 keys."""
     n, heads, held = 7, 16, 300
     gpu = device_of(device)
     cache, blocks = random_cache(1, 512, (ROPE + LATENT, 0), device)
@@ -156,24 +152,23 @@ def latents(name: str, device: str) -> Result:
         return torch.einsum("nhl,le->nhe", scores.softmax(-1), rows[:, ROPE:]).flatten(1)
 
     q = torch.randn(n, heads, ROPE + LATENT).bfloat16()
-    return compared(name, device, q, held, run, exact)
+    return compared(device, q, held, run, exact)
 
 
 def compared(
-    name: str, device: str, q: torch.Tensor, held: int, run: Attend, exact: Callable[..., Any]
-) -> Result:
+    device: str, q: torch.Tensor, held: int, run: Attend, exact: Callable[..., Any]
+) -> Values:
     """Compare a tree with float64, and each row of a chain alone and among the others."""
     tree = tree_of(len(q))
     got, wanted = run(q, held, tree), exact(q, tree)
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
-    values: dict[str, Any] = {"relative_error": error, "bound": BOUND}
-    ok = error < BOUND
+    values: Values = {"relative_error": error, "bound": BOUND, "ok": error < BOUND}
     if device.startswith("cuda"):
         chain = run(q, held, None)
         alone = torch.cat([run(q[i : i + 1], held + i, None) for i in range(len(q))])
         values["rows_bitwise_equal"] = same = torch.equal(alone, chain)
-        ok &= same
-    return Result(name, bool(ok), values=values)
+        values["ok"] &= same
+    return values
 
 
 def random_cache(

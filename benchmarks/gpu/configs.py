@@ -59,6 +59,16 @@ def known_config(name: str) -> dict[str, Any]:
 QWEN_1_5B = known_config("qwen2.5-coder:1.5b")  # most of the project's numbers are about it
 
 
+def tiny_config(device: str) -> dict[str, Any]:
+    """Of a few small layers; of one, smaller still, where the CPU interprets kernels."""
+    return TINY if device.startswith("cuda") else {**TINY, **SMALLEST, "num_hidden_layers": 1}
+
+
+def resident_config(device: str) -> dict[str, Any]:
+    """Of a real model on a GPU."""
+    return QWEN_1_5B if device.startswith("cuda") else tiny_config(device)
+
+
 def random_model(architecture: str, config: Mapping[str, Any], ops: Any) -> Decoder:
     """A decoder of random bf16 weights."""
     checkpoint = RandomCheckpoint(architecture, config)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import Result, guarded
+from benchmarks.gpu.timing import Check, Values
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import device_of
@@ -29,25 +29,21 @@ _LAUNCHES = 500
 _RUNS = 21
 
 
-def check_facts(device: str) -> Iterator[Result]:
+def check_facts(device: str) -> Iterator[Check]:
     """Facts of the GPU, its link and the host beside it; none of them can fail."""
     if not device.startswith("cuda"):
-        yield Result("facts", True, values={"not run": "it needs a GPU"})
+        yield "facts", lambda: {"not run": "it needs a GPU"}
         return
     for name, measure in {"copies": _copies, "waits": _waits, "rates": _rates}.items():
-        yield from guarded(f"facts, {name}", partial(_facts, name, measure, device))
+        yield f"facts, {name}", partial(measure, device)
 
 
-def _facts(name: str, measure: Callable[[str], dict[str, Any]], device: str) -> list[Result]:
-    return [Result(f"facts, {name}", True, values=measure(device))]
-
-
-def _copies(device: str) -> dict[str, Any]:
+def _copies(device: str) -> Values:
     """GB/s of pieces from pinned RAM, queued one behind another, by the GPU's own events."""
     copies = CudaCopies(device)
     source, memory = copies.host_buffer(_COPIED), copies.alloc(_COPIED)
     source[:] = 1
-    found: dict[str, Any] = {}
+    found: Values = {}
     for piece in _PIECES:
 
         def queued(piece: int = piece) -> float:
@@ -65,7 +61,7 @@ def _copies(device: str) -> dict[str, Any]:
     return found
 
 
-def _waits(device: str) -> dict[str, Any]:
+def _waits(device: str) -> Values:
     """Microseconds: of a wait for nothing, spinning and asleep, with the cores idle and after
     products; of a row to the GPU and back; of a launch, on the host and on the GPU.
     """
@@ -113,7 +109,7 @@ def _waits(device: str) -> dict[str, Any]:
     return {f"{name}, us": 1e6 * seconds for name, seconds in found.items()}
 
 
-def _rates(device: str) -> dict[str, Any]:
+def _rates(device: str) -> Values:
     """What the planner measures of a GPU."""
     rates = measure_gpu(CudaOps(device=device), ("int4-g32",), host=NativeOps())
     return asdict(rates)

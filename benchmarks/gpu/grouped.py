@@ -7,7 +7,9 @@ are timed in a recorded graph, whole steps with what the host does for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 
 from benchmarks.common.random_store import random_packed
 from benchmarks.gpu.exchange import there
-from benchmarks.gpu.timing import Result, guarded
+from benchmarks.gpu.timing import Check, Values
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps
@@ -27,7 +29,6 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing, slots_
 
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
 DISTINCT = 3  # experts with weights of their own; the others are copies
-ROUTINGS = 16
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,17 @@ SMALL = {"small mxfp4": Shape(4, 2, 64, 32, "mxfp4", GPT_OSS, biased=True)}
 ROWS = (1, 4, 16, 64, 512)
 
 
-def check_grouped(device: str) -> list[Result]:
+def check_grouped(device: str) -> Iterator[Check]:
     """Each shape."""
     cuda = device.startswith("cuda")
-    rows = ROWS if cuda else (1, 66)
-    results: list[Result] = []
     for name, shape in (LARGE if cuda else SMALL).items():
-
-        def both(name: str = name, shape: Shape = shape) -> list[Result]:
-            layer = Layer(shape, device)
-            return [layer.results(f"experts together {name}", rows)]
-
-        results += guarded(f"experts together {name}", both)
+        yield f"experts together {name}", partial(checked, shape, ROWS if cuda else (1, 66), device)
         device_of(device).trim()
-    return results
+
+
+def checked(shape: Shape, rows: Sequence[int], device: str) -> Values:
+    """Random experts with so many rows."""
+    return Layer(shape, device).values_of(rows)
 
 
 class Layer:
@@ -125,22 +123,19 @@ class Layer:
 
     # -- right -------------------------------------------------------------------------------------
 
-    def results(self, name: str, many: tuple[int, ...]) -> Result:
+    def values_of(self, many: Sequence[int]) -> Values:
         """Against float64, a product for each expert, and the same rows alone."""
-        values: dict[str, Any] = {"bound": BOUND}
-        ok = True
+        ok, values = True, Values(bound=BOUND)
         for rows in many:
             x, routing = self.inputs(rows), self.routing(rows)
             got = self.together(x, routing)
-            apart = self.one_by_one(x, routing)
-            values[f"against_apart_{rows}"] = relative(got, apart)
-            values[f"relative_error_{rows}"] = self.error(x, routing, got)
-            ok &= values[f"against_apart_{rows}"] < 2 * BOUND
-            ok &= values[f"relative_error_{rows}"] < BOUND
+            values[f"against_apart_{rows}"] = apart = relative(got, self.one_by_one(x, routing))
+            values[f"relative_error_{rows}"] = error = self.error(x, routing, got)
+            ok &= apart < 2 * BOUND and error < BOUND
         if self.gpu.is_gpu:
             values["rows_bitwise_equal"] = same = self.rows_are_equal()
             ok &= same
-        return Result(name, bool(ok), values=values)
+        return {"ok": ok, **values}
 
     def together(self, x: Tensor, routing: Routing) -> np.ndarray:
         """The slots."""

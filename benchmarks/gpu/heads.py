@@ -7,9 +7,9 @@ over a tree's rows; and how many tokens of an answer along its trees are those o
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +18,8 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
-from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
-from benchmarks.gpu.timing import RUNS, Result, guarded, replay_seconds, timed
-from localrt.drafts import head_draft
+from benchmarks.gpu.configs import largest_error, random_ids, resident_config
+from benchmarks.gpu.timing import Check, Values, median_seconds, replay_seconds
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
@@ -28,6 +27,8 @@ from localrt.drafts.heads.load import Shared, load_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineInfo
+from localrt.engine.speculation import TreePass
+from localrt.loading import draft_head
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
@@ -35,7 +36,6 @@ from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Forward, Span
-from localrt.speculative.acceptance import TreePass
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 
@@ -86,9 +86,9 @@ def _widened(info: Any, times: int) -> Any:
     return replace(info, shape=(rows, times * columns), nbytes=times * info.nbytes)
 
 
-def check_heads(device: str) -> list[Result]:
+def check_heads(device: str) -> Iterator[Check]:
     """Results, then speeds."""
-    return guarded("head", lambda: [_check(device)])
+    yield "head", partial(_check, device)
 
 
 def engine_with_head(
@@ -104,15 +104,15 @@ def engine_with_head(
     engine = NativeEngine(decoder, info)
     loaded = cast(Any, SimpleNamespace(engine=engine, path=Path("target"), ctx=context))
     with (
-        patch.object(head_draft, "open_head", lambda path: source),
-        patch.object(head_draft, "read_head_config", lambda *_: source.head_config(config.layers)),
+        patch.object(draft_head, "open_head", lambda path: source),
+        patch.object(draft_head, "read_head_config", lambda *_: source.head_config(config.layers)),
     ):
         return engine, HeadDraft(loaded)
 
 
-def _check(device: str) -> Result:
+def _check(device: str) -> Values:
     cuda = device.startswith("cuda")
-    config = QWEN_1_5B if cuda else {**TINY, **SMALLEST, "num_hidden_layers": 2}
+    config = {**resident_config(device), **({} if cuda else {"num_hidden_layers": 2})}
     target = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
     model = load_decoder(target, CudaOps(device=device), read_config(target))
     source = RandomHead(config)
@@ -129,19 +129,19 @@ def _check(device: str) -> Result:
     given = np.random.default_rng(2).standard_normal((count, 3 * config["hidden_size"]))
     found = [_logits(each, ids, given.astype(np.float32)) for each in (head, plain)]
     error = largest_error(*found)
-    values: dict[str, Any] = {"relative_error": error}
+    values: Values = {"relative_error": error}
     one = given[:, : config["hidden_size"]].astype(np.float32)
     for rows in _ROWS if cuda else _ROWS[:1]:
-        step, of_gpu = _seconds(head, draft.forward, ids, one, rows, cuda=cuda)
-        verified, _ = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, cuda=cuda)
+        step, of_gpu = _seconds(head, draft.forward, ids, one, rows, device)
+        verified, _ = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, device)
         values |= {f"us_step_{rows}": 1e6 * step, f"us_pass_{rows}": 1e6 * verified}
         if of_gpu is not None:
             values |= {f"us_gpu_{rows}": 1e6 * of_gpu, f"us_host_{rows}": 1e6 * (step - of_gpu)}
     tokens = _TOKENS if cuda else 3
     said = [_answer(engine, each, ids.tolist(), tokens) for each in (None, draft)]
     # Two logits that are almost equal may swap, as a tree's rows lie elsewhere in the cache.
-    values["same_tokens"] = next((n for n, (a, b) in enumerate(zip(*said)) if a != b), tokens)  # noqa: B905
-    return Result("head", error < BOUND and values["same_tokens"] > 0, values=values)
+    same = next((n for n, (a, b) in enumerate(zip(*said)) if a != b), tokens)  # noqa: B905
+    return {"ok": error < BOUND and same > 0, "same_tokens": same, **values}
 
 
 def _answer(
@@ -158,11 +158,11 @@ def _answer(
         if not len(tree):
             said.append(int(session.extend(said[-1:]).argmax()))
             continue
-        done = TreePass(tree, session.extend_tree(said[-1], tree))
+        done = TreePass(session, tree, session.extend_tree(said[-1], tree))
         following = done.likeliest()
         for token in following[:-1]:
             done.after(token)
-        session.keep(done.rows)
+        done.close()
         said += following
     return said[:count]
 
@@ -178,8 +178,7 @@ def _seconds(
     ids: np.ndarray,
     given: np.ndarray | None,
     rows: int,
-    *,
-    cuda: bool,
+    device: str,
 ) -> tuple[float, float | None]:
     """A pass over ``rows`` siblings, which the cache forgets; and what the GPU takes for its
     recording, if there is one.
@@ -197,10 +196,10 @@ def _seconds(
         batch = Batch(tokens, np.full(rows, 1), (Span(cache, rows, mask),))
         forward(batch, features=made, **more)
 
-    for _ in range(3 if cuda else 0):  # compiles, then records
+    for _ in range(3 if device.startswith("cuda") else 0):  # compiles, then records
         step()
-    seconds = statistics.median(timed(step) for _ in range(RUNS if cuda else 1))
-    if not cuda or not isinstance(forward, GraphedForward):
+    seconds = median_seconds(step, device)
+    if not device.startswith("cuda") or not isinstance(forward, GraphedForward):
         return seconds, None
     *_, latest = forward._recordings._seen.values()
     return seconds, replay_seconds(latest.static._runs["pass"].replay, decoder.ops.device)

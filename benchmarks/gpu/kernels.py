@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch.nn.functional as F
 from benchmarks.common.random_store import random_packed
 from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import (
-    Result,
+    Check,
+    Values,
     copies_beyond_cache,
     copy_bandwidth,
-    guarded,
     launch_seconds,
     torch_seconds,
 )
@@ -72,32 +73,35 @@ def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
     return TiledMatrix(tensor.format.name, (rows, columns), data, factor)
 
 
-def check_copy(device: str) -> list[Result]:
+def check_copy(device: str) -> Iterator[Check]:
     """The ceiling: device copy bandwidth, bytes read and written counted."""
-    return [Result("copy bandwidth", True, values={"gb_s": copy_bandwidth(device) / 1e9})]
+    yield "copy bandwidth", lambda: {"gb_s": copy_bandwidth(device) / 1e9}
 
 
-def formats(device: str) -> tuple[Sequence[str], list[Result]]:
-    """Those that can be tried here, and what cannot."""
+def formats(device: str) -> Sequence[str]:
+    """Those that can be tried here: codebooks are made with the package gguf."""
     if not device.startswith("cuda"):
         names: Sequence[str] = ("int4-g32", "nvfp4", "q2_k", "iq2_xs", "int4-g128z", "nf4-f32")
     else:
         names = (*FOUR_BIT, *OTHERS, *LOW_BIT, *AS_PUBLISHED)
-    if find_spec("gguf") is not None:
-        return names, []
-    missing = Result("codebooks", True, values={"not run": "gguf is not installed"})
-    return [name for name in names if name not in CODEBOOKS], [missing]
+    known = find_spec("gguf") is not None
+    return [name for name in names if known or name not in CODEBOOKS]
 
 
-def check_products(device: str) -> list[Result]:
+def check_products(device: str) -> Iterator[Check]:
     """Every format against float64; a row's bits for any number of rows."""
-    names, results = formats(device)
-    for name in names:
-        results += guarded(f"product {name}", lambda n=name: [product(n, device)])
-    return results
+    yield from _missing()
+    for name in formats(device):
+        yield f"product {name}", partial(product, name, device)
 
 
-def product(name: str, device: str) -> Result:
+def _missing() -> Iterator[Check]:
+    if find_spec("gguf") is None:
+        yield "codebooks", lambda: {"not run": "gguf is not installed"}
+
+
+def product(name: str, device: str) -> Values:
+    """One format."""
     cuda = device.startswith("cuda")
     rows, columns, most = (352, 2048, 64) if cuda else (20, 256, 3)
     tensor = random_packed(name, rows, columns)
@@ -116,10 +120,13 @@ def product(name: str, device: str) -> Result:
     # NF4's levels are 127ths; all else is exact but for the rounding of float32 sums.
     rounded = name in ("nf4", "nf4-f32")
     bound = 8e-3 if rounded else 1e-5
-    ok = error < bound and same and unpacked < (bound if rounded else 1e-6)
-    found: dict[str, Any] = {"relative_error": error, "bound": bound}
-    found |= {"rows_bitwise_equal": same, "unpack_error": unpacked}
-    return Result(f"product {name}", ok, values=found)
+    return {
+        "ok": error < bound and same and unpacked < (bound if rounded else 1e-6),
+        "relative_error": error,
+        "bound": bound,
+        "rows_bitwise_equal": same,
+        "unpack_error": unpacked,
+    }
 
 
 def random_rows(rows: int, columns: int, device: str) -> Tensor:
@@ -148,34 +155,34 @@ def rows_are_equal(x: Tensor, weight: TiledMatrix, **how: Any) -> bool:
     return all(np.array_equal(part, whole[most - count :]) for count, part in parts)
 
 
-def check_batches(device: str) -> list[Result]:
+def check_batches(device: str) -> Iterator[Check]:
     """1 to 64 rows of each format: microseconds, and against cuBLAS and a copy."""
     cuda = device.startswith("cuda")
     shape = SHAPE if cuda else (32, 256)
     counts = BATCHES if cuda else BATCHES[:1]
-    ceiling, (names, results) = copy_bandwidth(device), formats(device)
+    ceiling, names = copy_bandwidth(device), formats(device)
+    yield from _missing()
     if cuda:
-        results += guarded("compiling", lambda: [compiled(names, shape)])
+        yield "compiling", partial(compiled, names, shape)
     plain = {rows: cublas_seconds(rows, shape, device) for rows in counts}
+
+    def batches(name: str) -> Values:
+        values: Values = {}
+        for rows in counts:
+            launches, nbytes = product_launches(name, rows, shape, device)
+            seconds = launch_seconds(launches, device)
+            values[f"us_{rows}"] = seconds * 1e6
+            values[f"against_cublas_{rows}"] = plain[rows] / seconds
+            values[f"share_of_copy_{rows}"] = nbytes / seconds / ceiling
+        return values
+
     for name in names:
-
-        def batches(name: str = name) -> list[Result]:
-            values: dict[str, Any] = {}
-            for rows in counts:
-                launches, nbytes = product_launches(name, rows, shape, device)
-                seconds = launch_seconds(launches, device)
-                values[f"us_{rows}"] = seconds * 1e6
-                values[f"against_cublas_{rows}"] = plain[rows] / seconds
-                values[f"share_of_copy_{rows}"] = nbytes / seconds / ceiling
-            return [Result(f"batches {name} {shape[0]}x{shape[1]}", True, values=values)]
-
-        results += guarded(f"batches {name}", batches)
+        yield f"batches {name} {shape[0]}x{shape[1]}", partial(batches, name)
     _kept.clear()  # others need the memory
     device_of(device).trim()
-    return results
 
 
-def compiled(names: Sequence[str], shape: tuple[int, int]) -> Result:
+def compiled(names: Sequence[str], shape: tuple[int, int]) -> Values:
     """Compile the kernels that come next beside one another: in turn they take a minute."""
     gpu = device_of("cuda")
     major, minor = gpu.capability
@@ -187,8 +194,8 @@ def compiled(names: Sequence[str], shape: tuple[int, int]) -> Result:
     started = time.perf_counter()
     with ThreadPoolExecutor() as threads:
         codes = list(threads.map(lambda p: machine_code(p, 10 * major + minor, folder), programs))
-    values = {"programs": len(codes), "bytes": sum(map(len, codes))}
-    return Result("compiling", True, values={**values, "s": time.perf_counter() - started})
+    seconds = time.perf_counter() - started
+    return {"programs": len(codes), "bytes": sum(map(len, codes)), "s": seconds}
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ import numpy as np
 from benchmarks.common.random_store import RandomStore, write_store
 from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
-from benchmarks.gpu.memory import free_memory
-from benchmarks.gpu.timing import Result, guarded
+from benchmarks.gpu.timing import Check, Values, free_memory
 from localrt.common.cores import find_cores
 from localrt.common.formatting import parse_size
 from localrt.offload.placement import Where
@@ -83,7 +82,7 @@ LARGE = {
 }
 
 
-def check_model(device: str, name: str, kind: str) -> Iterator[Result]:
+def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
     """A kind of a model's results: ``dense``, say. Its files are gone afterwards."""
     size = LARGE[name]
     nbytes = RandomStore(size.architecture, size.config, FORMAT, Path()).nbytes
@@ -92,7 +91,7 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Result]:
             raise OSError("it needs a GPU")
         folder = find_memory(nbytes) or find_disk(round(_ROOM * nbytes))
     except OSError as error:
-        yield Result(f"loaded {name}, {kind}", True, values={"not run": str(error)})
+        yield f"loaded {name}, {kind}", partial(dict, {"not run": str(error)})
         return
     with ExitStack() as held:
         # What the machine does is measured once, and kernels are compiled once.
@@ -100,10 +99,13 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Result]:
             Path(held.enter_context(tempfile.TemporaryDirectory(dir=where)))
             for where in (folder, None)
         )
-        started = time.perf_counter()
-        write_store(files / "model", size.architecture, size.config, FORMAT)
-        values = {"weight_bytes": nbytes, "written_s": time.perf_counter() - started}
-        yield Result(f"store {name}", True, values=values)
+
+        def write() -> Values:
+            started = time.perf_counter()
+            write_store(files / "model", size.architecture, size.config, FORMAT)
+            return {"weight_bytes": nbytes, "written_s": time.perf_counter() - started}
+
+        yield f"store {name}", write
         yield from getattr(Loaded(name, size, files, cache, nbytes, held), kind)()
 
 
@@ -117,11 +119,11 @@ class Loaded:
     cache: Path
     nbytes: int
     held: ExitStack
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    found: dict[str, Values] = field(default_factory=dict)
 
     # -- kinds of results --------------------------------------------------------------------------
 
-    def dense(self) -> Iterator[Result]:
+    def dense(self) -> Iterator[Check]:
         """From RAM and from a disk, over two links: speeds, and whether tokens are right."""
         ways = self.ways()
         if self.name == "32B":
@@ -133,26 +135,26 @@ class Loaded:
                 yield from self.checked(way, job)
         yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
 
-    def mixture(self) -> Iterator[Result]:
+    def mixture(self) -> Iterator[Check]:
         """All ways. Who computes an expert depends on what is ready: logits are nearly equal."""
         for way, job in self.ways().items():
             yield from self.go(way, job)
         yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT), (FROM_SSD, COMPILED))
 
-    def prompts(self) -> Iterator[Result]:
+    def prompts(self) -> Iterator[Check]:
         """First tokens of all lengths; the plan's tokens per second of a prompt are beside them."""
         job = {"load": self.size.load, "prompts": self.size.prompts, "tokens": 2}
         yield from self.over_both_links({"prompts": job})
 
-    def forecasts(self) -> Iterator[Result]:
+    def forecasts(self) -> Iterator[Check]:
         """Three budgets, two links: tokens per second as planned and as measured."""
         jobs = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
         yield from self.over_both_links(jobs)
 
-    def sweep(self) -> Iterator[Result]:
+    def sweep(self) -> Iterator[Check]:
         """Sizes of the GPU's ring and numbers of the CPU's threads."""
         load, cores = self.size.load, find_cores().threads
-        jobs: dict[str, dict[str, Any]] = {
+        jobs: dict[str, Values] = {
             f"ring of {ring:g}": {"load": load, "ring": ring} for ring in _RINGS
         }
         for threads in sorted({max(1, cores * eighths // 8) for eighths in (4, 6, 7, 8)}):
@@ -161,7 +163,7 @@ class Loaded:
 
     # -- ways of loading ---------------------------------------------------------------------------
 
-    def ways(self) -> dict[str, dict[str, Any]]:
+    def ways(self) -> dict[str, Values]:
         """What is asked in each of the usual ways."""
         size = self.size
         short = {"load": size.load, "prompts": size.prompts[:1]}
@@ -174,7 +176,7 @@ class Loaded:
             RESIDENT: {**short, "load": size.resident},
         }
 
-    def over_both_links(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
+    def over_both_links(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
         """Half the tokens of each job, when kernels are compiled."""
         few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": self.size.tokens // 2}
         yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
@@ -182,7 +184,7 @@ class Loaded:
             yield from self.go(way, {**few, **job})
             yield from self.go(f"{way}, {AT_SLOW_LINK}", {**few, **job, "link_bytes_s": SLOW_LINK})
 
-    def go(self, way: str, job: Mapping[str, Any]) -> Iterator[Result]:
+    def go(self, way: str, job: Mapping[str, Any]) -> Iterator[Check]:
         """One way, if there is room."""
         name = f"loaded {self.name}, {way}"
         try:
@@ -190,9 +192,9 @@ class Loaded:
                 raise OSError("the GPU has no room for all weights at once")
             model = self.on_disk if job.get("on_disk") else self.folder / "model"
         except OSError as error:
-            yield Result(name, True, values={"not run": str(error)})
+            yield name, partial(dict, {"not run": str(error)})
             return
-        yield from guarded(name, lambda: [self.run(way, {**job}, model)])
+        yield name, lambda: self.run(way, {**job}, model)
 
     def has_room(self) -> bool:
         """Whether all weights fit the GPU."""
@@ -210,7 +212,7 @@ class Loaded:
         os.sync()  # else it would be written while it is read
         return copied
 
-    def run(self, way: str, job: dict[str, Any], model: Path) -> Result:
+    def run(self, way: str, job: Values, model: Path) -> Values:
         """One way; fails if it took more than the GPU's share."""
         job = {"logits": str(self.logits(way)), **job, "free_before": free_memory()}
         values = asked(model, self.cache, self.size, job)
@@ -229,7 +231,7 @@ class Loaded:
             del values["decode_tok_s"]
         elif "predicted_tok_s" in values:
             values["forecast_error"] = values["predicted_tok_s"] / values["decode_tok_s"] - 1
-        return Result(f"loaded {self.name}, {way}", ok, values=values)
+        return {"ok": ok, **values}
 
     def logits(self, way: str) -> Path:
         """The file of a way's logits."""
@@ -237,7 +239,7 @@ class Loaded:
 
     # -- whether ways agree ------------------------------------------------------------------------
 
-    def checked(self, way: str, job: Mapping[str, Any]) -> Iterator[Result]:
+    def checked(self, way: str, job: Mapping[str, Any]) -> Iterator[Check]:
         """``way`` beside the same weights in memory, where the GPU computes the same units."""
         placement, sides = (self.found[way][name] for name in ("placement", "sides"))
         unmoved = (each for each in self.found if each.endswith(_UNMOVED))
@@ -253,19 +255,19 @@ class Loaded:
             yield from self.go(other, {**job, **changed, "placement": placed})
         yield from self.compared((way, other))
 
-    def compared(self, *pairs: tuple[str, str]) -> Iterator[Result]:
+    def compared(self, *pairs: tuple[str, str]) -> Iterator[Check]:
         """Those pairs of ways that both went well."""
         for way, other in pairs:
             if way in self.found and other in self.found:
-                yield self.same(way, other)
+                yield f"loaded {self.name}, {way} as {other}", partial(self.same, way, other)
 
-    def same(self, way: str, other: str) -> Result:
+    def same(self, way: str, other: str) -> Values:
         """Tokens as far as both ways went, and logits of one prompt, if both have them."""
         one, two = self.found[way], self.found[other]
         pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
         until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
         by_cpu = one["computed_by_cpu"] + two["computed_by_cpu"]
-        values: dict[str, Any] = {"same_tokens": until, "of_tokens": len(pairs)}
+        values: Values = {"same_tokens": until, "of_tokens": len(pairs)}
         equal, close = until == len(pairs), True
         files = [self.logits(each) for each in (way, other)]
         if all(file.exists() for file in files):
@@ -278,18 +280,16 @@ class Loaded:
         # them computes an expert depends on what is ready.
         alike = one["sides"] == two["sides"] or not by_cpu
         exact = alike and "num_experts" not in self.size.config
-        return Result(
-            f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
-        )
+        return {"ok": equal if exact else close, **values}
 
 
-def _sides(placement: Mapping[str, Any]) -> dict[str, Any]:
+def _sides(placement: Mapping[str, Any]) -> Values:
     """What bits depend on: not where weights lie, but whether the GPU computes with them."""
     sides = {name: Where(place).on_gpu for name, place in placement["where"].items()}
     return {**placement, "where": sides, "ram_ring": 0, "vram_ring": 0}
 
 
-def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
+def asked(model: Path, cache: Path, size: Size, job: Values) -> Values:
     """What a process of its own finds."""
     ctx = max(size.prompts) + 4 * size.tokens
     common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
@@ -310,5 +310,5 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
     if done.returncode:
         words = done.stderr.strip().splitlines() or ["it died"]
         raise RuntimeError(words[-1])
-    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    values: Values = json.loads(done.stdout.splitlines()[-1])
     return values

@@ -20,7 +20,7 @@ import numpy as np
 
 import localrt
 from benchmarks.gpu.configs import random_ids
-from benchmarks.gpu.memory import watch
+from benchmarks.gpu.timing import watch
 from localrt.api import Model
 from localrt.common.files import PAGE
 from localrt.engine.types import Chunk

@@ -6,7 +6,8 @@ pass, and a row the same bits alone, with others, or in a tree.
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,14 @@ import numpy as np
 from benchmarks.common.random_store import RandomPackedCheckpoint
 from benchmarks.gpu.configs import (
     ARCHITECTURES,
-    QWEN_1_5B,
-    SMALLEST,
-    TINY,
     largest_error,
     logits,
     random_ids,
     random_model,
+    resident_config,
+    tiny_config,
 )
-from benchmarks.gpu.memory import free_memory, watch
-from benchmarks.gpu.timing import RUNS, Result, guarded, timed
+from benchmarks.gpu.timing import Check, Values, free_memory, median_seconds, timed, watch
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.driver import device_of
@@ -37,53 +36,39 @@ BOUNDS = {"f32": 1e-4, "bf16": 0.05, "packed": 0.05}
 TREE = 16
 
 
-def check_logits(device: str) -> list[Result]:
+def check_logits(device: str) -> Iterator[Check]:
     """Random models of all known architectures, through torch and our kernels."""
-    if not device.startswith("cuda"):
-        return logits_of("LlamaForCausalLM", _config(device), 6, device)
-    configs = {name: {**TINY, **extra} for name, extra in ARCHITECTURES.items()}
-    found = (logits_of(name, config, 100, device) for name, config in configs.items())
-    return [result for results in found for result in results]
+    cuda = device.startswith("cuda")
+    length = 100 if cuda else 6
+    for name, extra in ARCHITECTURES.items() if cuda else [("LlamaForCausalLM", {})]:
+        config = {**extra, **tiny_config(device)}
+        plain = random_model(name, config, TorchOps(compute_format="f32", device="cpu"))
+        wanted = logits(plain, random_ids(config, length), 4)
+        for kind in BOUNDS:
+            yield f"logits {name} {kind}", partial(_compared, name, config, kind, wanted, device)
 
 
-def logits_of(name: str, config: dict[str, Any], length: int, device: str) -> list[Result]:
-    """Compare the logits of a prompt and four single tokens with the CPU's float32."""
-    ids = random_ids(config, length)
-    wanted = logits(
-        random_model(name, config, TorchOps(compute_format="f32", device="cpu")), ids, 4
-    )
-    results = []
-    for kind in BOUNDS:
-        ops: Any = (
-            CudaOps(device=device)
-            if kind == "packed"
-            else TorchOps(compute_format=kind, device=device)
-        )
-        got = logits(random_model(name, config, ops), ids, 4)
-        error = largest_error(got, wanted)
-        same = float((got.argmax(1) == wanted.argmax(1)).mean())
-        values = {"relative_error": error, "bound": BOUNDS[kind], "top1_agreement": same}
-        results.append(Result(f"logits {name} {kind}", error < BOUNDS[kind], values=values))
-    return results
+def _compared(
+    name: str, config: dict[str, Any], kind: str, wanted: np.ndarray, device: str
+) -> Values:
+    """The logits of a prompt and four single tokens beside the CPU's float32."""
+    packed = kind == "packed"
+    ops: Any = CudaOps(device=device) if packed else TorchOps(compute_format=kind, device=device)
+    got = logits(random_model(name, config, ops), random_ids(config, len(wanted)), 4)
+    error, same = largest_error(got, wanted), float((got.argmax(1) == wanted.argmax(1)).mean())
+    values = {"relative_error": error, "bound": BOUNDS[kind], "top1_agreement": same}
+    return {"ok": error < BOUNDS[kind], **values}
 
 
-def check_packed(device: str) -> list[Result]:
+def check_packed(device: str) -> Iterator[Check]:
     """Measure resident packed models: speed with and without CUDA graphs, trees, peak memory."""
-    results = []
     for name in ("int4-g32", "nvfp4", "q4_k") if device.startswith("cuda") else ("int4-g32",):
-        checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", _config(device), name)
-        results += guarded(
-            f"resident {name}", lambda n=name, c=checkpoint: resident(n, c, CudaOps(device=device))
-        )
-    return results
+        checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", resident_config(device), name)
+        yield f"resident {name}", partial(resident, checkpoint, CudaOps(device=device))
 
 
-def _config(device: str) -> dict[str, Any]:
-    return QWEN_1_5B if device.startswith("cuda") else {**TINY, **SMALLEST, "num_hidden_layers": 1}
-
-
-def resident(name: str, checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> list[Result]:
-    """Time prefill, and decode with and without captured graphs (same bits) and a tree."""
+def resident(checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> Values:
+    """Time prefill, and decode with and without captured graphs (same bits), and check trees."""
     cuda = "cuda" in ops.device
     if cuda:
         peak = watch(device_of(ops.device), free_memory(ops.device))
@@ -105,16 +90,14 @@ def resident(name: str, checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> lis
         found = [step(Batch.extend([(cache, [token])]), rows=[0]) for token in tokens]
         return np.concatenate(found)
 
-    values: dict[str, Any] = {"weight_bytes": weights}
-    runs = RUNS if cuda else 1
+    values: Values = {"weight_bytes": weights}
     if cuda:
         prefill()  # compiles
-    prefill_s = [timed(prefill) for _ in range(runs)]
-    values["prefill_tok_s"] = length / statistics.median(prefill_s)
+    values["prefill_tok_s"] = length / median_seconds(prefill, ops.device)
     logits_by_way = [decode(step) for step in ways.values()]
     ok = all(np.array_equal(found, logits_by_way[0]) for found in logits_by_way)
     for kind, step in ways.items():
-        seconds = statistics.median(timed(lambda s=step: decode(s)) for _ in range(runs))
+        seconds = median_seconds(lambda s=step: decode(s), ops.device)
         values[f"decode_tok_s_{kind}"] = decoded / seconds
         values[f"weight_gb_s_{kind}"] = decoded / seconds * weights / 1e9
     values["graph_is_bitwise_equal"] = ok
@@ -125,10 +108,10 @@ def resident(name: str, checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> lis
     cache.trim(0)
     model.forward(Batch.extend([(cache, prompt)]), rows=[])
     branches = tree(model, ways["graph"], cache, prompt, TREE if cuda else 2)
-    return [Result(f"resident {name}", ok, values=values), branches]
+    return {**values, **branches, "ok": ok and branches["ok"]}
 
 
-def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int) -> Result:
+def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int) -> Values:
     """Compare a chain and a binary tree, each one pass, with their branches row by row."""
     held = cache.length
     tokens = np.array(prompt[:nodes])
@@ -156,12 +139,12 @@ def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int
     for _ in range(2):
         replayed = run(mask, forward)
     seconds = timed(lambda: run(mask, forward))
-    values = {
+    values: Values = {
         "chain_is_bitwise_sequential": bitwise,
         "branch_relative_error": error,
         "replay_is_bitwise_equal": bool(np.array_equal(replayed, branching)),
         "us_replay": seconds * 1e6,
     }
-    cuda = "cuda" in model.ops.device  # in Triton's interpreter BLAS decides the order of sums
-    ok = (bitwise or not cuda) and error < BOUNDS["packed"] and values["replay_is_bitwise_equal"]
-    return Result(f"tree of {nodes}", bool(ok), values=values)
+    cuda = "cuda" in model.ops.device  # elsewhere BLAS decides the order of sums
+    right = error < BOUNDS["packed"] and values["replay_is_bitwise_equal"]
+    return {"ok": right and (bitwise or not cuda), **values}

@@ -4,19 +4,19 @@ embeddings and behind the first layer, positions on three axes, rows that see on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from benchmarks.gpu.configs import (
     ARCHITECTURES,
-    SMALLEST,
-    TINY,
     largest_error,
     random_ids,
     random_model,
+    tiny_config,
 )
-from benchmarks.gpu.timing import Result
+from benchmarks.gpu.timing import Check, Values
 from localrt.models.decoder import Decoder
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Given, Span
@@ -28,24 +28,24 @@ _TEXT = 60
 _SECTIONS = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 
 
-def check_pictures(device: str) -> list[Result]:
+def check_pictures(device: str) -> Iterator[Check]:
     """Logits behind pictures beside the CPU's float32, also in passes that cut one."""
-    results = []
     for name, extra in (("Qwen2ForCausalLM", _SECTIONS), ("Gemma3ForCausalLM", {})):
-        config = {**TINY, **ARCHITECTURES[name], **extra}
-        if not device.startswith("cuda"):
-            config |= {**SMALLEST, "num_hidden_layers": 1}
-        both_ways = name.startswith("Gemma")
-        cuts = [100] if both_ways else [60, 17]
-        reference = random_model(name, config, TorchOps(compute_format="f32", device="cpu"))
-        wanted = _logits(reference, cuts[0], both_ways=both_ways)
-        model = random_model(name, config, CudaOps(device=device))
-        found = [_logits(model, cut, both_ways=both_ways) for cut in cuts]
-        values: dict[str, Any] = {"bound": _BOUND}
-        values["relative_error"] = error = max(largest_error(each, wanted) for each in found)
-        values["rows_bitwise_equal"] = same = all(np.array_equal(e, found[0]) for e in found)
-        results.append(Result(f"pictures {name}", error < _BOUND and same, values=values))
-    return results
+        yield f"pictures {name}", partial(_compared, name, extra, device)
+
+
+def _compared(name: str, extra: Values, device: str) -> Values:
+    config = {**ARCHITECTURES[name], **extra, **tiny_config(device)}
+    both_ways = name.startswith("Gemma")
+    cuts = [100] if both_ways else [60, 17]
+    reference = random_model(name, config, TorchOps(compute_format="f32", device="cpu"))
+    wanted = _logits(reference, cuts[0], both_ways=both_ways)
+    model = random_model(name, config, CudaOps(device=device))
+    found = [_logits(model, cut, both_ways=both_ways) for cut in cuts]
+    error = max(largest_error(each, wanted) for each in found)
+    same = all(np.array_equal(each, found[0]) for each in found)
+    values = {"bound": _BOUND, "relative_error": error, "rows_bitwise_equal": same}
+    return {"ok": error < _BOUND and same, **values}
 
 
 def _logits(model: Decoder, most: int, *, both_ways: bool) -> np.ndarray:

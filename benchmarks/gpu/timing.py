@@ -1,4 +1,4 @@
-"""Timing on a CUDA GPU, and results: what the sections of ``scripts/gpu_check`` share.
+"""What the checks of ``scripts/gpu_check`` share: results, time and memory on a CUDA GPU.
 
 Kernels are timed as decode runs them: many launches in one recorded CUDA graph, over inputs that
 together exceed the second-level cache. Ours run on our stream, torch's on torch's. Off a GPU a
@@ -7,6 +7,7 @@ launch is timed once, to try the script.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import traceback
@@ -24,6 +25,9 @@ from localrt.quant.cuda.tensor import UINT8, zeros
 
 RUNS = 5
 _COPIED = 1 << 30
+Values = dict[str, Any]
+Check = tuple[str, Callable[[], Values]]
+"""A name, and what finds its numbers; with ``ok`` among them where they can be wrong."""
 
 
 @dataclass
@@ -33,7 +37,7 @@ class Result:
     name: str
     ok: bool
     seconds: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
 
     def line(self) -> str:
         """For people."""
@@ -44,18 +48,27 @@ class Result:
         return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {numbers}"
 
 
-def guarded(name: str, check: Callable[[], list[Result]]) -> list[Result]:
-    """What a check found; one failed result where it raised, so that the others still run."""
-    return list(one_by_one(name, check))
-
-
-def one_by_one(name: str, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
-    """The same, each result as soon as it is there."""
+def results_of(phase: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Result]:
+    """Run the checks of a phase, each when the one before is done. One that raises has failed, and
+    the others run.
+    """
     try:
-        yield from check()
-    except Exception as error:  # noqa: BLE001  whatever it was, it is the result
-        traceback.print_exc()
-        yield Result(name, False, values={"error": f"{type(error).__name__}: {error}"[:500]})
+        for name, check in checks():
+            try:
+                values = check()
+                yield Result(name, bool(values.pop("ok", True)), values=values)
+            except Exception as error:  # noqa: BLE001  whatever it was, it is the result
+                yield _failed(name, error)
+    except Exception as error:  # noqa: BLE001
+        yield _failed(phase, error)
+
+
+def _failed(name: str, error: Exception) -> Result:
+    traceback.print_exc()
+    return Result(name, False, values={"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+# -- time ------------------------------------------------------------------------------------------
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -67,6 +80,12 @@ def timed(work: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def median_seconds(work: Callable[[], Any], device: str) -> float:
+    """Of several runs on a GPU, of one elsewhere."""
+    runs = RUNS if device.startswith("cuda") else 1
+    return statistics.median(timed(work) for _ in range(runs))
 
 
 def launch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
@@ -102,9 +121,8 @@ def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    return _median(graph.replay, lambda: kind(enable_timing=True), kind.elapsed_time) / len(
-        launches
-    )
+    seconds = _median(graph.replay, lambda: kind(enable_timing=True), kind.elapsed_time)
+    return seconds / len(launches)
 
 
 @cache
@@ -145,3 +163,39 @@ def copy_bandwidth(device: str) -> float:
     del a, b
     gpu.trim()  # others need the memory
     return 2 * size / seconds
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def free_memory(device: str = "cuda") -> int:
+    """Bytes that are free, without what this process keeps for later."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    gpu = device_of(device)
+    gpu.trim()
+    return int(gpu.memory()[0])
+
+
+def watch(gpu: Any, free_before: int) -> Callable[[], int]:
+    """Watch a ``Cuda`` until the returned function is called, which gives the most bytes that this
+    process has taken since ``free_before`` were free.
+
+    Of our own memory it is the peak; of all else (kernels, graphs, cuBLAS), what is taken then.
+    """
+    alloc, before = gpu._alloc, gpu.taken_nbytes
+    most = before
+
+    def noted(nbytes: int) -> int:
+        nonlocal most
+        address: int = alloc(nbytes)
+        most = max(most, gpu.taken_nbytes)
+        return address
+
+    def peak() -> int:
+        del gpu._alloc  # the class has its own
+        beside = free_before - gpu.memory()[0] - (gpu.taken_nbytes - before)
+        return int(most - before + max(0, beside))
+
+    gpu._alloc = noted
+    return peak

@@ -1,5 +1,5 @@
 """Vision towers of real shapes on our kernels, for ``scripts/gpu_check``: their rows beside those
-of the CPU's kernels, seconds for a picture of 896 x 896, and its products beside those of cuBLAS.
+of the CPU's kernels, and seconds for a picture of 896 x 896.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, tensor_info
-from benchmarks.gpu.timing import RUNS, Result, launch_seconds, torch_seconds
+from benchmarks.gpu.timing import RUNS, Check, Values
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.tower import Prepared, Seen, Tower, Units
@@ -24,10 +24,7 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import cublas
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import dense_product
-from localrt.quant.cuda.tensor import BFLOAT16, empty, upload
 from localrt.quant.formats import BF16, F32
-from localrt.quant.formats.convert import bf16_bits, bf16_values
 from localrt.quant.ops.protocol import Ops
 from localrt.quant.ops.vision import VisionSteps
 
@@ -74,7 +71,6 @@ _SMALL_GRIDS: Mapping[str, Any] = {
     "gemma-4-e4b": (6, 3),
     "smolvlm-500m": ((4, 4),) * 2,
 }
-_PRODUCTS = ((3136, 4096, 1024), (3136, 1024, 4096), (1024, 3072, 768))  # rows, results, columns
 _Unit = TypeVar("_Unit")
 
 
@@ -113,16 +109,14 @@ class _RandomUnits(Units):
         return make(_RandomLoader(self._tensors, self._steps.ops))
 
 
-def check_towers(device: str) -> Iterator[Result]:
+def check_towers(device: str) -> Iterator[Check]:
     """Rows, seconds and memory of each tower, with and without cuBLAS."""
-    on_gpu = device_of(device).is_gpu
     for name in _TOWERS:
-        yield _check_tower(name, device, on_gpu=on_gpu)
-    for shape in _PRODUCTS:
-        yield _check_product(*(shape if on_gpu else (130, 24, 40)), device)
+        yield f"tower {name}", partial(_check_tower, name, device)
 
 
-def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
+def _check_tower(name: str, device: str) -> Values:
+    on_gpu = device_of(device).is_gpu
     config = {"text_config": _TEXT, **_TOWERS[name]}
     if not on_gpu:
         config["text_config"] = {**_TEXT, "hidden_size": 64}
@@ -138,7 +132,6 @@ def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
         return seen, time.perf_counter() - start
 
     there = vision_steps(CudaOps(device=device))
-    host = vision_steps(NativeOps())
     see(there)  # makes the weights, compiles the kernels
     memory = device_of(device)
     memory.trim()
@@ -147,12 +140,13 @@ def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
     with patch.object(cublas, "multiplies", lambda device: False):
         see(there)
         own = [see(there) for _ in range(RUNS if on_gpu else 1)]
-    wanted, cpu_s = see(host)
-    errors = [_error(found[-1][0].rows, wanted.rows) for found in (runs, own)]
+    wanted, cpu_s = see(vision_steps(NativeOps()))
+    error = max(_error(found[-1][0].rows, wanted.rows) for found in (runs, own))
     same = all(np.array_equal(seen.rows, own[0][0].rows) for seen, _ in own)
-    values = {
+    return {
+        "ok": error < _BOUND and same,
         "bound": _BOUND,
-        "relative_error": max(errors),
+        "relative_error": error,
         "same_bits_again": same,
         "s": statistics.median(s for _, s in runs),
         "s_without_cublas": statistics.median(s for _, s in own),
@@ -160,7 +154,6 @@ def _check_tower(name: str, device: str, *, on_gpu: bool) -> Result:
         "gpu_mb": taken / 1e6,
         "patches": len(prepared.patches),
     }
-    return Result(f"tower {name}", max(errors) < _BOUND and same, values=values)
 
 
 def _prepared(tower: Tower, grid: Any) -> Prepared:
@@ -176,23 +169,3 @@ def _prepared(tower: Tower, grid: Any) -> Prepared:
 
 def _error(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
-def _check_product(rows: int, results: int, columns: int, device: str) -> Result:
-    """bf16 rows with bf16 weights."""
-    gpu, rng = device_of(device), np.random.default_rng(2)
-    x, w = (bf16_bits(rng.standard_normal((n, columns), np.float32)) for n in (rows, results))
-    there = [upload(each, gpu, dtype=BFLOAT16) for each in (x, w)]
-    out = empty(rows, results, dtype=BFLOAT16, device=gpu)
-    ours_s = launch_seconds([partial(dense_product, *there, out)] * 4, device)
-    found = out.to_host()
-    work = 2e-12 * rows * results * columns
-    values: dict[str, Any] = {"tflops": work / ours_s}
-    values["relative_error"] = error = _error(found, bf16_values(x) @ bf16_values(w).T)
-    if gpu.is_gpu and cublas.multiplies(gpu):
-        import torch
-
-        left, right = (torch.as_tensor(each, device=device) for each in there)
-        product = partial(torch.matmul, left.view(torch.bfloat16), right.view(torch.bfloat16).T)
-        values["cublas_tflops"] = work / torch_seconds([product] * 4, device)
-    return Result(f"product of {rows} x {columns} with {results}", error < 0.01, values=values)

@@ -20,7 +20,7 @@ from benchmarks.gpu import loaded
 from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
-from benchmarks.gpu.timing import Result
+from benchmarks.gpu.timing import Result, results_of
 from benchmarks.gpu.towers import check_towers
 from localrt.quant.cuda.formats import TYPES
 from tests.driver import rehearsal
@@ -96,7 +96,7 @@ def test_check_on_cpu(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
     bare = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'bare'}:{ROOT}", "OUT": str(out)}
-    check = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
+    check = [ROOT / "scripts/gpu_check", "--device", "cpu"]
     done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     records = {call: read(out / f"gpu_check-{call}.json") for call in command.CALLS}
@@ -107,7 +107,7 @@ def test_check_on_cpu(tmp_path: Path) -> None:
     assert {"product nvfp4", "product q2_k"} <= found["kernels"].keys()
     assert "attention" in found["layers"]
     assert found["resident"]["adapters, model"]["values"]["others_keep_their_bits"]
-    assert "| decode, 1 at once |" in pages["resident"]
+    assert "| tok/s without, 1 at once |" in pages["resident"]
     assert records["large"]["command"] == "scripts/gpu_check --only large"
     if rehearsal.has_driver():
         for way in DENSE:
@@ -167,16 +167,17 @@ def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """That torch finds; the CPU's kernels exist."""
-    monkeypatch.setattr(command, "build_kernels", lambda: Result("CPU kernels", True))
+    monkeypatch.setattr(command, "build_kernels", lambda: {"built": False})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
 
 
 def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [asdict(result) for result in check_towers("cpu")]
+    results = [asdict(result) for result in results_of("towers", lambda: check_towers("cpu"))]
+    assert results
     assert all(result["ok"] for result in results), capsys.readouterr().err
-    assert any("tflops" in result["values"] for result in results)
-    about = {"machine": {"device": "a GPU"}, "command": "c", "seconds": 1.0}
+    about = {"machine": {"device": "a GPU", "cuda": "13", "driver": "1"}, "versions": {}}
+    about |= {"date": "today", "command": "c", "seconds": 1.0}
     assert "| gemma-4-e4b |" in gpu_tables({**about, "results": results})
 
 

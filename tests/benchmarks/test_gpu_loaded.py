@@ -14,9 +14,9 @@ from benchmarks.common.random_store import write_store
 from benchmarks.gpu import disk, loaded, loaded_child
 from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
-from benchmarks.gpu.timing import Result
+from benchmarks.gpu.timing import Result, results_of
 from localrt.offload.account import Budgets
-from localrt.planning.advice import make_forecast
+from localrt.offload.planner import make_plan
 from localrt.planning.forecast import PlanRequest
 from localrt.planning.shapes import shape_from_config
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -72,7 +72,8 @@ def checked(
     size = Size("Qwen3ForCausalLM", TINY, bound=0.1)
     with ExitStack() as held:
         model = Loaded("14B", size, tmp_path, tmp_path, 8_300_000_000, held)
-        return {result.name.removeprefix("loaded 14B, "): result for result in model.dense()}
+        results = results_of("dense", model.dense)
+        return {result.name.removeprefix("loaded 14B, "): result for result in results}
 
 
 def test_gpu_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         disk.find_disk(10**18)
     monkeypatch.setattr(loaded, "find_memory", lambda nbytes: None)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    (result,) = loaded.check_model("cuda", "32B", "dense")
+    (result,) = results_of("dense", lambda: loaded.check_model("cuda", "32B", "dense"))
     assert result.values["not run"].startswith("24.0 GB of a disk are needed")
 
 
@@ -166,6 +167,6 @@ def test_ring(times: float) -> None:
     budgets = Budgets(ram=32 << 30, process=1 << 30, vram=6 << 30)
     sizes: Any = {"budgets": budgets, "ctx": 512, "kv_format": parse_kv_format("bf16")}
     with loaded_child.with_ring(times):
-        plan = make_forecast(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
+        plan = make_plan(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
     largest = max(unit.nbytes for unit in shape.units if unit.kind == "mlp")
     assert plan.placement.vram_ring == pytest.approx(times * largest, rel=1e-4)

@@ -1,7 +1,8 @@
 """A rehearsal of ``scripts/gpu_check`` on the driver of this folder: the same phases with tiny
 models, placed by turns in all places, and no rate of the machine measured.
 
-``python -m tests.driver.rehearsal`` is ``benchmarks.gpu.loaded_child`` on that driver.
+``python -m tests.driver.rehearsal`` is ``benchmarks.gpu`` there, with ``child`` its
+``loaded_child``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,6 +24,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu import disk, facts, loaded, loaded_child, pictures, towers
+from benchmarks.gpu.__main__ import interruptible, main
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.offload.placement import Where
@@ -110,7 +113,7 @@ def run_here(
 def run_apart(command: list[str], **options: Any) -> CompletedProcess[str]:
     """In a process of its own, which begins as this one did."""
     assert command[1:] == ["-m", loaded_child.__name__]
-    return subprocess.run([command[0], "-m", "tests.driver.rehearsal"], **options)
+    return subprocess.run([command[0], "-m", "tests.driver.rehearsal", "child"], **options)
 
 
 def _by_turns(request: PlanRequest, rows: int) -> Forecast:
@@ -144,5 +147,8 @@ def tiny(size: loaded.Size) -> loaded.Size:
 
 
 if __name__ == "__main__":
-    begin()
-    loaded_child.main()
+    if sys.argv[1:] == ["child"]:
+        begin()
+        loaded_child.main()
+    else:
+        interruptible(partial(main, begin))

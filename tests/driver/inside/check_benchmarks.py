@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import attention, facts, grouped, loaded_child, recurrent, timing
 from benchmarks.gpu.kernels import random_rows
-from benchmarks.gpu.memory import free_memory, watch
+from benchmarks.gpu.timing import free_memory, results_of, watch
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.products import quantize
@@ -18,6 +18,7 @@ from localrt.quant.cuda.tensor import UINT8, empty
 from tests.driver.inside.conftest import Kernels
 
 MIB = 1 << 20
+_HEADS = (attention.windowed, attention.sinks, attention.latents)
 
 
 @pytest.fixture
@@ -41,14 +42,15 @@ def test_launches_are_timed_in_a_graph(device: Cuda, gpu: Kernels) -> None:
 def test_kernels_pass_as_on_a_gpu(device: Cuda, kind: str) -> None:
     """With a row's bits alone and among others, which only a GPU has to keep."""
     torch.manual_seed(0)  # as gpu_check does
-    if kind == "attention":
-        checks = attention.windowed, attention.sinks, attention.latents
-        results = [check("attention", "cuda") for check in checks]
-    elif kind == "experts":
-        layer = grouped.Layer(grouped.SMALL["small mxfp4"], "cuda")
-        results = [layer.results("experts", (1, 4))]
-    else:
-        results = recurrent.check_recurrent("cuda")
+    checks = {
+        "attention": lambda: (("", lambda c=c: c("cuda")) for c in _HEADS),
+        "experts": lambda: [
+            ("", lambda: grouped.checked(grouped.SMALL["small mxfp4"], (1, 4), "cuda"))
+        ],
+        "recurrent layers": lambda: recurrent.check_recurrent("cuda"),
+    }
+    results = list(results_of(kind, checks[kind]))
+    assert results
     assert all(result.ok for result in results), [result.line() for result in results]
 
 
@@ -77,7 +79,7 @@ def test_facts(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_rates", lambda device: {})  # test_measuring.py
     for name in ("_LAUNCHES", "_RUNS"):
         monkeypatch.setattr(facts, name, 3)
-    results = list(facts.check_facts("cuda"))
+    results = list(results_of("facts", lambda: facts.check_facts("cuda")))
     assert all(result.ok for result in results), [result.line() for result in results]
     assert results[0].values.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
     assert len(results[1].values) == 7
