@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import run_limited
 from benchmarks.common.record import Record, Results, captioned, markdown_table
-from benchmarks.peers.hf_folder import hf_folder
 from localrt.bench.process import child_command
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import BenchOptions, Workload
@@ -75,8 +74,12 @@ def command(path: Path, engine: str) -> list[str]:
     """What starts the process of ``engine``; one that streams layers gets a folder in bf16."""
     if engine != "accelerate":
         return child_command()
-    folder = hf_folder(path, Settings.from_environment().cache_dir / "bench", notify=print)
-    return [*child_command("benchmarks.peers.streamers"), str(folder)]
+    from benchmarks.accelerate_peer import bf16_folder  # which needs torch
+
+    cache = Settings.from_environment().cache_dir / "bench"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = bf16_folder(path, cache / f"{path.stem}-bf16")
+    return [*child_command("benchmarks.accelerate_peer"), str(folder)]
 
 
 _HEADERS = (

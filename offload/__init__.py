@@ -13,9 +13,9 @@ placement: on one device it is bit for bit the resident model's.
 
 The budget is a hard limit for the whole process: interpreter and libraries, activations, scratch,
 rings, weights, keys and values, logits. ``account.py`` computes every part; their peak is
-``Model.status().ram.forecast``. ``python -m benchmarks.memory`` compares budgets, forecasts and
-peaks of real processes; some of its cells are tests. The process that measures the machine counts
-too: if it does not fit, it uses less memory, or rates are assumed.
+``Model.status().ram.forecast``. ``tests/memory`` compares budgets, forecasts and peaks of real
+processes. The process that measures the machine counts too: if it does not fit, it uses less
+memory, or rates are assumed.
 
 A damaged packed copy is made again from the model: at once if loading finds the damage, otherwise
 when the model is loaded next.

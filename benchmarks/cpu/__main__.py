@@ -15,7 +15,6 @@ IQ4_XS`` (or Q6_K).
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ ROWS = {
     "tree": Row("4 rows at once", "tree", 4, MODELS),
     "prompt-8192": Row("prompt of 8,192", "prompt", 8192, ("qwen0.5b",)),
     "pass-64": Row("pass of 64 rows", "prompt", 64, ("qwen1.5b",), 5),
-    "outside": Row("outside the kernels", "outside", 1, ("smollm2",)),
-    "neighbour": Row("beside a busy loop", "neighbour", 128, ("smollm2", "qwen0.5b")),
 }
 """By the names that ``--only`` takes."""
 
@@ -90,7 +87,9 @@ def cpu_table(record: Mapping[str, Any]) -> str:
     """Ours and the peers' tokens per second; ratios are medians of turns."""
     rows = []
     for row in record["rows"]:
-        cells = [row["name"], _ours(row, record["threads"])]
+        value = row["localrt"]["median"]
+        ours = f"{value:.2f} passes" if row["kind"] == "tree" else format_rate(value)
+        cells = [row["name"], ours]
         for name in PEERS:
             peer = row["peers"].get(name)
             rate = peer and f"{format_rate(peer['tok_s']['median'])} ({_setting(peer)})"
@@ -113,20 +112,6 @@ def times(row: Mapping[str, Any], peer: str) -> str:
     """How many times as fast as ``peer``; empty if that was not measured."""
     found = row["peers"].get(peer)
     return f"{found['ratio']['median']:.2f}x" if found else ""
-
-
-def fair_share(threads: int) -> float:
-    """The share of its speed that a program keeps if it loses half of one of its cores."""
-    return (threads - 0.5) / threads
-
-
-def _ours(row: Mapping[str, Any], threads: int) -> str:
-    value = row["localrt"]["median"]
-    if row["kind"] == "tree":
-        return f"{value:.2f} passes"
-    if row["kind"] == "neighbour":
-        return f"{value:.0%} (fair share {fair_share(threads):.0%})".replace("%", " %")
-    return f"{100 * value:.1f} %" if row["kind"] == "outside" else format_rate(value)
 
 
 def _setting(peer: Mapping[str, Any]) -> str:
@@ -157,9 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (model if model in MODELS else FILE) not in row.models:
             continue
         name = f"{MODELS.get(model, Path(model).stem)}, {row.title}"
-        if row.kind == "neighbour" and not can_bind():
-            print(f"{name} is left out: it needs two cores and a system that can bind a process")
-            continue
         test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
         job = {**test, "model": str(paths[model]), "isa": args.isa, "threads": about["threads"]}
         contestants: dict[str, Callable[[], Record]] = {
@@ -172,11 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.put({"name": name, "model": Path(model).name, **test, **compared})
     print(cpu_table(results.record) if results.rows else "These models have no such row.")
     return 0
-
-
-def can_bind() -> bool:
-    """Whether a process can be bound to one of several cores."""
-    return hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
 if __name__ == "__main__":

@@ -5,17 +5,13 @@ It runs with its job as JSON. Sessions are extended without a sampler, as ``llam
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,16 +25,7 @@ from localrt.speculative.tree import TokenTree
 
 HELD = 64  # tokens before a pass of few rows
 ROUNDS = 40
-TURNS = 5  # alone, then beside a busy loop
 READ_BYTES = 256 << 20
-_LOOP = """
-import os, sys
-core, parent = map(int, sys.argv[1:])
-os.sched_setaffinity(0, {core})
-print(flush=True)
-while os.getppid() == parent:
-    pass
-"""
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
@@ -119,49 +106,7 @@ def _tree(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]
     return {"value": statistics.median(many) / statistics.median(one)}
 
 
-def _outside(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """The share of a token that Python and the calls take: what is left if no kernel computes."""
-
-    def step() -> float:
-        session.trim(HELD)
-        return statistics.median(_time(session.extend, [7]) for _ in range(ROUNDS))
-
-    whole, library = step(), ops._api
-    ops._api = idle = SimpleNamespace()
-    for name, function in vars(library).items():
-        if name.startswith("lrt_"):  # a C function that returns at once; its result is no use
-            setattr(idle, name, library._FuncPtr(("lrt_abi_version", library)))
-            getattr(idle, name).argtypes = function.argtypes
-    rest, ops._api = step(), library
-    return {"value": rest / whole}
-
-
-def _neighbour(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """The share of its speed that decoding keeps beside a busy loop."""
-    shares = []
-    for _ in range(TURNS):
-        alone = _rate(session, job, 1)
-        with _busy_loop():
-            shares.append(_rate(session, job, 1) / alone)
-    return {"value": statistics.median(shares)}
-
-
-@contextmanager
-def _busy_loop() -> Iterator[None]:
-    """Another process occupies the core on which this thread is; it ends with this one at last."""
-    core = ctypes.CDLL(None).sched_getcpu()
-    command = [sys.executable, "-c", _LOOP, str(core), str(os.getpid())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as loop:
-        assert loop.stdout is not None
-        try:
-            assert loop.stdout.readline(), "the loop has begun"
-            yield
-        finally:
-            loop.kill()
-
-
-_FUNCTIONS = (_prompt, _decode, _tree, _outside, _neighbour)
-KINDS = {function.__name__[1:]: function for function in _FUNCTIONS}
+KINDS = {"prompt": _prompt, "decode": _decode, "tree": _tree}
 
 if __name__ == "__main__":
     print(json.dumps(main(json.loads(sys.argv[1]))))

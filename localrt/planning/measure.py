@@ -51,8 +51,8 @@ _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # to measure one rate
 # A layer whose experts CPU and GPU share has the GPU wait for the host as long as so many measured
-# calls, of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json), of which 54 us are Python
-# (benchmarks.moe.hybrid). A streamed dense layer is taken to be alike.
+# calls, of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense layer is
+# taken to be alike.
 _SHARED_CALLS = 12
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"

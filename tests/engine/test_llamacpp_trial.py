@@ -17,7 +17,7 @@ from localrt.engine.llamacpp.trial import check_build
 from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from tests.benchmarks.test_hf_folder import tiny_gguf
+from tests.models.make_gguf import tiny_gguf
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 DIES = "import os, signal; os.kill(os.getpid(), signal.{})"

@@ -181,6 +181,14 @@ def write_tiny_gguf(
     return write_gguf(path, architecture, whole, typed)[0]
 
 
+def tiny_gguf(folder: Path, arch: str) -> Path:
+    """A random model."""
+    from tests.models.tiny import save_tiny  # which needs transformers
+
+    save_tiny(arch, folder / f"{arch}-base")
+    return write_tiny_gguf(folder / f"{arch}-base", folder / f"{arch}.gguf", arch)
+
+
 def _loaded(file: Path) -> Iterator[tuple[str, Array]]:
     """A file's tensors by their names without what is around a text model."""
     for key, value in load_file(file).items():

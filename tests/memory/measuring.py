@@ -15,37 +15,79 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common.command import ROOT
-from benchmarks.memory.cells import Cell
+from tests.memory import child
 
+ROOT = Path(__file__).parents[2]
+_PROCESS = 70_000_000  # what a budget has beside its share of the weights
 _EVERY_S = 0.02
 _LEAST = re.compile(r"at least (\d+) MB of RAM")
 _SHARE, _BYTES = 0.03, 8_000_000
 _PROMPT = "Tell me about lighthouses, at length."
 
 
-def measure(cell: Cell, paths: dict[str, Path], home: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """``ram`` is a share of the model's file beside the process, ``"least"`` what the refusal of
+    a smaller budget says that would do, None no budget.
+
+    ``way`` is one of ``child``'s, or ``"run"`` (the command). ``cold``: nothing was measured on
+    this machine before.
+    """
+
+    way: str = "generate"
+    ram: float | str | None = None
+    ctx: int | None = None
+    kv_format: str | None = None
+    long_answer: int = 400
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        """All that is not usual."""
+        words = [self.way, f"ram {self.ram or 'free'}", *([f"ctx {self.ctx}"] if self.ctx else [])]
+        words += [f"kv {self.kv_format}"] if self.kv_format else []
+        return ", ".join([*words, "first run"] if self.cold else words)
+
+
+CELLS = (
+    Cell(ctx=2048),
+    Cell(ram=1.5, ctx=2048),
+    Cell(ram=0.4, ctx=2048, long_answer=40),  # weights are read for each token
+    Cell(way="fill", ram=0.7, ctx=2048, long_answer=40),
+    Cell(way="fill", ram="least", ctx=1024, long_answer=40),
+    Cell(way="fill", ram="least", ctx=2048, kv_format="int8", long_answer=40),
+    Cell(way="chat", ram=0.25),
+    Cell(way="text", ram="least", ctx=2048),
+    Cell(way="json", ram=0.5, ctx=2048),
+    Cell(way="serve", ram=0.5, ctx=2048),
+    Cell(way="run", ram=0.25, ctx=1024, cold=True),
+)
+
+
+def measure(cell: Cell, path: Path, home: Path) -> dict[str, Any]:
     """The cell's outcome; ``home`` is where packed models and measurements are kept."""
-    path = paths[cell.model]
-    budget = cell.budget(path.stat().st_size)
-    if cell.ram == "least":
-        refused = _run(cell, paths, home, 1_000_000)
+    budget = None
+    if isinstance(cell.ram, float):
+        budget = round(_PROCESS + cell.ram * path.stat().st_size)
+    elif cell.ram == "least":
+        refused = _run(cell, path, home, 1_000_000)
         found = _LEAST.search(refused.get("text", ""))
         if found is None:
             return {**refused, "budget": None, "outcome": "no least budget"}
         budget = int(found[1]) * 1_000_000
     if not cell.cold:
-        result = {"budget": budget, **_run(cell, paths, home, budget)}
+        result = {"budget": budget, **_run(cell, path, home, budget)}
         if cell.ram == "least" and result["outcome"] == "refused":
             result["outcome"] = "its own least was refused"
         return result
     with tempfile.TemporaryDirectory() as folder:
-        return {"budget": budget, **_run(cell, paths, Path(folder), budget)}
+        return {"budget": budget, **_run(cell, path, Path(folder), budget)}
 
 
 def problems(result: dict[str, Any]) -> list[str]:
@@ -63,23 +105,15 @@ def problems(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def _run(cell: Cell, paths: dict[str, Path], home: Path, budget: int | None) -> dict[str, Any]:
-    load: dict[str, Any] = {
-        "ctx": cell.ctx,
-        "format": cell.format,
-        "kv_format": cell.kv_format,
-        "draft": str(paths[cell.draft]) if cell.draft in paths else cell.draft,
-        "ram": budget,
-        "device": "cpu",
-    }
+def _run(cell: Cell, path: Path, home: Path, budget: int | None) -> dict[str, Any]:
     if cell.way == "run":
-        command = [sys.executable, "-m", "localrt", "run", str(paths[cell.model]), _PROMPT]
+        command = [sys.executable, "-m", "localrt", "run", str(path), _PROMPT]
         command += ["--max-tokens", "60", "--device", "cpu", "--ctx", str(cell.ctx)]
         command += ["--ram", str(budget)] if budget else []
     else:
-        job = {"path": str(paths[cell.model]), "way": cell.way, "load": load}
-        job |= {"long_answer": cell.long_answer}
-        command = [sys.executable, "-m", "benchmarks.memory.child", json.dumps(job)]
+        load = {"ctx": cell.ctx, "kv_format": cell.kv_format, "ram": budget, "device": "cpu"}
+        job = {"path": str(path), "way": cell.way, "load": load, "long_answer": cell.long_answer}
+        command = [sys.executable, "-m", child.__name__, json.dumps(job)]
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

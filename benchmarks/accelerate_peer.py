@@ -1,11 +1,11 @@
 """A peer that streams layers from the disk: Accelerate, in a benchmark's child process.
 
-It reads a Hugging Face folder in bf16 (``hf_folder.py``), which the parent names on the child's
-command line.
+It reads a Hugging Face folder in bf16, which the parent makes and names on the command line.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +34,26 @@ class _Streamer(Requests):
         asked = Launch(**launch)
         self._loaded = load_accelerate(Path(asked.path), self._weights, threads=asked.threads)
         return dict(self._loaded.info)
+
+
+def bf16_folder(path: Path, out: Path) -> Path:
+    """The GGUF model at ``path`` as a Hugging Face folder in bf16, unpacked to ``out`` once.
+
+    Raises:
+        LocalrtError: transformers cannot read it.
+    """
+    if not out.is_dir():
+        partial = out.with_name(f"{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with loading("transformers", path, LocalrtError):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.bfloat16
+            )
+            model.hf_quantizer = None  # its weights are plain by now
+            del model.config.quantization_config
+            model.save_pretrained(partial, max_shard_size="100MB")
+        partial.rename(out)
+    return out
 
 
 def load_accelerate(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:

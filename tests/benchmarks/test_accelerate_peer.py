@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.peers.hf_folder import hf_folder
 from localrt.common.errors import LocalrtError
-from tests.benchmarks.test_hf_folder import TOKENS, tiny_gguf
+from localrt.models.checkpoints import open_checkpoint
+from localrt.quant.formats import unpack
+from tests.models.make_gguf import tiny_gguf
 
 pytest.importorskip("accelerate", reason="needs the bench extra")
+pytest.importorskip("gguf", reason="transformers reads GGUF with it")
+
+TOKENS = [5, 17, 90, 3, 44, 8, 61]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])  # a head of its own, and a tied one
@@ -18,10 +24,18 @@ def test_accelerate(arch: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from benchmarks.peers.streamers import load_accelerate
+    from benchmarks.accelerate_peer import bf16_folder, load_accelerate
 
     path = tiny_gguf(tmp_path, arch)
-    folder = hf_folder(path, tmp_path / "cache")
+    folder = bf16_folder(path, tmp_path / "bf16")
+    assert bf16_folder(path, folder) == folder
+    with closing(open_checkpoint(path)) as source, closing(open_checkpoint(folder)) as made:
+        assert set(made.tensors) == set(source.tensors)
+        matrices = [name for name, info in source.tensors.items() if len(info.shape) == 2]
+        for name in matrices:  # Gemma's norms are less one in one of them
+            np.testing.assert_allclose(
+                unpack(made.read(name)), unpack(source.read(name)), rtol=0.01, atol=0.01
+            )
     engine = load_accelerate(path, folder)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -35,9 +49,12 @@ def test_accelerate(arch: str, tmp_path: Path) -> None:
     assert (metrics.decode_tok_s or 0) > 0
 
 
-def test_accelerate_bad_folder(tmp_path: Path) -> None:
-    from benchmarks.peers.streamers import load_accelerate
+def test_bad_files(tmp_path: Path) -> None:
+    from benchmarks.accelerate_peer import bf16_folder, load_accelerate
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LocalrtError, match=r"accelerate cannot load m\.gguf"):
         load_accelerate(tmp_path / "m.gguf", tmp_path)
+    with pytest.raises(LocalrtError, match=r"transformers cannot load m\.gguf"):
+        bf16_folder(tmp_path / "m.gguf", tmp_path / "bf16")
+    assert not (tmp_path / "bf16").exists()

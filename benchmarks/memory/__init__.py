@@ -1,1 +1,0 @@
-"""Memory against budgets and forecasts: each cell of a matrix is a process of its own."""

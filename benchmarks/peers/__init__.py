@@ -1,1 +1,0 @@
-"""An engine of others that reads weights from the disk: Accelerate."""
