@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.app.resume import resume_table
 from benchmarks.common.command import ISAS, RESULTS, ROOT
 from benchmarks.common.record import Record, captioned, machine_of, markdown_table, versions_of
 from benchmarks.cpu.__main__ import cpu_table, times
@@ -30,6 +29,7 @@ from benchmarks.moe.experts import experts_table
 from benchmarks.offload import offload_table
 from benchmarks.published import published_table
 from benchmarks.quality.__main__ import quality_table
+from benchmarks.resume import resume_table
 from benchmarks.sharing import sharing_table
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 

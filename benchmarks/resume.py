@@ -1,6 +1,6 @@
 """A long conversation comes back: its KV cache from the disk, against computing it again.
 
-    python -m benchmarks.app.resume [MODEL] [--tokens 8192] [--runs 5] [--json FILE]
+    python -m benchmarks.resume [MODEL] [--tokens 8192] [--runs 5] [--json FILE]
 
 Both are the time to the first token of a next turn in a process that has the model loaded: one
 where the disk has nothing, one after ``ChatSession.park``. The reading is measured with the file in
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=8192)
     args = parser.parse_args(arguments)
-    results = Results(args.json, cited_command("app.resume", arguments))
+    results = Results(args.json, cited_command("resume", arguments))
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         os.environ["LOCALRT_CACHE"] = folder
         results.put(measure(args.model, args.tokens, args.runs, Path(folder)))

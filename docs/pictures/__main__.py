@@ -1,6 +1,6 @@
 """Pictures of the app for the docs: a model under a memory limit that it exceeds, and a question.
 
-    python -m benchmarks.app.pictures [MODEL] [--ram 700MB] [--out docs]
+    python -m docs.pictures [MODEL] [--ram 700MB] [--out docs]
 
 ``chat.svg`` is the screen when the answer has ended, ``recording.svg`` shows how it came there:
 loading, streaming, the live panel. The app and the model are real; a recording is played faster
@@ -9,6 +9,7 @@ than it went, and its title says how much.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -20,8 +21,9 @@ from textual.app import App
 from textual.pilot import Pilot
 
 import localrt
-from benchmarks.app.terminal_svg import Frame, svg
-from benchmarks.common.command import find_model, make_parser
+from docs.pictures.terminal_svg import Frame, svg
+from localrt.common.settings import Settings
+from localrt.hub import resolve
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Footer, Phase
 from localrt.tui.chat.blocks import Answer
@@ -51,15 +53,17 @@ _LAST_S = 6.0  # seconds that the last frame stays, as played
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw the pictures."""
-    parser = make_parser(__doc__)
-    parser.add_argument("model", nargs="?", default="qwen1.5b")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", default="qwen2.5-coder:1.5b")
     parser.add_argument("--ram", default="700MB")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     args = parser.parse_args(arguments)
     # Colours as on a modern terminal, wherever this runs.
     os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
     os.environ.pop("NO_COLOR", None)
-    asyncio.run(_draw(find_model(args.model), args.ram, args.out))
+    asyncio.run(
+        _draw(resolve(args.model, settings=Settings.from_environment()).path, args.ram, args.out)
+    )
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from textual.strip import Strip
 
-from benchmarks.app.terminal_svg import Frame, svg
+from docs.pictures.terminal_svg import Frame, svg
 
 BLUE = Style(bgcolor="#000080")
 
