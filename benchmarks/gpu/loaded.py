@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.random_store import RandomStore, write_store
+from benchmarks.common.random_store import stored_units, write_store
 from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.timing import Check, Values, free_memory
@@ -64,6 +64,12 @@ class Size:
     tokens: int = 32
     tokens_from_ssd: int = 12
 
+    @property
+    def nbytes(self) -> int:
+        """Of the store."""
+        units = stored_units(self.architecture, self.config, FORMAT)
+        return sum(unit.nbytes for unit in units)
+
 
 _14B, _30B_A3B = known_config("qwen3:14b"), known_config("qwen3:30b")
 _32B = {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
@@ -85,7 +91,7 @@ LARGE = {
 def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
     """A kind of a model's results: ``dense``, say. Its files are gone afterwards."""
     size = LARGE[name]
-    nbytes = RandomStore(size.architecture, size.config, FORMAT, Path()).nbytes
+    nbytes = size.nbytes
     try:
         if not device.startswith("cuda"):
             raise OSError("it needs a GPU")

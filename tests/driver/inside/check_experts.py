@@ -15,16 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.random_store import RandomStore
+from benchmarks.common.random_store import write_store
 from localrt.common.errors import CancelledError
+from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
+from localrt.models.registry import read_config
 from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts, schedule
 from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import StoreFiles
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import ops as cuda_ops
@@ -80,7 +83,8 @@ def placed(
     recorded: bool = True,
 ) -> Iterator[Decoder]:
     """A mixture on a GPU, with room for a ``share`` of its experts."""
-    store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
+    write_store(folder / "store", "Qwen3MoeForCausalLM", CONFIG, "int4-g32")
+    store = StoreCheckpoint(folder / "store", verify=False)
     names = [unit.name for unit in store.manifest.units]
     experts = [name for name in names if ".expert." in name]
     where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
@@ -90,14 +94,14 @@ def placed(
         open_pipeline(
             Setup(
                 store=store,
-                config=store.decoder,
+                config=read_config(store),
                 placement=Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
                 ops=NativeOps(threads=1),
                 clock=clock,
                 gpu=made(device, recorded=recorded)(clock),
                 expert_costs=costs,
                 mode=MODE,
-                files=store,
+                files=StoreFiles(store.path, {unit.file for unit in store.manifest.units}),
                 verify=False,
                 budget=PLENTY,
             )
