@@ -24,13 +24,10 @@ from benchmarks.cpu.__main__ import cpu_table, times
 from benchmarks.drafts.__main__ import drafts_table
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.__main__ import kernels_table
-from benchmarks.kernels.passes import passes_table
-from benchmarks.moe.experts import experts_table
 from benchmarks.offload import offload_table
 from benchmarks.published import published_table
 from benchmarks.quality.__main__ import quality_table
 from benchmarks.resume import resume_table
-from benchmarks.sharing import sharing_table
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -125,16 +122,13 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "bench": bench_table,
     "cpu": cpu_table,
     "drafts": drafts_table,
-    "experts": experts_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,
     "mix": mix_table,
     "offload": offload_table,
-    "passes": passes_table,
     "published": published_table,
     "quality": quality_table,
     "resume": resume_table,
-    "sharing": sharing_table,
 }
 """By what the name of a results file begins with."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,9 @@ class MemoryLimit:
             except OSError:  # version 2 without the memory controller, or not permitted
                 folder.rmdir()
                 continue
-            try:
-                # Version 1 counts memory and swap together, version 2 swap alone.
+            # Version 1 counts memory and swap together, version 2 swap alone.
+            with suppress(OSError):  # no swap accounting: then there is mostly no swap either
                 (folder / swap).write_text(str(size) if limit == _V1[0] else "0")
-            except OSError:  # no swap accounting: then there is mostly no swap either
-                pass
             return cls(folder)
         raise LocalrtError(
             f"cannot limit memory to {format_bytes(size)} here: no memory control group can be made"
@@ -80,10 +79,8 @@ class MemoryLimit:
 
     def remove(self) -> None:
         """Remove the group; it must be empty."""
-        try:
+        with suppress(OSError):  # a process of it lingers: an empty group costs nothing
             self._folder.rmdir()
-        except OSError:  # a process of it lingers: an empty group costs nothing
-            pass
 
 
 class LimitedChild(ChildProcess):
@@ -108,11 +105,7 @@ class LimitedChild(ChildProcess):
         self._limit.remove()
 
 
-def run_limited(
-    options: BenchOptions,
-    limit: int,
-    command: Callable[[str], Sequence[str]] = lambda engine: child_command(),
-) -> Outcome:
+def run_limited(options: BenchOptions, limit: int) -> Outcome:
     """Like ``run_bench``, each engine alone within ``limit`` bytes, on an empty page cache.
 
     Raises:
@@ -122,35 +115,25 @@ def run_limited(
 
     def start(engine: str) -> ChildProcess:
         drop_from_cache(files)
-        return LimitedChild(command(engine), MemoryLimit.create(limit))
+        return LimitedChild(child_command(), MemoryLimit.create(limit))
+
+    def notify(line: str) -> None:
+        print(f"  {line}", flush=True)
 
     try:
-        return run_bench(
-            options, notify=lambda line: print(f"  {line}", flush=True), start=start, alone=True
-        )
+        return run_bench(options, notify=notify, start=start, alone=True)
     finally:
         drop_from_cache(files)
 
 
-def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> str:
-    """Drop the pages of models' files, and all clean pages of the machine where permitted.
-
-    Returns what was dropped, in words: ``"everything"``, ``"model files"`` or ``"nothing"``.
-    """
-    dropped = "nothing"
+def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> None:
+    """Drop the pages of models' files, and all clean pages of the machine where permitted."""
     if hasattr(os, "posix_fadvise"):
         for file in (file for path in paths for file in model_files(path)):
-            try:
-                with file.open("rb", buffering=0) as opened:
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            except OSError:
-                continue
-            dropped = "model files"
-    try:
+            with suppress(OSError), file.open("rb", buffering=0) as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError):  # not root, or not Linux
         drop_all.write_text("1\n", encoding="ascii")
-    except OSError:  # not root, or not Linux
-        return dropped
-    return "everything"
 
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:

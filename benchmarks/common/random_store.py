@@ -79,8 +79,8 @@ def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> Packe
             blocks[..., :2] = (scales / 32)[..., None].view(np.uint8)
             blocks[..., 2:4] = (scales / 4)[..., None].view(np.uint8)
         elif name in ("q4_1", "q5_1") or name.endswith("m"):
-            middle = (1 << {"q4_1": 4, "q5_1": 5}.get(name, int(name[3:4] or 4))) / 2
-            blocks[..., 2:4] = (-middle * scales).astype(np.float16)[..., None].view(np.uint8)
+            half = (1 << {"q4_1": 4, "q5_1": 5}.get(name, int(name[3:4] or 4))) / 2
+            blocks[..., 2:4] = (-half * scales).astype(np.float16)[..., None].view(np.uint8)
     return PackedTensor(name, format_, (rows, columns), data, size if name == "nvfp4" else 1.0)
 
 
@@ -135,6 +135,8 @@ class RandomCheckpoint:
     stamp = ""
     path = Path("random-weights")
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, architecture: str, config: Mapping[str, Any], format: Format = BF16) -> None:
         self.architecture = architecture
         self.config = config
@@ -158,7 +160,7 @@ class RandomCheckpoint:
         bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
         return PackedTensor(name, BF16, rows.shape, bits.view(np.uint8))
 
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
         """The whole tensor at once: it was made whole."""
         yield self.read(name)
 
@@ -255,7 +257,7 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
             data = content(unit)
             done = 0
             while done < len(data):  # a call writes 2 GB at the most
-                done += os.pwrite(file.fileno(), data[done:], unit.offset + done)
+                done += os.pwrite(file.fileno(), data[done:].data, unit.offset + done)
             return replace(unit, sha256=hashlib.sha256(data.data).hexdigest())
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:

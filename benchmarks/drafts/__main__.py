@@ -147,7 +147,7 @@ def _summary(plain: list[list[Record]], ours: list[list[Record]]) -> Record:
 
 
 def _tokens_a_pass(found: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.mean(one["each"] for one in found)
+    return float(statistics.mean(one["each"] for one in found))
 
 
 def drafts_table(record: Mapping[str, Any]) -> str:

@@ -24,7 +24,8 @@ class Contestant:
 
     def answer(self, prompt: str, *, raw: bool = False, size: int | None = None) -> dict[str, Any]:
         """One answer, and what it took to decode it."""
-        self._model._core.drafts.archive.clear()
+        drafts: Any = self._model._core.drafts
+        drafts.archive.clear()
         fixed = {} if size is None else {"tree_budget": size}
         chunk = self._model.generate(prompt, raw=raw, draft=self._draft, **fixed, **self._options)
         metrics = chunk.metrics

@@ -51,7 +51,7 @@ def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRa
 
 def add(ops: CudaOps | TorchOps, adapters: Sequence[Adapter[LowRank]]) -> None:
     """To choose from."""
-    table = ops.adapters
+    table: Any = ops.adapters
     for adapter in adapters:
         table.add(table.packed(adapter))
 
@@ -73,8 +73,8 @@ def adapters_of(checkpoint: RandomCheckpoint, count: int) -> list[Adapter[LowRan
         Adapter(
             f"a{seed}",
             {
-                name: low_rank(*shape, seed * len(shapes) + at, dora=seed % 2 == 1)
-                for at, (name, shape) in enumerate(shapes.items())
+                name: low_rank(rows, columns, seed * len(shapes) + at, dora=seed % 2 == 1)
+                for at, (name, (rows, columns)) in enumerate(shapes.items())
             },
         )
         for seed in range(count)
@@ -131,7 +131,10 @@ def _decode(device: str) -> Values:
     values: Values = {"rank": RANK, "adapter_bytes": nbytes, "add_ms": 1e3 * seconds}
     for chats in (1, len(adapters)):
         chosen: list[Mix] = [((each.key, 1.0),) for each in adapters[:chats]]
-        ways = {"plain": (model.forward, [()] * chats), "adapted": (model.forward, chosen)}
+        ways: dict[str, Any] = {
+            "plain": (model.forward, [()] * chats),
+            "adapted": (model.forward, chosen),
+        }
         if chats == 1:
             ways["recorded"] = (ops.graphed(model.forward), [()])
         for kind, (forward, mix) in ways.items():

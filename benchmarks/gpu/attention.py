@@ -207,4 +207,4 @@ def attention_launches(
             scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
         )  # fmt: skip
 
-    return [lambda c=c: run(*c) for c in caches], nbytes
+    return [partial(run, *each) for each in caches], nbytes

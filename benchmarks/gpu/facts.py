@@ -52,7 +52,7 @@ def _copies(device: str) -> Values:
                 copies.queue(source[start : start + piece], memory[start : start + piece], None)
             ((began, ended),) = copies.end_copy()
             ended.synchronize()
-            return _DEEP * piece / began.ms_until(ended) / 1e6
+            return float(_DEEP * piece / began.ms_until(ended) / 1e6)
 
         found[f"gb_s_{piece >> 20}_mb"] = _median(queued)
     copies.free_host(source)
@@ -98,10 +98,11 @@ def _waits(device: str) -> Values:
         return of(seconds, first.ms_until(last) / 1e3) / _LAUNCHES
 
     found = {
-        f"{'sleeping' if sleeps else 'spinning'}{', cores busy' if busy else ''}": event_s
+        f"{'sleeping' if sleeps else 'spinning'}{', cores busy' if busy else ''}": _median(
+            partial(event, sleeps, busy)
+        )
         for sleeps in (False, True)
         for busy in (False, True)
-        for event_s in [_median(lambda s=sleeps, b=busy: event(s, b))]
     }
     found["row there and back"] = _median(crossing)
     found["launch, host"] = _median(lambda: launches(lambda host_s, gpu_s: host_s))

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import largest_error, random_ids, resident_config
-from benchmarks.gpu.timing import Check, Values, median_seconds, replay_seconds
+from benchmarks.gpu.timing import Check, Values, median_seconds
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
@@ -32,7 +32,6 @@ from localrt.loading import draft_head
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Forward, Span
@@ -96,12 +95,10 @@ def engine_with_head(
 ) -> tuple[NativeEngine, HeadDraft]:
     """An engine of ``decoder``, and the head loaded for it."""
     config = decoder.config
-    info = EngineInfo(
-        **{"engine": "native", "architecture": "", "device": decoder.ops.device, "format": FORMAT},
-        **{"parameters": 0, "layers": config.layers, "vocab_size": config.vocab_size},
-        **{"weight_bytes": 1, "context_length": context, "exactness": ""},
-    )
-    engine = NativeEngine(decoder, info)
+    info: dict[str, Any] = {"engine": "native", "architecture": "", "device": decoder.ops.device}
+    info |= {"format": FORMAT, "parameters": 0, "layers": config.layers, "weight_bytes": 1}
+    info |= {"vocab_size": config.vocab_size, "context_length": context, "exactness": ""}
+    engine = NativeEngine(decoder, EngineInfo(**info))
     loaded = cast(Any, SimpleNamespace(engine=engine, path=Path("target"), ctx=context))
     with (
         patch.object(draft_head, "open_head", lambda path: source),
@@ -132,11 +129,9 @@ def _check(device: str) -> Values:
     values: Values = {"relative_error": error}
     one = given[:, : config["hidden_size"]].astype(np.float32)
     for rows in _ROWS if cuda else _ROWS[:1]:
-        step, of_gpu = _seconds(head, draft.forward, ids, one, rows, device)
-        verified, _ = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, device)
+        step = _seconds(head, draft.forward, ids, one, rows, device)
+        verified = _seconds(model, model.ops.graphed(model.forward), ids, None, rows, device)
         values |= {f"us_step_{rows}": 1e6 * step, f"us_pass_{rows}": 1e6 * verified}
-        if of_gpu is not None:
-            values |= {f"us_gpu_{rows}": 1e6 * of_gpu, f"us_host_{rows}": 1e6 * (step - of_gpu)}
     tokens = _TOKENS if cuda else 3
     said = [_answer(engine, each, ids.tolist(), tokens) for each in (None, draft)]
     # Two logits that are almost equal may swap, as a tree's rows lie elsewhere in the cache.
@@ -179,10 +174,8 @@ def _seconds(
     given: np.ndarray | None,
     rows: int,
     device: str,
-) -> tuple[float, float | None]:
-    """A pass over ``rows`` siblings, which the cache forgets; and what the GPU takes for its
-    recording, if there is one.
-    """
+) -> float:
+    """A pass over ``rows`` siblings, which the cache forgets."""
     cache = decoder.cache(64 + rows)
     hidden = decoder.config.hidden_size
     known = None if given is None else np.resize(given, (1, 3 * hidden))
@@ -198,8 +191,4 @@ def _seconds(
 
     for _ in range(3 if device.startswith("cuda") else 0):  # compiles, then records
         step()
-    seconds = median_seconds(step, device)
-    if not device.startswith("cuda") or not isinstance(forward, GraphedForward):
-        return seconds, None
-    *_, latest = forward._recordings._seen.values()
-    return seconds, replay_seconds(latest.static._runs["pass"].replay, decoder.ops.device)
+    return median_seconds(step, device)

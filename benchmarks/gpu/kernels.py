@@ -218,7 +218,7 @@ _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
 
 def product_launches(
     name: str, rows: int, shape: tuple[int, int], device: str
-) -> tuple[list[Callable[[], None]], int]:
+) -> tuple[list[Callable[[], Any]], int]:
     """Products of so many rows with copies of a matrix, and the bytes of one."""
     key = (name, *shape)
     if key not in _kept:
@@ -228,7 +228,9 @@ def product_launches(
     y = empty(rows, shape[0], dtype=BFLOAT16, device=device_of(device))
     # Once for all matrices that share its rows.
     records = quantize(random_rows(rows, shape[1], device))
-    launches = [lambda w=w: products.product(records, w, y) for w in copies]
+    launches: list[Callable[[], Any]] = [
+        partial(products.product, records, each, y) for each in copies
+    ]
     return launches, copies[0].data.nbytes
 
 
@@ -237,4 +239,4 @@ def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
     count = copies_beyond_cache(2 * shape[0] * shape[1], device)
     weights = [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
     x = torch.randn(rows, shape[1], device=device).bfloat16()
-    return torch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)
+    return torch_seconds([partial(F.linear, x, each) for each in weights], device)

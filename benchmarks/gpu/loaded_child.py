@@ -167,7 +167,7 @@ def throttled(link_bytes_s: float) -> Iterator[None]:
 
     plain, gpu_rates = cuda_memory.CudaCopies, measuring.gpu_rates
 
-    class Throttled(plain):
+    class Throttled(cuda_memory.CudaCopies):
         """Sends extra bytes, which are discarded, after each copy."""
 
         def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:

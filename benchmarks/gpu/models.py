@@ -74,7 +74,7 @@ def resident(checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> Values:
         peak = watch(device_of(ops.device), free_memory(ops.device))
     model = load_decoder(checkpoint, ops, read_config(checkpoint))
     matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
-    weights = sum(ops.weight_nbytes(info.shape, info.format) for info in matrices)
+    weights = sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
     length, decoded = (512, 64) if cuda else (2, 1)
     prompt = random_ids(checkpoint.config, length, seed=1)
     cache = model.cache(2 * length + 256)
@@ -97,7 +97,7 @@ def resident(checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> Values:
     logits_by_way = [decode(step) for step in ways.values()]
     ok = all(np.array_equal(found, logits_by_way[0]) for found in logits_by_way)
     for kind, step in ways.items():
-        seconds = median_seconds(lambda s=step: decode(s), ops.device)
+        seconds = median_seconds(partial(decode, step), ops.device)
         values[f"decode_tok_s_{kind}"] = decoded / seconds
         values[f"weight_gb_s_{kind}"] = decoded / seconds * weights / 1e9
     values["graph_is_bitwise_equal"] = ok
@@ -120,7 +120,7 @@ def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int
     def run(mask: np.ndarray, step: Any) -> np.ndarray:
         cache.trim(held)
         positions = held + mask.sum(1) - 1
-        return step(Batch(tokens, positions, (Span(cache, nodes, mask),)))
+        return np.asarray(step(Batch(tokens, positions, (Span(cache, nodes, mask),))))
 
     def sequential(path: list[int]) -> np.ndarray:
         cache.trim(held)

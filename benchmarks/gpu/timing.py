@@ -117,7 +117,8 @@ def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
-    graph, kind = torch.cuda.CUDAGraph(), torch.cuda.Event
+    graph: Any = torch.cuda.CUDAGraph()
+    kind: Any = torch.cuda.Event
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()

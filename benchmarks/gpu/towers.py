@@ -89,7 +89,7 @@ class _RandomLoader(WeightLoader):
     """A loader whose tensors have the shapes that it is asked for."""
 
     def __init__(self, tensors: _RandomTensors, ops: Ops) -> None:
-        super().__init__(tensors, ops)  # type: ignore[arg-type]
+        super().__init__(tensors, ops)
         self._tensors = tensors
 
     def check(self, shape: tuple[int, ...], *names: str) -> None:

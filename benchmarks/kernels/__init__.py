@@ -1,1 +1,1 @@
-"""Single CPU kernels, and passes of few rows, beside llama.cpp."""
+"""Single CPU kernels beside ggml's."""

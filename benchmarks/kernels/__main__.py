@@ -122,7 +122,7 @@ def products(ops: NativeOps, ggml: Any, name: str, rows: Sequence[int]) -> Itera
                 for kind in ("repacked", "plain"):
                     with suppress(NotRepackedError):
                         theirs[kind] = GgmlProduct(ggml, kind, name, shape, data, x)
-            peers = {kind: product.run for kind, product in theirs.items()}
+            peers: dict[str, Callable[[int], object]] = {k: p.run for k, p in theirs.items()}
             yield Line(name, shape, many, weights[0].nbytes, count, ours, peers)
             for product in theirs.values():
                 product.close()

@@ -9,6 +9,7 @@ import ctypes
 from ctypes import Structure, c_bool, c_int, c_int64, c_size_t, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ class _InitParams(Structure):
 
 class _Ggml:
     """The few functions that a product needs."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not among those that are declared")
 
     def __init__(self, folder: Path, threads: int) -> None:
         base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)

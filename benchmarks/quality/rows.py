@@ -144,7 +144,8 @@ class Reference:
                 piece = next(pieces)
                 seconds += time.perf_counter() - start
                 n = len(piece)
-                tally.add(log_softmax(piece), targets[done : done + n], self.log_p[row : row + n])
+                log_p = self.log_p[row : row + n].astype(np.float32)
+                tally.add(log_softmax(piece), targets[done : done + n], log_p)
                 done, row = done + n, row + n
         read = sum(len(window) - 1 for window in self.windows.windows)
         (perplexity, perplexity_error), found = tally.perplexity(), tally.comparison()
@@ -163,8 +164,7 @@ class Reference:
 
 def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) -> Reference:
     """Compute the reference of one text, or find it under ``cache``."""
-    options = {"ctx": measure.ctx, "engine": "native"}
-    with localrt.load(source, **options) as model:
+    with localrt.load(source, ctx=measure.ctx, engine="native") as model:
         windows = text_windows(
             model, corpus.evaluation, ctx=measure.ctx, limit_tokens=measure.tokens
         )
@@ -212,10 +212,8 @@ def kernel_scores(
 
 def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
     """Scores of a model's weights, unpacked, in the plain torch implementation."""
-    return _scores_of(_decoder(source, measure.ctx), references)
+    decoder = _decoder(source, measure.ctx)
 
-
-def _scores_of(decoder: Any, references: Sequence[Reference]) -> Scores:
     def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
         return _logits(decoder, tokens, first)
 

@@ -80,9 +80,6 @@ def test_model_files(tmp_path: Path) -> None:
 
 def test_drop_from_cache(tmp_path: Path) -> None:
     (tmp_path / "one.gguf").write_bytes(b"x")
-    no_right = tmp_path / "no/right"
-    said = drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=no_right)
-    assert said in ("model files", "nothing")  # the system may have no way to
-    switch = tmp_path / "switch"
-    assert drop_from_cache([tmp_path / "one.gguf"], drop_all=switch) == "everything"
-    assert switch.read_text() == "1\n"
+    drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=tmp_path / "no/right")
+    drop_from_cache([tmp_path / "one.gguf"], drop_all=tmp_path / "switch")
+    assert (tmp_path / "switch").read_text() == "1\n"

@@ -1,1 +1,0 @@
-"""Mixtures of experts: kernels, caches and schedulers, experts on the SSD, plans."""
