@@ -77,11 +77,6 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
     return parse
 
 
-def numbers(text: str) -> list[int]:
-    """For ``type=``: whole numbers between commas."""
-    return [int(word) for word in text.split(",")]
-
-
 def isa_name(text: str) -> str:
     """For ``type=``: an instruction set that the kernels can use here; empty: the best."""
     usable = []

@@ -42,10 +42,7 @@ CHILD = ["-m", "benchmarks.cpu.child"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured of ``models``: ``tokens`` are read, decoded, or are the rows of a tree.
-
-    ``kind`` is one of ``child``'s; ``llama-bench`` measures ``prompt`` and ``decode`` too.
-    """
+    """What is measured of ``models``: a ``prompt`` of so many ``tokens``, or to ``decode`` them."""
 
     title: str
     kind: str
@@ -57,7 +54,6 @@ class Row:
 ROWS = {
     "prompt-512": Row("prompt of 512", "prompt", 512, (*MODELS, FILE), 2),
     "decode": Row("decode", "decode", 128, (*MODELS, FILE)),
-    "tree": Row("4 rows at once", "tree", 4, MODELS),
     "prompt-8192": Row("prompt of 8,192", "prompt", 8192, ("qwen0.5b",)),
     "pass-64": Row("pass of 64 rows", "prompt", 64, ("qwen1.5b",), 5),
 }
@@ -87,9 +83,7 @@ def cpu_table(record: Mapping[str, Any]) -> str:
     """Ours and the peers' tokens per second; ratios are medians of turns."""
     rows = []
     for row in record["rows"]:
-        value = row["localrt"]["median"]
-        ours = f"{value:.2f} passes" if row["kind"] == "tree" else format_rate(value)
-        cells = [row["name"], ours]
+        cells = [row["name"], format_rate(row["localrt"]["median"])]
         for name in PEERS:
             peer = row["peers"].get(name)
             rate = peer and f"{format_rate(peer['tok_s']['median'])} ({_setting(peer)})"
@@ -147,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         contestants: dict[str, Callable[[], Record]] = {
             "localrt": partial(command.run_child, name, CHILD, job, cwd=command.ROOT)
         }
-        for peer, program in programs.items() if row.kind in ("prompt", "decode") else ():
+        for peer, program in programs.items():
             if call := fastest(peer, program, job):
                 contestants[peer] = call
         compared = compare(contestants, args.runs)

@@ -6,7 +6,6 @@ It runs with its job as JSON. Sessions are extended without a sampler, as ``llam
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +20,7 @@ from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cpu.ops import NativeOps
-from localrt.speculative.tree import TokenTree
 
-HELD = 64  # tokens before a pass of few rows
-ROUNDS = 40
 READ_BYTES = 256 << 20
 
 
@@ -37,7 +33,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
         assert isinstance(ops, NativeOps), "the file runs on the CPU"
         assert ops.isa == job["isa"]
         session = engine.session(job["tokens"] + 256)
-        session.extend(_ids(HELD))
+        session.extend(_ids(64))  # warms up
         return KINDS[job["kind"]](session, ops, job)
 
 
@@ -89,24 +85,7 @@ def _token_nbytes(path: str, ops: NativeOps) -> int:
     return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
 
 
-def _tree(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """How many passes of one row a pass takes that verifies draft tokens: ``tokens`` rows."""
-    drafts = job["tokens"] - 1
-    tree = TokenTree.of(_ids(drafts), range(-1, drafts - 1), [-1.0] * drafts, "fixed")
-
-    def verify() -> None:
-        session.extend_tree(7, tree)
-        session.keep([0])
-
-    one, many = [], []
-    for _ in range(ROUNDS):
-        session.trim(HELD)
-        one.append(_time(session.extend, [7]))
-        many.append(_time(verify))
-    return {"value": statistics.median(many) / statistics.median(one)}
-
-
-KINDS = {"prompt": _prompt, "decode": _decode, "tree": _tree}
+KINDS = {"prompt": _prompt, "decode": _decode}
 
 if __name__ == "__main__":
     print(json.dumps(main(json.loads(sys.argv[1]))))

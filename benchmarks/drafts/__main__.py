@@ -10,8 +10,7 @@ contestant has a process of its own, greedy, and keeps what its tuner has learne
 earlier answers said is forgotten, since the runs repeat them. Every answer is compared with plain
 decoding, token by token. The first run warms up.
 
-Besides, with drafts of a fixed size: tokens a pass of trees of 8 and 64 nodes, and the seconds of a
-draft's level against those of a plain step.
+Besides, with drafts of a fixed size: tokens a pass of trees of 8 and 64 nodes.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ def measure(
                 for size in _TREES:
                     trees = [children[name].ask("answer", **each, size=size) for each in prompts]
                     one["trees"][str(size)] = _tokens_a_pass(trees)
-                one |= children[name].ask("level")
             contestants.append(one)
     same = all(one["tokens"] == found[n, PLAIN][0]["tokens"] for n, who in asked
                for one in found[n, who])  # fmt: skip
@@ -159,14 +157,13 @@ def drafts_table(record: Mapping[str, Any]) -> str:
                 trees = [
                     f"{one['trees'][str(size)]:.1f}" if one["trees"] else "" for size in _TREES
                 ]
-                share = f"{one['share']:.0%}" if "share" in one else ""
                 yield [
                     row["name"], one["draft"], f"{one['tok_s']:.1f}", f"{one['ratio']:.2f}x",
-                    f"{one['worst']:.2f}x", f"{one['tokens_a_pass']:.1f}", *trees, share,
+                    f"{one['worst']:.2f}x", f"{one['tokens_a_pass']:.1f}", *trees,
                 ]  # fmt: skip
 
     headers = ["prompts", "draft", "tok/s", "of plain", "slowest prompt", "tokens a pass"]
-    headers += [*(f"of {size} nodes" for size in _TREES), "a level, of a pass"]
+    headers += [f"of {size} nodes" for size in _TREES]
     return captioned(record, markdown_table(headers, rows()))
 
 

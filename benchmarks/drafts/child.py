@@ -36,17 +36,6 @@ class Contestant:
             "said": metrics.speculation or "",
         }
 
-    def level(self) -> dict[str, Any]:
-        """What a draft's level takes and a plain step, as the tuner has measured both."""
-        drafts: Any = self._model._core.drafts
-        for tuner in drafts._tuners.values():
-            for source in tuner.sources.values():
-                each = None if source.cheap else source.cost.seconds(1, 0)
-                if each is not None and tuner.cost.plain is not None:
-                    plain = tuner.cost.plain
-                    return {"level_s": each, "plain_s": plain, "share": each / plain}
-        return {}
-
 
 def main() -> None:
     """Answer the parent's requests."""

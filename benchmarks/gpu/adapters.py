@@ -131,17 +131,13 @@ def _decode(device: str) -> Values:
     values: Values = {"rank": RANK, "adapter_bytes": nbytes, "add_ms": 1e3 * seconds}
     for chats in (1, len(adapters)):
         chosen: list[Mix] = [((each.key, 1.0),) for each in adapters[:chats]]
-        ways: dict[str, Any] = {
-            "plain": (model.forward, [()] * chats),
-            "adapted": (model.forward, chosen),
-        }
-        if chats == 1:
-            ways["recorded"] = (ops.graphed(model.forward), [()])
-        for kind, (forward, mix) in ways.items():
-            values[f"tok_s_{chats}_{kind}"] = _rate(model, forward, mix, config, device)
-        values[f"cost_{chats}"] = (
-            values[f"tok_s_{chats}_plain"] / values[f"tok_s_{chats}_adapted"] - 1
+        plain, adapted = (
+            _rate(model, model.forward, mix, config, device) for mix in ([()] * chats, chosen)
         )
+        values |= {f"tok_s_{chats}_plain": plain, f"tok_s_{chats}_adapted": adapted}
+        values[f"cost_{chats}"] = plain / adapted - 1
+    recorded = _rate(model, ops.graphed(model.forward), [()], config, device)
+    values["tok_s_1_recorded"] = recorded
     return values
 
 

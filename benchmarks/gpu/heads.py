@@ -1,8 +1,8 @@
 """A draft head on a GPU, for ``scripts/gpu_check``: right, and what a step of it costs.
 
 An EAGLE-3 head beside a resident model, both of random weights: logits against the same head on
-the CPU; the microseconds of a step (with the GPU's part and the host's) and of the target's passes
-over a tree's rows; and how many tokens of an answer along its trees are those of plain decoding.
+the CPU; the microseconds of a step and of the target's passes over a tree's rows; and how many
+tokens of an answer along its trees are those of plain decoding.
 """
 
 from __future__ import annotations

@@ -31,8 +31,10 @@ from benchmarks.gpu.timing import (
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
+from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
+from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.launch_shape import Cut, best_cut
 from localrt.quant.cuda.products import (
     TiledMatrix,
@@ -46,16 +48,6 @@ from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
 
-FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
-LOW_BIT = (
-    *("q2_k", "q3_k", "iq4_nl", "iq4_xs", "tq2_0"),
-    *("iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),
-)
-OTHERS = (
-    *("q4_1", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0"),
-    *("int4-g32m", "int6-g32", "int8-g128m"),
-)
-AS_PUBLISHED = ("int4-g128b", "int4-g128z", "int8-g128b", "int8-g128z", "nf4-f32")
 SHAPE = (14336, 4096)
 PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
 BATCHES = (1, 8, 16, 32, 64)
@@ -79,11 +71,13 @@ def check_copy(device: str) -> Iterator[Check]:
 
 
 def formats(device: str) -> Sequence[str]:
-    """Those that can be tried here: codebooks are made with the package gguf."""
+    """One of each kind that can be tried here: codebooks are made with the package gguf."""
     if not device.startswith("cuda"):
         names: Sequence[str] = ("int4-g32", "nvfp4", "q2_k", "iq2_xs", "int4-g128z", "nf4-f32")
-    else:
-        names = (*FOUR_BIT, *OTHERS, *LOW_BIT, *AS_PUBLISHED)
+    else:  # kinds differ in more than the columns that share a scale
+        names = list(
+            {TYPES[n].rpartition(",")[0]: n for n in (*reversed(TYPES), "int4-g32")}.values()
+        )
     known = find_spec("gguf") is not None
     return [name for name in names if known or name not in CODEBOOKS]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.command import cited_command, isa_name, listed, make_parser, numbers
+from benchmarks.common.command import cited_command, isa_name, listed, make_parser
 from benchmarks.common.random_store import random_packed
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.common.turns import by_turns, timed
@@ -194,15 +194,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, runs=5)
     formats = ["q4_0", "q4_k", "int4-g128", "nf4", "mxfp4", "nvfp4"]
     parser.add_argument("--formats", type=listed(KNOWN), default=formats)
-    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 512])
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,512")
     parser.add_argument("--isa", type=isa_name, default="")
     args = parser.parse_args(arguments)
     ops = NativeOps(isa=args.isa)
     ggml, bench = find_ggml(hardware.probe().cpu.cores.threads), Bench(ops, args.runs)
     command = cited_command("kernels", arguments)
     results = Results(args.json, command, "llama-cpp-python", isa=ops.isa)
+    rows = [int(text) for text in args.rows.split(",")]
     for name in args.formats:
-        for line in products(ops, ggml, name, args.rows):
+        for line in products(ops, ggml, name, rows):
             results.put(bench.measure(line))
     for name in args.formats:
         for line in expert(ops, name):

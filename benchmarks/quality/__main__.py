@@ -30,7 +30,6 @@ from benchmarks.common.command import find_model, listed, make_parser
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.quality.rows import (
     Corpus,
-    Measure,
     Reference,
     bits_per_weight,
     float_scores,
@@ -93,13 +92,15 @@ class Bench:
     ) -> None:
         self.source, self.name = source, source.stem
         self._corpora, self._options = corpora, options
-        self._measure = Measure(ctx=options.ctx, tokens=options.tokens)
 
     @cached_property
     def references(self) -> list[Reference]:
         """Log-probabilities of every text, from the cache where they are there."""
-        cache = self._options.cache
-        return [make_reference(self.source, each, self._measure, cache) for each in self._corpora]
+        of = self._options
+        return [
+            make_reference(self.source, each, of.cache, ctx=of.ctx, tokens=of.tokens)
+            for each in self._corpora
+        ]
 
     def row(self, job: Job) -> Record:
         """Make one row; what cannot be made becomes a row that says why."""
@@ -126,16 +127,16 @@ class Bench:
 
     def _run(self, row: Record, source: Path, engine: str) -> None:
         """Fill in the row: on the engine's own kernels, and natively in floating point too."""
-        references, measure = self.references, self._measure
+        references, ctx = self.references, self._options.ctx
         row["bits_per_weight"] = bits_per_weight(source)
         try:
-            row["scores"] = kernel_scores(source, references, measure, engine=engine)
+            row["scores"] = kernel_scores(source, references, ctx, engine=engine)
         except LocalrtError as error:
             if engine != "native":
                 raise
             row["no_kernel"] = str(error)
         if engine == "native":
-            row["scores"] += float_scores(source, references, measure)
+            row["scores"] += float_scores(source, references, ctx)
 
     def _quantize(self, job: Job, store: Path) -> Record:
         """Write the store; what there is to say about it."""
@@ -161,7 +162,7 @@ class Bench:
 
     @cached_property
     def _calibration_ids(self) -> list[int]:
-        with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
+        with localrt.load(self.source, ctx=self._options.ctx, engine="native") as model:
             encode = model.tokenizer.encode
             parts = [encode(corpus.calibration, add_special=False) for corpus in self._corpora]
         return interleaved(parts, total=self._options.calibration_tokens)

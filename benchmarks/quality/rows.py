@@ -114,14 +114,6 @@ Scores = list[dict[str, Any]]
 _ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,936
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """``tokens`` of each text, in windows of ``ctx``."""
-
-    ctx: int
-    tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A text's windows, and the reference's log-probabilities of every scored position."""
@@ -162,12 +154,15 @@ class Reference:
         }
 
 
-def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) -> Reference:
-    """Compute the reference of one text, or find it under ``cache``."""
-    with localrt.load(source, ctx=measure.ctx, engine="native") as model:
-        windows = text_windows(
-            model, corpus.evaluation, ctx=measure.ctx, limit_tokens=measure.tokens
-        )
+def make_reference(
+    source: Path, corpus: Corpus, cache: Path, *, ctx: int, tokens: int
+) -> Reference:
+    """Compute the reference of one text, or find it under ``cache``.
+
+    It is of so many ``tokens``, in windows of ``ctx``.
+    """
+    with localrt.load(source, ctx=ctx, engine="native") as model:
+        windows = text_windows(model, corpus.evaluation, ctx=ctx, limit_tokens=tokens)
         vocab = model.info.vocab_size
     targets = np.array(windows.targets())
     path = cache / f"{_key(source, windows)}.npy"
@@ -177,7 +172,7 @@ def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) 
         shape = (len(targets), vocab)
         out = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
         row = 0
-        decoder = _decoder(source, measure.ctx)
+        decoder = _decoder(source, ctx)
         for window in windows.windows:
             for piece in _logits(decoder, window[:-1], windows.first):
                 out[row : row + len(piece)] = log_softmax(piece)
@@ -193,14 +188,14 @@ def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) 
 
 
 def kernel_scores(
-    source: Path, references: Sequence[Reference], measure: Measure, *, engine: str = "native"
+    source: Path, references: Sequence[Reference], ctx: int, *, engine: str = "native"
 ) -> Scores:
     """Scores of a model as users run it.
 
     Raises:
         MissingExtraError: the native kernels are not there, or cannot run it.
     """
-    with localrt.load(source, ctx=measure.ctx, engine=engine, draft="off") as model:
+    with localrt.load(source, ctx=ctx, engine=engine, draft="off") as model:
         if model.info.format in ("bf16", "f32") and engine == "native":
             raise MissingExtraError(f"the compiled kernels cannot run {source.name} here")
 
@@ -210,9 +205,9 @@ def kernel_scores(
         return [{"path": "kernels", **reference.score(pieces)} for reference in references]
 
 
-def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
+def float_scores(source: Path, references: Sequence[Reference], ctx: int) -> Scores:
     """Scores of a model's weights, unpacked, in the plain torch implementation."""
-    decoder = _decoder(source, measure.ctx)
+    decoder = _decoder(source, ctx)
 
     def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
         return _logits(decoder, tokens, first)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ import pytest
 from benchmarks import tables
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import loaded
-from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result, results_of
 from benchmarks.gpu.towers import check_towers
-from localrt.quant.cuda.formats import TYPES
 from tests.driver import rehearsal
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
@@ -177,13 +175,6 @@ def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
     about = {"machine": {"device": "a GPU", "cuda": "13", "driver": "1"}, "versions": {}}
     about |= {"date": "today", "command": "c", "seconds": 1.0}
     assert "| gemma-4-e4b |" in gpu_tables({**about, "results": results})
-
-
-def test_formats() -> None:
-    def kinds(names: Iterable[str]) -> set[str]:  # but for the columns that share a scale
-        return {TYPES[name].rpartition(",")[0] for name in names}
-
-    assert kinds([*FOUR_BIT, *LOW_BIT, *AS_PUBLISHED, *OTHERS]) == kinds(TYPES)
 
 
 def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
