@@ -24,7 +24,6 @@ from benchmarks.common.random_store import random_packed
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.common.turns import by_turns, timed
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
-from localrt.common.formatting import format_rate
 from localrt.offload import hardware
 from localrt.quant.cpu.abi import layout_of
 from localrt.quant.cpu.ops import NativeOps
@@ -158,34 +157,27 @@ def expert(ops: NativeOps, name: str) -> Iterator[Line]:
     yield Line(f"{name} expert", (3 * inner, hidden), 1, nbytes, count, one, {})
 
 
-_SHOWN = (1, 8, 16, 64, 512)
-"""Numbers of rows in the docs."""
+_SHAPE, _ROWS = [14336, 4096], (1, 8, 64, 512)
+"""What the docs show."""
 
 
 def kernels_table(record: Mapping[str, Any], *, every_row: bool = False) -> str:
-    """The largest matrix of every format at some numbers of rows, and an expert."""
-    rows = []
+    """A line for each matrix, a column for each number of rows."""
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
     for r in record["rows"]:
-        if not every_row and (r["rows"] not in _SHOWN or r["shape"] == [4096, 4096]):
-            continue
-        few = r["rows"] < 8
-        rows.append(
-            [
-                r["format"],
-                "x".join(map(str, r["shape"])),
-                str(r["rows"]),
-                f"{r['seconds'] * 1e3:.3f}",
-                f"{100 * r['bytes_s'] / r['floor_bytes_s']:.0f} % of floor"
-                if few
-                else f"{100 * r['operations_s'] / r['peak_operations_s']:.0f} % of peak",
-                f"{format_rate(r['bytes_s'] / 1e9)} GB/s"
-                if few
-                else f"{format_rate(r['operations_s'] / 1e9)} GFLOP/s",
-                f"{r['times_ggml']:.2f}x" if r["times_ggml"] else "",
-            ]
-        )
-    headers = ["format", "matrix", "rows", "ms", "share", "rate", "times ggml"]
-    about = f"{record['isa']} kernels, ggml's better of weights repacked and plain,"
+        if every_row or (r["shape"] == _SHAPE and r["rows"] in _ROWS):
+            kind, rate, most = (
+                ("floor", r["bytes_s"], r["floor_bytes_s"])
+                if r["rows"] < 8
+                else ("peak", r["operations_s"], r["peak_operations_s"])
+            )
+            ggml = f", {r['times_ggml']:.2f}x" if r["times_ggml"] else ""
+            line = lines.setdefault((r["format"], "x".join(map(str, r["shape"]))), {})
+            line[r["rows"]] = f"{r['seconds'] * 1e3:.3f} ms, {rate / most:.0%} of {kind}{ggml}"
+    counts = sorted({count for line in lines.values() for count in line})
+    headers = ["format", "matrix", *(f"{count} row{'s' if count > 1 else ''}" for count in counts)]
+    rows = [[*key, *(line.get(count, "") for count in counts)] for key, line in lines.items()]
+    about = f"{record['isa']} kernels, and how many times ggml's speed that is,"
     return captioned(record, markdown_table(headers, rows), about)
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
 from benchmarks.common import command
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import child
-from benchmarks.cpu.__main__ import cpu_table, fair_share
+from benchmarks.cpu.__main__ import cpu_table
 from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
@@ -63,7 +62,7 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    values = {"prompt": 202.0, "decode": 303.0, "tree": 1.25, "outside": 0.085, "neighbour": 0.82}
+    values = {"prompt": 202.0, "decode": 303.0}
 
     def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
         floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
@@ -71,17 +70,14 @@ def test_command(
 
     monkeypatch.setattr(command, "run_child", ours)
     monkeypatch.setattr(command, "find_model", Path)
-    monkeypatch.setattr(cpu, "can_bind", lambda: True)
-    monkeypatch.setattr(cpu, "default_threads", lambda: 2)
     file = tmp_path / "cpu.json"
     words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
     words += ["--runs", "3", "--json", str(file)]
-    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "tree,pass-64"]) == 0
+    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "pass-64"]) == 0
     assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
     record = json.loads(file.read_text())
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows)[:3] == [
-        "Qwen2.5-1.5B Q4_K_M, 4 rows at once",
+    assert list(rows)[:2] == [
         "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",
         "SmolLM2-135M Q4_1, prompt of 512",
     ]
@@ -89,52 +85,15 @@ def test_command(
     prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
     assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
     assert prompt["peers"]["llama.cpp"]["ratio"]["samples"] == [2.0] * 3
-    assert rows["SmolLM2-135M Q4_1, 4 rows at once"]["peers"] == {}
     shown = capsys.readouterr().out
     assert "ik_llama.cpp -rtr 1 -fa 1: it cannot do that" in shown
     for cells in (
         "prompt of 512 | 202 | 101 (plain, flash attention) | 2.00x | 101 (repacked, flash attenti",
         "decode | 303 | 101 (plain, flash attention) | 3.00x |",
         "| 3.00x | 98 % |",
-        "4 rows at once | 1.25 passes |",
-        "outside the kernels | 8.5 % |",
-        "beside a busy loop | 82 % (fair share 75 %) |",
         "ik_llama.cpp abc",
     ):
         assert cells in cpu_table(record)
-
-
-@native_only
-def test_one_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "find_model", Path)
-    monkeypatch.setattr(cpu, "can_bind", lambda: False)
-    words = ["--isa", "portable", "--only", "neighbour", "--json", str(tmp_path / "cpu.json")]
-    assert cpu.main([*words, "--models", "smollm2"]) == 0
-    assert "beside a busy loop is left out: it needs two cores" in capsys.readouterr().out
-
-
-def test_fair_share() -> None:
-    assert [fair_share(threads) for threads in (1, 2, 8)] == [0.5, 0.75, 0.9375]
-
-
-def test_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = {"setting": "-fa 1", "build": "abc", "tok_s": {"median": 50.0}, "ratio": {"median": 2.0}}
-    row = {
-        "name": "Qwen2.5-1.5B Q4_K_M, decode",
-        "localrt": {"median": 100.0},
-        "peers": {"llama.cpp": peer, "ik_llama.cpp": peer},
-    }
-    record = {"machine": {"cpu": {"name": "a CPU", "usable_cores": 6}}, "rows": [row]}
-    for path in tables.RESULTS.glob("[b-r]*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    (tmp_path / "cpu-avx2.json").write_text(json.dumps(record))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    table = tables.headline_table()
-    assert "| Qwen2.5-1.5B Q4_K_M, decode | 100 tok/s | 50.0 tok/s | 2.0x | 2.00x |" in table
-    assert "Qwen2.5-1.5B Q4_K_M within 700 MB, decode" in table
-    assert "a CPU, 6 cores" in table
 
 
 @native_only
@@ -149,17 +108,13 @@ def test_unknown_isa(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cpu.main(["--only", "decode,4 rows"])
-    assert "'4 rows' is not one of prompt-512, decode, tree, " in capsys.readouterr().err
+    assert "'4 rows' is not one of prompt-512, decode, " in capsys.readouterr().err
 
 
 @native_only
 @pytest.mark.real
 @pytest.mark.parametrize("kind", child.KINDS)
 def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "neighbour" and not cpu.can_bind():
-        pytest.skip("a process cannot be bound to one of several cores here")
-    monkeypatch.setattr(child, "ROUNDS", 2)
-    monkeypatch.setattr(child, "TURNS", 1)
     monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
     job = {"kind": kind, "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
     found = child.main({**job, "model": str(real_model("smollm2"))})

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.quality.tables import full_tables, short_table
 
 import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
-from benchmarks.quality.__main__ import jobs
+from benchmarks.quality.__main__ import jobs, quality_table
 from benchmarks.quality.rows import interleaved, prose, python_source
 from localrt.common.errors import OptionError
 
@@ -63,88 +62,53 @@ def test_interleaved() -> None:
 
 
 def test_jobs() -> None:
-    names = [job.name for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
+    names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
     assert names == ["published", "llamacpp", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
 
 
-def row(name: str, change: float, *, bits: float = 4.25, **more: Any) -> dict[str, Any]:
-    format_, _, method = name.partition(" ")
-    score = {"text": "prose", "change": change, "change_error": 0.001, "kl": change / 2}
-    noisy = {**score, "change": change + 0.5}
+def row(weights: str, change: float, *, bits: float = 4.25, default: bool = True) -> dict[str, Any]:
+    format_, _, method = weights.partition(" ")
+    scores = [{"path": path, "text": "prose", "change": change} for path in ("float", "kernels")]
+    scores[1]["change"] = 9.0
     return {
+        "name": f"m, {weights}",
         "model": "m",
-        "name": name,
+        "weights": weights,
         "format": format_ if method else None,
         "method": method or None,
+        "default": default,
         "bits_per_weight": bits,
-        "scores": [
-            {"path": "kernels", **noisy},
-            {"path": "float", **score},
-        ],
-        **more,
+        "scores": scores,
     }
 
 
-def test_quality_tables() -> None:
+def test_quality_table() -> None:
+    mix = {**row("mix of 3.5 bits", 0.15, bits=3.5), "format": None, "method": "mix"}
     rows = [
-        row("mxfp4 mr-gptq", 0.1, default=True),
-        row("mxfp4 rtn", 0.3),
-        row("mxfp4 gptq", 0.2),
-        row("hqq-g64", 0.2, bits=4.5),
+        mix,
+        row("mxfp4 mr-gptq", 0.1),
+        row("mxfp4 rtn", 0.3, default=False),
+        row("mxfp4 gptq", 0.2, default=False),
         {**row("nf4 rtn", 0.0), "scores": [], "skipped": "no kernel"},
         row("published", -0.00001, bits=5.0),
     ]
-    for one in rows:
-        for score in one["scores"]:
-            score.update(perplexity=12.0, kl_error=0.01, top1=0.9)
     record = {
         "rows": rows,
-        "speeds": [
-            {"model": "m", "name": "mxfp4 rtn", "decode_tok_s": 120.0},
-            {"model": "m", "name": "mxfp4 mr-gptq", "decode_tok_s": 95.0},
-            {"model": "other", "name": "published", "decode_tok_s": 7.0},
-        ],
-        "references": [
-            {
-                "model": "m",
-                "texts": [
-                    {
-                        "text": "prose",
-                        "perplexity": 12,
-                        "perplexity_error": 1,
-                        "scored_tokens": 9,
-                    }
-                ],
-            }
-        ],
-        "settings": {
-            "texts": [{"name": "prose", "source": "a file"}],
-            "tokens": 8,
-            "ctx": 4,
-            "calibration_tokens": 16,
-        },
+        "references": {"m-Instruct.Q4_1": {"prose": 12.0}, "m": {"prose": 13.0}},
+        "settings": {"texts": [{"name": "prose", "source": "a file"}], "tokens": 8, "ctx": 4},
         "machine": {"cpu": {"name": "a processor", "usable_cores": 2}},
         "versions": {"localrt": "0"},
         "command": "python -m benchmarks.quality",
     }
-    full = full_tables(record)
-    starts = [line.split("|")[1].strip() for line in full.splitlines() if line.startswith("| ")]
-    assert starts == [
-        "prose: weights",
-        "as published",
-        "hqq, 4 bits, groups of 64",
-        "mxfp4 rtn",
-        "mxfp4 gptq",
-        "mxfp4 mr-gptq (default)",
+    lines = quality_table(record).splitlines()
+    assert lines[0] == "| weights | bits | m.Q4_1, prose | m, prose |"
+    assert lines[2:6] == [
+        "| reference (perplexity) |  | 12.00 | 13.00 |",
+        "| mxfp4 rtn | 4.25 |  | +30.0 % |",
+        "| mxfp4 mr-gptq | 4.25 |  | +10.0 % |",
+        "| mix of 3.5 bits | 3.50 |  | +15.0 % |",
     ]
-    lines = [line for line in full.splitlines() if line.startswith("| ")]
-    speeds = [line.split("|")[-2].strip() for line in lines]
-    assert speeds == ["decode tok/s", "", "", "120", "120", "95.0"]
-    assert "| +0.00 ± 0.10 % |" in full
-    assert "Not measured: nf4 rtn: no kernel." in full
-    short = short_table(record)
-    assert "| mxfp4 mr-gptq | 4.25 | +10.0 % |" in short
-    assert "| as published" not in short
+    assert "windows of 4, of which the second half is scored (prose: a file)" in lines[-1]
 
 
 def test_resume_run(
@@ -166,7 +130,7 @@ def test_resume_run(
     ]
     assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
     first = json.loads(out.read_text())
-    assert [r["name"] for r in first["rows"]] == ["published", "int8-g32 rtn"]
+    assert [r["weights"] for r in first["rows"]] == ["published", "int8-g32 rtn"]
     for made in first["rows"]:
         assert {score["text"] for score in made["scores"]} == {"prose"}
         float_score = next(s for s in made["scores"] if s["path"] == "float")
@@ -174,23 +138,23 @@ def test_resume_run(
         assert float_score["top1"] > 0.8
     assert first["rows"][0]["bits_per_weight"] == 32
     assert first["rows"][1]["bits_per_weight"] == pytest.approx(8.5)
-    assert first["references"][0]["texts"][0]["scored_tokens"] == 4 * 63
+    assert first["references"][tiny_folder.name].keys() == {"prose"}
     assert str(tmp_path) not in first["command"]
 
     assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
     second = json.loads(out.read_text())
     assert second["rows"][:2] == first["rows"]
-    assert [r["name"] for r in second["rows"][2:]] == ["mxfp4 rtn", "mxfp4 gptq"]
+    assert [r["weights"] for r in second["rows"][2:]] == ["mxfp4 rtn", "mxfp4 gptq"]
     assert second["rows"][3]["default"] is False
     assert second["rows"][3]["calibration_tokens"] == 1024
     shown = capsys.readouterr().out
-    assert shown.count("int8-g32 rtn") == 1
+    assert shown.count("int8-g32 rtn is done") == 1
 
-    again = ["--formats", "int8-g32", "--methods", "rtn", "--again"]
+    again = ["--formats", "int8-g32", "--methods", "rtn", "--again", "int8"]
     assert quality.main([*common, *again]) == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    assert capsys.readouterr().out.count(" is done") == 1
     second = json.loads(out.read_text())
-    assert [r["name"] for r in second["rows"]][-1] == "int8-g32 rtn"
+    assert [r["weights"] for r in second["rows"]][1] == "int8-g32 rtn"
     assert len(second["rows"]) == 4
 
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
@@ -202,12 +166,12 @@ def test_resume_run(
 def test_reference_is_cached(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "prose.txt"
     path.write_text(passages(40))
-    measure = quality_rows.Measure(ctx=64, tokens=256)
     made = [
-        quality_rows.make_reference(tiny_folder, prose(path), measure, tmp_path) for _ in range(2)
+        quality_rows.make_reference(tiny_folder, prose(path), tmp_path, ctx=64, tokens=256)
+        for _ in range(2)
     ]
     assert len(list(tmp_path.glob("*.npy"))) == 1
     assert made[0].perplexity == made[1].perplexity
-    score = quality_rows.float_scores(tiny_folder, made[:1], measure)[0]
+    score = quality_rows.float_scores(tiny_folder, made[:1], 64)[0]
     assert score["kl"] == pytest.approx(0, abs=1e-5)
     assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk
