@@ -39,8 +39,7 @@ class Results:
         """Those to measure: with a word of ``only`` in the name, if any is given, and without a row
         or with a word of ``again``. A row without results that says why it was ``skipped`` is none.
         """
-        skipped = (bool(r.get("skipped")) and not r.get("results") for r in self.rows)
-        done = {row["name"] for row, skip in zip(self.rows, skipped, strict=True) if not skip}
+        done = {row["name"] for row in self.rows if row.get("results") or not row.get("skipped")}
         for name in names:
             anew = name not in done or any(word in name for word in again)
             if anew and (not only or any(word in name for word in only)):

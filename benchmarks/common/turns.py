@@ -10,22 +10,22 @@ import numpy as np
 
 _PAUSE = 0.03  # seconds: another's threads spin for a while
 Name = TypeVar("Name")
-Found = TypeVar("Found")
+Sample = TypeVar("Sample")
 
 
 def by_turns(
-    calls: Mapping[Name, Callable[[], Found]], runs: int, *, warm_up: bool = True
-) -> dict[Name, list[Found]]:
+    calls: Mapping[Name, Callable[[], Sample]], runs: int, *, warm_up: bool = True
+) -> dict[Name, list[Sample]]:
     """What each call returns in every run, each run in another order; the first may warm up."""
-    found: dict[Name, list[Found]] = {name: [] for name in calls}
+    samples: dict[Name, list[Sample]] = {name: [] for name in calls}
     names = list(calls)
     for run in range(runs + warm_up):
         for name in names:
-            result = calls[name]()
+            sample = calls[name]()
             if run >= warm_up:
-                found[name].append(result)
+                samples[name].append(sample)
         names.append(names.pop(0))
-    return found
+    return samples
 
 
 def timed(call: Callable[[], object], *, settle: float | None = None) -> Callable[[], float]:

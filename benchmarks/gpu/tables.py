@@ -84,11 +84,7 @@ def gpu_tables(record: Record) -> str:
         f"{len(results)} checks passed in {record['seconds']:.0f} seconds."
     )
     failed = [f"- {each['name']}: {_why(each)}" for each in results if not each["ok"]]
-    found = {
-        each["name"]: each["values"]
-        for each in results
-        if each["ok"] or "error" not in each["values"]
-    }
+    found = {each["name"]: each["values"] for each in results if "error" not in each["values"]}
     missing = [f"- {name}: {v['not run']}" for name, v in found.items() if "not run" in v]
     parts = [head, *(["Failed:", "\n".join(failed)] if failed else [])]
     parts += ["Not run:", "\n".join(missing)] if missing else []

@@ -161,10 +161,3 @@ def test_heads_wider_than_the_kernels() -> None:
     q, k, v = floats(3, 9, 2, 288)
     expected = VisionSteps.attention(steps, q, k, v, 0.1, (9,))
     np.testing.assert_array_equal(steps.attention(q, k, v, 0.1, (9,)), expected)
-
-
-def test_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.kernels.vision import main
-
-    main(["--rows", "9", "--hidden", "64", "--inner", "96", "--heads", "2", "--runs", "1"])
-    assert "| attention |" in capsys.readouterr().out
