@@ -1,1 +1,1 @@
-"""This checkout beside another one, on the rows of the README's first table."""
+"""This checkout beside another one."""

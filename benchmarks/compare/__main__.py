@@ -1,4 +1,4 @@
-"""Compare this checkout with another one on the models of the README's first table.
+"""Compare this checkout with another one, on two models in memory and within memory limits.
 
     python -m benchmarks.compare --against FOLDER [--isa avx2] [--runs 11] [--only WORD ...]
         [--json FILE]
