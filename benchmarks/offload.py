@@ -56,10 +56,7 @@ def measure(name: str, path: Path, threads: int, machine: hardware.Machine) -> R
     except LocalrtError as error:
         return {**row, "results": [], "skipped": [{"reason": str(error)}]}
     print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
-    report = to_json(outcome, options, name="", machine=machine, versions={}, command="")
-    for key in ("machine", "versions", "command", "model"):
-        del report[key]
-    return {**row, **report}
+    return {**row, **to_json(outcome, options)}
 
 
 _HEADERS = (

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import (
-    UNIT_ALIGNMENT,
     Manifest,
     Source,
     StoredUnit,
@@ -215,7 +215,7 @@ def stored_units(
             tensor = UnitTensor(name, info.format, shape, at, row=rows[0])
             inside.append(tensor)
             at += -(-tensor.nbytes // 64) * 64
-        size = -(-at // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+        size = -(-at // PAGE) * PAGE
         units.append(StoredUnit(unit.name, _WEIGHTS, end, size, "", tuple(inside)))
         end += size
     return tuple(units)

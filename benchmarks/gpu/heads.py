@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import largest_error, random_ids, resident_config
 from benchmarks.gpu.timing import Check, Values, median_seconds
+from localrt.drafts import head_draft
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
@@ -27,14 +28,13 @@ from localrt.drafts.heads.load import Shared, load_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.protocol import EngineInfo
-from localrt.engine.speculation import TreePass
-from localrt.loading import draft_head
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 
@@ -101,8 +101,8 @@ def engine_with_head(
     engine = NativeEngine(decoder, EngineInfo(**info))
     loaded = cast(Any, SimpleNamespace(engine=engine, path=Path("target"), ctx=context))
     with (
-        patch.object(draft_head, "open_head", lambda path: source),
-        patch.object(draft_head, "read_head_config", lambda *_: source.head_config(config.layers)),
+        patch.object(head_draft, "open_head", lambda path: source),
+        patch.object(head_draft, "read_head_config", lambda *_: source.head_config(config.layers)),
     ):
         return engine, HeadDraft(loaded)
 
@@ -153,11 +153,11 @@ def _answer(
         if not len(tree):
             said.append(int(session.extend(said[-1:]).argmax()))
             continue
-        done = TreePass(session, tree, session.extend_tree(said[-1], tree))
+        done = TreePass(tree, session.extend_tree(said[-1], tree))
         following = done.likeliest()
         for token in following[:-1]:
             done.after(token)
-        done.close()
+        session.keep(done.rows)
         said += following
     return said[:count]
 

@@ -31,7 +31,6 @@ from benchmarks.gpu.timing import (
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
-from localrt.quant.cuda.cuts import Cut
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.formats import TYPES

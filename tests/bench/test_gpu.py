@@ -17,7 +17,6 @@ from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.hardware import Gpu
-from localrt.offload.planner.plan import Change
 from localrt.planning.forecast import Change
 from localrt.planning.machine import typical_machine
 from tests.models.make_gguf import tiny_gguf
