@@ -16,7 +16,7 @@ from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
 from benchmarks.gpu.timing import Result, results_of
 from localrt.offload.account import Budgets
-from localrt.offload.planner import make_plan
+from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import PlanRequest
 from localrt.planning.shapes import shape_from_config
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -167,6 +167,6 @@ def test_ring(times: float) -> None:
     budgets = Budgets(ram=32 << 30, process=1 << 30, vram=6 << 30)
     sizes: Any = {"budgets": budgets, "ctx": 512, "kv_format": parse_kv_format("bf16")}
     with loaded_child.with_ring(times):
-        plan = make_plan(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
+        plan = make_forecast(PlanRequest(shape=shape, machine=machine(gpu=True), **sizes))
     largest = max(unit.nbytes for unit in shape.units if unit.kind == "mlp")
     assert plan.placement.vram_ring == pytest.approx(times * largest, rel=1e-4)
