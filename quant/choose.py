@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
@@ -15,7 +16,7 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
-from localrt.quant.ops.protocol import LayerSpec, Ops
+from localrt.quant.ops.protocol import LayerSpec, Ops, implementation, opaque
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.vision import VisionSteps
 
@@ -59,7 +60,7 @@ def make_ops(
                 f"bits; leave it out, or use {option('format', 'bf16')}"
             )
         cache_format(split_layers(attention)[0], kept)  # raises if the two cannot be combined
-        return NativeOps(threads=threads, kv_format=kept)
+        return opaque(NativeOps(threads=threads, kv_format=kept))
     on_gpu = device.startswith("cuda") and compute_format is None
     if kept != "bf16" and (latent or not on_gpu):
         raise OptionError(_no_kv_format(kv_format))
@@ -79,7 +80,7 @@ def make_ops(
             from localrt.quant.cuda.ops import CudaOps
 
             fine = activations == "bf16"
-            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
+            return opaque(CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine))
     try:
         import torch
     except ImportError as error:
@@ -103,8 +104,8 @@ def make_ops(
         if compute_format is None and find_spec("bitsandbytes") is not None:
             from localrt.quant.reference.bitsandbytes_ops import BnbOps
 
-            return BnbOps(device=f"cuda:{index}")
-    return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
+            return cast(Ops, BnbOps(device=f"cuda:{index}"))
+    return opaque(TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads))
 
 
 def vision_steps(ops: Ops) -> VisionSteps:
@@ -113,14 +114,12 @@ def vision_steps(ops: Ops) -> VisionSteps:
         from localrt.quant.cuda.ops import CudaOps
         from localrt.quant.cuda.vision import CudaVision
 
-        assert isinstance(ops, CudaOps)
-        return CudaVision(ops)
+        return cast(VisionSteps, CudaVision(implementation(ops, CudaOps)))
     if ops.name == "native":
         from localrt.quant.cpu.ops import NativeOps
         from localrt.quant.cpu.vision import NativeVision
 
-        assert isinstance(ops, NativeOps)
-        return NativeVision(ops)
+        return cast(VisionSteps, NativeVision(implementation(ops, NativeOps)))
     return VisionSteps(ops)
 
 
@@ -133,7 +132,7 @@ def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
     if host is None and find_library() is not None:
         from localrt.quant.cpu.ops import NativeOps
 
-        host = NativeOps()
+        host = opaque(NativeOps())
     ways = [*on_gpu[:1], *([] if host is None else [host])]
     return [vision_steps(ops) for ops in ways or implementations[:1]]
 

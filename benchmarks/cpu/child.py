@@ -20,6 +20,7 @@ from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.protocol import implementation
 
 READ_BYTES = 256 << 20
 
@@ -30,8 +31,8 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     options = LoadOptions(engine="native", ctx=job["tokens"] + 256, threads=job["threads"])
     with closing(load_model(Path(job["model"]), options).engine) as engine:
         (ops,) = engine.weights.implementations
-        assert isinstance(ops, NativeOps), "the file runs on the CPU"
-        assert ops.isa == job["isa"]
+        kernels = implementation(ops, NativeOps)
+        assert kernels.isa == job["isa"]
         session = engine.session(job["tokens"] + 256)
         session.extend(_ids(64))  # warms up
         return KINDS[job["kind"]](session, ops, job)
@@ -68,7 +69,7 @@ def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
     data = np.ones(READ_BYTES, np.uint8)
 
     def read_s() -> float:
-        return min(_time(ops.read_all, data) for _ in range(5))
+        return min(_time(kernels.read_all, data) for _ in range(5))
 
     before, rate, after = read_s(), _rate(session, job, 1), read_s()
     of_floor = rate * _token_nbytes(job["model"], ops) * (before + after) / 2 / READ_BYTES

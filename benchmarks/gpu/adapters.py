@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats.convert import bf16_bits, bf16_values
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import Batch, Ops, opaque
 from localrt.quant.reference.ops import TorchOps
 
 RANK = 16
@@ -99,7 +99,7 @@ def _model(device: str) -> Values:
     chosen = mixes(adapters, 6 if cuda else 3)
 
     def run(ops: CudaOps | TorchOps, chosen: Sequence[Mix]) -> np.ndarray:
-        model = load_decoder(checkpoint, ops, read_config(checkpoint))
+        model = load_decoder(checkpoint, cast(Ops, ops), read_config(checkpoint))
         add(ops, adapters)
         caches = sequences(model, chosen, len(prompt) + 1)
         passes = [prompt, prompt[:1]]
@@ -124,7 +124,7 @@ def _decode(device: str) -> Values:
     config = resident_config(device)
     checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
     ops = CudaOps(device=device)
-    model = load_decoder(checkpoint, ops, read_config(checkpoint))
+    model = load_decoder(checkpoint, opaque(ops), read_config(checkpoint))
     adapters = adapters_of(checkpoint, CHATS if device.startswith("cuda") else 2)
     seconds = timed(lambda: add(ops, adapters)) / len(adapters)
     nbytes = sum(low.a.nbytes + low.b.nbytes for low in adapters[0].matrices.values()) // 2

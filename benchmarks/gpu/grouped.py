@@ -23,9 +23,10 @@ from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import Tensor, upload
+from localrt.quant.cuda.weight import ExpertWeights
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
+from localrt.quant.ops.experts import ExpertSpec, Routing
 
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
 DISTINCT = 3  # experts with weights of their own; the others are copies

@@ -33,7 +33,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
-from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.quant.ops.protocol import Batch, Forward, Span, opaque
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
@@ -111,13 +111,13 @@ def _check(device: str) -> Values:
     cuda = device.startswith("cuda")
     config = {**resident_config(device), **({} if cuda else {"num_hidden_layers": 2})}
     target = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
-    model = load_decoder(target, CudaOps(device=device), read_config(target))
+    model = load_decoder(target, opaque(CudaOps(device=device)), read_config(target))
     source = RandomHead(config)
     engine, draft = engine_with_head(model, source, 256)
     head, own = draft.decoder, draft.config
     # Of another target only the embedding is used.
     first = RandomPackedCheckpoint("Qwen2ForCausalLM", {**config, "num_hidden_layers": 1}, FORMAT)
-    plain_model = load_decoder(first, NativeOps(), read_config(first))
+    plain_model = load_decoder(first, opaque(NativeOps()), read_config(first))
     plain = load_head(
         source, own, plain_model.ops, Shared(plain_model.weights.embedding_part, None)
     )

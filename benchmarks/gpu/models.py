@@ -27,7 +27,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch, Span, opaque
 from localrt.quant.reference.ops import TorchOps
 
 # Largest difference divided by largest magnitude. float32 differs only by the order of sums (TF32
@@ -72,7 +72,7 @@ def resident(checkpoint: RandomPackedCheckpoint, ops: CudaOps) -> Values:
     cuda = "cuda" in ops.device
     if cuda:
         peak = watch(device_of(ops.device), free_memory(ops.device))
-    model = load_decoder(checkpoint, ops, read_config(checkpoint))
+    model = load_decoder(checkpoint, opaque(ops), read_config(checkpoint))
     matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
     weights = sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
     length, decoded = (512, 64) if cuda else (2, 1)

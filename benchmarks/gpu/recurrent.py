@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.recurrent import SequenceTable, mix_rows
 from localrt.quant.cuda.tensor import Tensor
+from localrt.quant.cuda.weight import RecurrentWeights as GpuWeights
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Span
-from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.reference.ops import TorchOps
 from localrt.quant.reference.recurrent import mix_rows as textbook
+from localrt.quant.reference.weights import RecurrentWeights
 
 BOUND = 0.01
 
@@ -80,11 +82,13 @@ def _weights(spec: RecurrentSpec) -> RecurrentWeights:
     )
 
 
-def _on(gpu: Device, weights: RecurrentWeights) -> RecurrentWeights:
+def _on(gpu: Device, weights: RecurrentWeights) -> GpuWeights:
     """The same on a device."""
-    vectors = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    moved = {k: there(v, gpu) for k, v in vectors.items() if isinstance(v, torch.Tensor)}
-    return replace(weights, **moved)
+    vectors: dict[str, Any] = {each.name: getattr(weights, each.name) for each in fields(weights)}
+    moved: dict[str, Any] = {
+        k: there(v, gpu) for k, v in vectors.items() if isinstance(v, torch.Tensor)
+    }
+    return cast(GpuWeights, replace(weights, **moved))
 
 
 class _Pass:
@@ -98,7 +102,7 @@ class _Pass:
         table.fill(self.spans, self.states)
         self.sequences = table.split(table.upload(gpu))
 
-    def run(self, mixed: Tensor, weights: RecurrentWeights, layer: int = 0) -> np.ndarray:
+    def run(self, mixed: Tensor, weights: GpuWeights, layer: int = 0) -> np.ndarray:
         """Run our kernels."""
         layout = self._cache.layout
         places = layout.states[layer], layout.rows[layer]

@@ -25,7 +25,7 @@ from localrt.quant.cuda import cublas
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import BF16, F32
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Ops, opaque
 from localrt.quant.ops.vision import VisionSteps
 
 _BOUND = 0.05
@@ -131,7 +131,7 @@ def _check_tower(name: str, device: str) -> Values:
             seen = tower.see(prepared, _RandomUnits(tensors, steps), steps)
         return seen, time.perf_counter() - start
 
-    there = vision_steps(CudaOps(device=device))
+    there = vision_steps(opaque(CudaOps(device=device)))
     see(there)  # makes the weights, compiles the kernels
     memory = device_of(device)
     memory.trim()
@@ -140,7 +140,7 @@ def _check_tower(name: str, device: str) -> Values:
     with patch.object(cublas, "multiplies", lambda device: False):
         see(there)
         own = [see(there) for _ in range(RUNS if on_gpu else 1)]
-    wanted, cpu_s = see(vision_steps(NativeOps()))
+    wanted, cpu_s = see(vision_steps(opaque(NativeOps())))
     error = max(_error(found[-1][0].rows, wanted.rows) for found in (runs, own))
     same = all(np.array_equal(seen.rows, own[0][0].rows) for seen, _ in own)
     return {

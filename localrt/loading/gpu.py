@@ -22,7 +22,7 @@ from localrt.planning.measure import with_corrections
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Ops, implementation, opaque
 
 _CONTEXT_PART_NBYTES = 4 << 20  # for each processor of a large GPU: 527 MB of an H100 with 132
 # An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
@@ -121,7 +121,7 @@ def _cuda(
         flops = _ARITHMETIC_PER_BYTE * memory
         profile = GpuProfile(name=copies.name, vram_bytes=capacity, bytes_s=memory, flops=flops)
     return OpenGpu(
-        host_ops=host,
+        host_ops=opaque(host),
         gpu=CudaGpu(clock, ops, copies, capacity=capacity),
         clock=clock,
         capacity=capacity,
@@ -163,8 +163,7 @@ def _rates(
         if progress is not None:
             progress(Progress("measure", done, total, "rates"))
 
-    assert isinstance(ops, CudaOps), "a GPU of CUDA computes by them"
     try:
-        return gpu_rates(ops, formats, host=host, on_step=on_step)
+        return gpu_rates(implementation(ops, CudaOps), formats, host=host, on_step=on_step)
     except LocalrtError:  # the caller measures plain copies, and loading reports what is wrong
         return None

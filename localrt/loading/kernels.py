@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,8 @@ from localrt.offload.pipeline.split import matrices_of, split_unit
 from localrt.offload.placement import Placement, host_piece
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.arrays import Hidden
+from localrt.quant.ops.protocol import Batch, Ops, implementation
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
@@ -45,7 +45,7 @@ class RehearsedOps(Ops, Protocol):
     def lengths(self) -> Sequence[int]:
         """The numbers of rows for which kernels differ."""
 
-    def stream(self, rows: int, width: int) -> Array:
+    def stream(self, rows: int, width: int) -> Hidden:
         """Return placeholder activations: (rows, width)."""
 
 
@@ -227,9 +227,8 @@ def compiling(
     from localrt.quant.cuda.dry_run import DryRunOps
     from localrt.quant.cuda.ops import CudaOps  # these two import the driver
 
-    assert isinstance(ops, CudaOps), "no others have their name"
-    dry_run = DryRunOps(ops)
-    rehearse(source, config, dry_run, share or Share.whole(config))
+    dry_run = DryRunOps(implementation(ops, CudaOps))
+    rehearse(source, config, cast(RehearsedOps, dry_run), share or Share.whole(config))
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "localrt-compile")
     try:
         work = [pool.submit(dry_run.prepare, program) for program in dry_run.programs]

@@ -66,7 +66,7 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import damage
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv_formats import parse_kv_format
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Ops, implementation
 
 
 def choose_context(request: PlanRequest, ctx: int | None, notes: list[str]) -> PlanRequest:
@@ -202,8 +202,8 @@ def load_placed(
             notes.append(_MENDED)
 
     kv_tier = _kv_tier(plan, config, settings)
-    if kv_tier is not None and isinstance(ops, NativeOps):
-        ops.kv_maker = kv_tier
+    if kv_tier is not None and ops.name == NativeOps.name:
+        implementation(ops, NativeOps).kv_maker = kv_tier
     gpu_ops = ops if opened.gpu is None else opened.gpu.ops
     share = share_of_gpu(store, config, plan.placement)
     with compiling(store, config, gpu_ops, context, share):

@@ -39,7 +39,7 @@ from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.protocol import Batch, Check
+from localrt.quant.ops.protocol import Batch, Check, opaque
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
@@ -158,7 +158,9 @@ class HiddenStates:
         """
         parts = self.load(checkpoint, layer)
         with self.ops.scope():
-            weights = {name: weight for part in parts for name, weight in part.matrices().items()}
+            weights: dict[str, Any] = {}
+            for part in parts:
+                weights |= part.matrices()
             self.ops.watch(weights.values())
             self.through(parts, self.copied())
             return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
@@ -174,13 +176,18 @@ class HiddenStates:
     def load(self, checkpoint: TensorSource, layer: int) -> Layer:
         """Load a layer's parts with the weights of ``checkpoint``."""
         with self.ops.scope():
-            weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
+            weights, parts = (
+                WeightLoader(checkpoint, opaque(self.ops)),
+                list[Residual | SideBySide](),
+            )
             if self._config.memory_of(layer):
                 parts.append(_last(load_attention(self._config, layer, weights)))
             if self._config.has_mlp(layer):
                 experts = ResidentExperts()
                 parts.append(
-                    _last(load_resident_mlp(self._config, layer, weights, self.ops, experts))
+                    _last(
+                        load_resident_mlp(self._config, layer, weights, opaque(self.ops), experts)
+                    )
                 )
             return parts
 
@@ -190,7 +197,8 @@ class HiddenStates:
         with self.ops.scope():
             for x, batch in zip(hidden, self._batches, strict=True):
                 self._check()
-                state = PassState(self.ops, self.ops.begin(batch), x)
+                ops = opaque(self.ops)
+                state = PassState(ops, ops.begin(batch), x)
                 for part in parts:
                     part(state)
                 behind.append(state.x)
@@ -205,7 +213,7 @@ class HiddenStates:
         chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
         # No scope is held across a yield: two such iterators may alternate.
         with self.ops.scope():
-            norm: Any = load_norm(config, WeightLoader(checkpoint, self.ops))
+            norm: Any = load_norm(config, WeightLoader(checkpoint, opaque(self.ops)))
         for start in range(0, config.vocab_size, _VOCAB_ROWS):
             stop = min(config.vocab_size, start + _VOCAB_ROWS)
             rows = [checkpoint.read(name, start, stop)]

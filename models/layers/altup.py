@@ -46,6 +46,7 @@ class JoinStreams:
 
     def __call__(self, state: PassState) -> None:
         """Fill ``state.x``."""
+        assert state.streams is not None, "they are made before the first layer"
         state.x = state.ops.join_streams(state.streams, self.projections)
         state.streams = None
 
@@ -76,6 +77,7 @@ class StreamAttention:
     def __call__(self, state: PassState) -> None:
         """Set ``state.streams`` to predictions, ``state.x`` to the active one plus attention."""
         ops = state.ops
+        assert state.streams is not None, "they are made before the first layer"
         state.streams, state.x = ops.predict_streams(state.streams, self.weights, self.spec)
         beside = ops.low_rank(state.x, self.low_rank)
         x = ops.add(state.x, self.layer(state))
@@ -96,6 +98,7 @@ class StreamMlp:
         """Replace ``state.streams`` by the layer's output."""
         ops = state.ops
         active = ops.add(state.x, self.layer(state))
+        assert state.streams is not None, "they are made before the first layer"
         streams, state.x = ops.correct_streams(state.streams, active, self.weights, self.spec)
         state.streams = ops.add_to_streams(streams, self.gate.of(state, state.x))
 

@@ -49,7 +49,9 @@ class Connected:
 
     def __call__(self, state: PassState) -> None:
         """Replace ``state.streams`` by the layer's output."""
+        assert state.streams is not None, "they are made before the first layer"
         state.x, shares = state.ops.read_streams(state.streams, self.weights)
+        assert shares is not None, "only the last connection has none"
         state.streams = state.ops.share_out(state.streams, self.layer(state), shares)
 
     def matrices(self) -> dict[str, Weight]:
@@ -64,6 +66,7 @@ class ReadStreams:
 
     def __call__(self, state: PassState) -> None:
         """Fill ``state.x``."""
+        assert state.streams is not None, "they are made before the first layer"
         state.x, _ = state.ops.read_streams(state.streams, self.weights)
         state.streams = None
 

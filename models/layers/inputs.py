@@ -19,7 +19,7 @@ from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Tab
 from localrt.models.layers.block import load_mixer
 from localrt.models.layers.parts import PassState, Residual, joined
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Weight
+from localrt.quant.ops.arrays import Array, Hidden, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
@@ -81,6 +81,7 @@ class ProjectInputs:
 
     def __call__(self, state: PassState) -> None:
         """Bring ``state.inputs`` into the form that layers read."""
+        assert state.inputs is not None, "their table comes first"
         state.inputs = state.ops.project_inputs(state.x, state.inputs, self.weights)
 
 
@@ -105,8 +106,9 @@ class InputGate:
     def __call__(self, state: PassState) -> Array:
         return self.of(state, state.x)
 
-    def of(self, state: PassState, x: Array) -> Array:
+    def of(self, state: PassState, x: Hidden) -> Array:
         """The gate's output for ``x`` (R, D)."""
+        assert state.inputs is not None, "they are made before the first layer"
         return state.ops.gate_inputs(x, state.inputs, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from localrt.models.config import (
 )
 from localrt.models.layers.parts import GatedMlp, PassState
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Weight
+from localrt.quant.ops.arrays import Array, Hidden, Weight
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -197,8 +197,10 @@ class _BesideDense:
     def join(self, state: PassState, rows: Array) -> Array:
         """Return the layer's output, given the experts' ``rows`` (R, D)."""
         ops = state.ops
-        rows = ops.norm(rows, self._expert_norm, self._eps)
-        return ops.norm(ops.add(self.dense(state), rows), self._norm, self._eps)
+        # The implementations that take these models have one form for all activations.
+        normed = ops.norm(cast(Hidden, rows), self._expert_norm, self._eps)
+        both = ops.add(cast(Hidden, self.dense(state)), cast(Array, normed))
+        return cast(Array, ops.norm(both, self._norm, self._eps))
 
 
 class Experts(Protocol):

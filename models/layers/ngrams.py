@@ -24,7 +24,7 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig, Part, Table
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
-from localrt.quant.ops.arrays import Weight
+from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Batch, Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -279,7 +279,7 @@ class AddNgrams:
         wide, prefix = count * hidden, f"model.layers.{own.layer}.ple."
         self.spec, self.layer = own.memory, place
 
-        def norm(name: str) -> object:
+        def norm(name: str) -> Vector:
             return weights.vector(wide, f"{prefix}norm_{name}.weight", offset=config.norm_offset)
 
         self.weights = NgramWeights(
@@ -299,6 +299,7 @@ class AddNgrams:
 
     def __call__(self, state: PassState) -> None:
         """Wait for the rows and add the n-gram embeddings to ``state.streams``."""
+        assert state.streams is not None, "they are made before the first layer"
         assert state.ngrams is not None, "the first part of a pass asks for them"
         rows = state.ngrams()
         state.streams = state.ops.add_ngrams(

@@ -16,12 +16,16 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Pass, Vector, Weight, copy_to_host, large_floats
+from localrt.quant.ops.arrays import Array, Hidden, Pass, Vector, Weight, copy_to_host, large_floats
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps
 
 Logits = npt.NDArray[np.float32]
+
+
+NOT_YET = cast(Hidden, None)
+"""The hidden states before the first part has run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +43,12 @@ class PassState:
 
     ops: Ops
     step: Pass
-    x: Array = None
+    x: Hidden = NOT_YET
     wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
     logits: Logits | None = None
-    inputs: Array = None
-    streams: Array = None
-    ngrams: Callable[[], Array] | None = None
+    inputs: Hidden | None = None
+    streams: Array | None = None
+    ngrams: Callable[[], Hidden] | None = None
     batch: Batch | None = None
     check: Check | None = None
     features: Features | None = None

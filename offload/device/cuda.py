@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from localrt.models.weight_store import Resource
-from localrt.offload.device.gpu import Clock, Event, Gpu
+from localrt.offload.device.gpu import Activations, Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.products import MOST_ROWS
-from localrt.quant.formats.packed import Bytes
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
@@ -114,17 +114,17 @@ class CudaGpu(Gpu):
         event: Event | None = self._copies.record()
         return event
 
-    def to_gpu(self, x: Array) -> Array:
+    def to_gpu(self, x: Activations) -> Activations:
         """Copy float32 rows to the GPU as a residual stream."""
-        return self._copies.to_gpu(x)
+        return cast(Activations, self._copies.to_gpu(cast(Floats, x)))
 
-    def to_host(self, x: Array) -> Array:
+    def to_host(self, x: Activations) -> Activations:
         """Copy the rows to the host; waits for the stream."""
-        return self._copies.to_host(x)
+        return cast(Activations, self._copies.to_host(cast(Any, x)))
 
     def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
         """Copy to pinned RAM through a separate stream."""
-        return self._copies.send(x, routing)
+        return cast(Callable[[], Array], self._copies.send(cast(Any, x), routing))
 
     def close(self) -> None:
         """Give the cached memory back to the GPU."""

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.models.weight_store import Resource, Task
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import Array, aligned_buffer
+from localrt.quant.ops.arrays import Array, Hidden, aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
@@ -124,6 +124,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Return when it has ended."""
+
+
+Activations = TypeVar("Activations", Hidden, Array)
 
 
 class Gpu:
@@ -239,11 +242,11 @@ class Gpu:
         """An event after all kernels started so far: what they read may then be overwritten."""
         return None
 
-    def to_gpu(self, x: Array) -> Array:
+    def to_gpu(self, x: Activations) -> Activations:
         """Copy activations of the CPU's ``Ops`` to the GPU's."""
         raise NotImplementedError
 
-    def to_host(self, x: Array) -> Array:
+    def to_host(self, x: Activations) -> Activations:
         """Copy the GPU's activations to the CPU's."""
         raise NotImplementedError
 

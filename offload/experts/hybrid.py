@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from localrt.offload.experts.scheduler import (
     Ready,
     schedule,
 )
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Share
 from localrt.quant.ops.protocol import Check, Ops, Recorder
@@ -409,7 +411,7 @@ class _EagerTurn:
     computes all experts in RAM or VRAM. ``there`` are those that kernels find.
     """
 
-    slots_array: Array = None
+    slots_array: Array
     there: Mask
 
     def __init__(
@@ -456,7 +458,7 @@ class _EagerTurn:
         if slots is self.slots_array:
             return
         index = filled.nonzero()[0]
-        rows = gpu.to_gpu(slots[index])
+        rows = gpu.to_gpu(cast(Array, cast(Floats, slots)[index]))
         with gpu.ops.scope():
             self.slots_array = gpu.ops.put_slots(self.slots_array, index, rows)
 
@@ -467,7 +469,7 @@ class _RecordedTurn:
     there: Mask
     check: Check | None = None
 
-    def __init__(self, experts: HybridExperts, routed: Routed, share: Share) -> None:
+    def __init__(self, experts: HybridExperts, routed: Routed, share: Share[Array]) -> None:
         self._experts = experts
         self.routed, self.share = routed, share
         self.routing, self.slots_array = share.routing, share.slots
@@ -485,11 +487,11 @@ class _RecordedTurn:
 
     def rows(self) -> Array:
         """The rows on the host."""
-        return self.share.rows
+        return cast(Array, self.share.rows)
 
     def host_slots(self, rows: Array) -> Array:
         """Where the host's experts fill slots."""
-        return self.share.host_slots
+        return cast(Array, self.share.host_slots)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
         """The next graph takes those of the host's slots that it has ``filled``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import Array, Pass, Vector, copy_to_host
+from localrt.quant.ops.arrays import Hidden, Pass, Vector, copy_to_host
 from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
@@ -68,7 +68,7 @@ class Lane:
         attends: bool = True,
     ) -> None:
         self.ops = ops
-        self.norm: Vector = None  # the final norm's weights, set before any part is made
+        self.norm: Vector | None = None  # the final norm's weights, set before any part is made
         self.gpu = gpu
         self.recorder = None if gpu is None else ops.recorder()
         self.attends = attends
@@ -198,10 +198,10 @@ class StreamedState(PassState):
     def __init__(
         self, batch: Batch, wanted: npt.NDArray[np.intp], lane: Lane, check: Check | None
     ) -> None:
-        super().__init__(lane.ops, None, wanted=wanted, batch=batch)
+        super().__init__(lane.ops, cast(Pass, None), wanted=wanted, batch=batch)
         self._batch = batch
         self._steps: dict[int, Pass | None] = {}
-        self._copies: dict[int, Array] = {}  # copies of the inputs, by lane
+        self._copies: dict[int, Hidden] = {}  # copies of the inputs, by lane
         self.check = check
         self.lane = lane
         self.rows = len(batch.tokens)
@@ -221,22 +221,22 @@ class StreamedState(PassState):
             if self.streams is not None:
                 self.streams = move(self.streams)
             if self.inputs is not None:
-                self._move_inputs(lane, move)
+                self._move_inputs(lane, self.inputs, move)
             self.lane, self.ops = lane, lane.ops
-            self.step = self._steps.get(id(lane.ops))
-        if self.step is None and lane.attends:
-            self.step = lane.begin(self._batch, self.wanted)
-            self._steps[id(lane.ops)] = self.step
+        step = self._steps.get(id(lane.ops))
+        if step is None and lane.attends:
+            step = self._steps[id(lane.ops)] = lane.begin(self._batch, self.wanted)
         elif lane.adapts and id(lane.ops) not in self._steps:
             lane.ops.begin_adapters(self._batch)
             self._steps[id(lane.ops)] = None
+        self.step = cast(Pass, step)  # None where nothing on the lane attends
 
-    def _move_inputs(self, lane: Lane, move: Callable[[Array], Array]) -> None:
+    def _move_inputs(self, lane: Lane, inputs: Hidden, move: Callable[[Hidden], Hidden]) -> None:
         """Every layer reads the inputs: a lane's copy is made once."""
-        if self._copies.get(id(self.lane)) is not self.inputs:  # the inputs were made on this lane
-            self._copies = {id(self.lane): self.inputs}
+        if self._copies.get(id(self.lane)) is not inputs:  # the inputs were made on this lane
+            self._copies = {id(self.lane): inputs}
         if id(lane) not in self._copies:
-            self._copies[id(lane)] = move(self.inputs)
+            self._copies[id(lane)] = move(inputs)
         self.inputs = self._copies[id(lane)]
 
     def copy_features(self, out: Logits) -> None:

@@ -27,7 +27,7 @@ from localrt.offload.experts.memory import CpuExperts
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.offload.reading.queued import QueuedCopies
-from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
+from localrt.quant.ops.arrays import Hidden, Pass, Vector, aligned_buffer
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
 _KEPT_PLACES = 32
@@ -331,7 +331,7 @@ class Segment:
             assert isinstance(head, Head), "others make no logits"
             head.fill(state, logits)
 
-    def _run(self, wanted: npt.NDArray[np.intp], step: Pass, x: Array) -> Array:
+    def _run(self, wanted: npt.NDArray[np.intp], step: Pass, x: Hidden) -> Hidden:
         state = PassState(self._lane.ops, step, x, wanted)
         for _, part, _ in self._parts:
             part(state)

@@ -26,7 +26,7 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
-from localrt.quant.ops.arrays import Array, Pass, Weight, aligned_buffer
+from localrt.quant.ops.arrays import Hidden, Pass, Weight, aligned_buffer
 from localrt.quant.ops.protocol import Check, Ops
 from localrt.quant.ops.streams import rows_of_tokens
 
@@ -89,7 +89,7 @@ class RowTable:
         *,
         scale: float = 1.0,
         each: int = 1,
-    ) -> Callable[[], Array]:
+    ) -> Callable[[], Hidden]:
         """Begin to read ``rows`` (R,); the function returned gives them for ``ops``, times
         ``scale``.
 
@@ -115,7 +115,7 @@ class RowTable:
         edges = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
         reads = [self._pool.submit(self._read, wanted[a:b]) for a, b in pairwise(edges)]
 
-        def take() -> Array:
+        def take() -> Hidden:
             _wait_for_all(reads, f"rows of {self._tensor.name}", self._stall_s, check)
             for n in missing[: self._most_kept]:
                 self._kept[int(tiles[n])] = data[n].copy()

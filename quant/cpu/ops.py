@@ -46,9 +46,16 @@ from localrt.quant.cpu.passes import (
 from localrt.quant.cpu.replay import ReplayedForward, Tape
 from localrt.quant.cpu.streams import StreamSteps
 from localrt.quant.cpu.weights import (
+    AttentionWeights,
+    ExpertTable,
+    IndexWeights,
+    LatentWeights,
+    MlpWeights,
     NativeExpertTable,
     NativeVector,
     NativeWeight,
+    RecurrentWeights,
+    RouterWeights,
     Tiler,
     address_of,
     build_weight,
@@ -61,27 +68,13 @@ from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.arrays import Regions, large_floats
-from localrt.quant.ops.attention import (
-    AttentionSpec,
-    AttentionWeights,
-    IndexSpec,
-    IndexWeights,
-    LatentSpec,
-    LatentWeights,
-    Rope,
-)
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertTable,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-)
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import CacheFormat
-from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
-from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
@@ -522,7 +515,7 @@ class NativeOps(StreamSteps):
         self,
         x: Floats,
         rows: npt.NDArray[np.intp],
-        norm: NativeVector,
+        norm: NativeVector | None,
         eps: float,
         weight: NativeWeight,
         softcap: float | None = None,

@@ -26,21 +26,22 @@ from localrt.quant.cpu.abi import (
     StateSpanArgs,
 )
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.cpu.weights import NativeVector, address_of, kept_args
-from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.attention import (
-    AttentionSpec,
+from localrt.quant.cpu.weights import (
     AttentionWeights,
-    IndexSpec,
     IndexWeights,
-    LatentSpec,
     LatentWeights,
-    Rope,
+    MlpWeights,
+    NativeVector,
+    RecurrentWeights,
+    address_of,
+    kept_args,
 )
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights, Span
-from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.protocol import Batch, MlpSpec, Span
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StatePass
 
 RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]]

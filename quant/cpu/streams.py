@@ -15,20 +15,21 @@ from localrt.quant.cpu.abi import (
     StreamArgs,
 )
 from localrt.quant.cpu.passes import NativePass
-from localrt.quant.cpu.weights import NativeWeight, address_of, locate
-from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import (
+from localrt.quant.cpu.weights import (
     ConnectionWeights,
-    InputGateSpec,
     InputGateWeights,
     InputProjection,
     LowRankWeights,
+    NativeWeight,
     NgramWeights,
-    StreamSpec,
     StreamWeights,
+    address_of,
+    locate,
 )
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.streams import InputGateSpec, StreamSpec
 
 
 class StreamSteps:

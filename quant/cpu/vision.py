@@ -22,7 +22,7 @@ from localrt.quant.ops.vision import VisionActivation, VisionSteps
 _WIDEST_HEAD = 256  # MAX_VISION_HEAD in csrc/vision.h
 
 
-class NativeVision(VisionSteps):
+class NativeVision(VisionSteps[NativeWeight, NativeVector]):
     """See ``VisionSteps``."""
 
     def __init__(self, ops: NativeOps) -> None:

@@ -40,8 +40,9 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.rotation import widened
+from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 from localrt.quant.ops.arrays import Regions
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 
 
 @dataclass(slots=True)
@@ -297,3 +298,20 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
         gate=weights.gate.stack,
         scoring=SCORINGS[spec.scoring],
     )
+
+
+# The weights of the steps, as they are kept here.
+AttentionWeights = attention.AttentionWeights[NativeWeight, NativeVector]
+LatentWeights = attention.LatentWeights[NativeWeight, NativeVector]
+IndexWeights = attention.IndexWeights[NativeWeight, NativeVector]
+StreamWeights = streams.StreamWeights[NativeWeight, NativeVector]
+LowRankWeights = streams.LowRankWeights[NativeWeight, NativeVector]
+ConnectionWeights = streams.ConnectionWeights[NativeWeight, NativeVector]
+InputProjection = streams.InputProjection[NativeWeight, NativeVector]
+InputGateWeights = streams.InputGateWeights[NativeWeight, NativeVector]
+NgramWeights = streams.NgramWeights[NativeWeight, NativeVector]
+RouterWeights = experts.RouterWeights[NativeWeight, NativeVector]
+ExpertWeights = experts.ExpertWeights[NativeWeight, NativeVector]
+RecurrentWeights = recurrent.RecurrentWeights[NativeWeight, NativeVector]
+MlpWeights = protocol.MlpWeights[NativeWeight, NativeVector]
+ExpertTable = experts.ExpertTable[NativeWeight, NativeVector]

@@ -24,11 +24,11 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm, norm_gate, rotary, rotate_blocks
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, UINT8, Dtype, Tensor, empty, upload, zeros
+from localrt.quant.cuda.weight import AttentionWeights
 from localrt.quant.ops.attention import (
     RUN,
     AttentionSpec,
     AttentionTemperature,
-    AttentionWeights,
     LatentSpec,
     Rope,
     rows_together,

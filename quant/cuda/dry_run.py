@@ -28,10 +28,10 @@ from localrt.quant.cuda.products import MOST_ROWS, TiledMatrix
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.tensor import BFLOAT16, INT32, UINT8, Tensor, empty, nothing
-from localrt.quant.cuda.weight import CudaWeight
+from localrt.quant.cuda.weight import CudaWeight, ExpertTable, RouterWeights
 from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
-from localrt.quant.ops.experts import ExpertSpec, ExpertTable, RouterSpec, RouterWeights, Routing
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
 
 _LONGEST = 2048  # rows of a prompt's pass
 

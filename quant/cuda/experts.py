@@ -53,19 +53,11 @@ from localrt.quant.cuda.tensor import (
     upload,
     zeros,
 )
-from localrt.quant.cuda.weight import CudaWeight
+from localrt.quant.cuda.weight import CudaWeight, ExpertWeights, RouterWeights
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertWeights,
-    PlainExpertTable,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-    slots_of,
-)
+from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing, slots_of
 
 ENTRY = 9
 """Words of an expert's entry: the number of its kind, from 1 on, or 0 if it is not there; addresses
@@ -255,7 +247,7 @@ class ExpertKind:
     fine: bool
 
 
-class CudaExpertTable(PlainExpertTable):
+class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
     """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1.
 
     Raises:

@@ -36,7 +36,8 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.cuda.tensor import INT64, Tensor, empty, zeros
-from localrt.quant.ops.experts import ExpertTable, Routing
+from localrt.quant.cuda.weight import ExpertTable
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS

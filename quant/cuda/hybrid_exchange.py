@@ -17,8 +17,9 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
 from localrt.quant.cuda.tensor import Tensor, zeros
+from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.experts import ExpertSpec, ExpertTable, Routing
+from localrt.quant.ops.experts import ExpertSpec, Routing
 
 _THREADS = 256
 

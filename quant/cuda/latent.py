@@ -18,7 +18,8 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
-from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.cuda.weight import LatentWeights
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import ranges
 
 _RUN = 128  # keys of a block: part of what a result's bits depend on
@@ -146,6 +147,7 @@ class LatentSteps:
         wide = linear(h, weights.down, dtype=kind)
         q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
         if weights.query_up is not None:
+            assert weights.query_norm is not None, "it is between both projections"
             ranked = norm(q, weights.query_norm, spec.latent_eps, out=BFLOAT16)
             q = linear(ranked, weights.query_up)
         q = q.view(len(q), spec.heads, -1)  # (R, H, N + P)

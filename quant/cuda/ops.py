@@ -48,28 +48,22 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty, upload
-from localrt.quant.cuda.weight import CudaWeight, Tile, build_weight
+from localrt.quant.cuda.weight import (
+    CudaWeight,
+    ExpertTable,
+    ExpertWeights,
+    MlpWeights,
+    RouterWeights,
+    Tile,
+    build_weight,
+)
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertTable,
-    ExpertWeights,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-)
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
-from localrt.quant.ops.protocol import (
-    Batch,
-    Forward,
-    HostRows,
-    LayerSpec,
-    MlpSpec,
-    MlpWeights,
-)
+from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
 
 
 def _missing(self: object, *args: Any) -> NoReturn:
@@ -245,7 +239,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
     ) -> Stream:
         parts = zip((x, y), norms, strict=True)
-        rows = [r.settle() if n is None else r.normed(n, eps, FLOAT32) for r, n in parts]
+        rows = [_normed(r, n, eps) for r, n in parts]
         first, second = rows
         shape = len(first), first.shape[1] + second.shape[1]
         joined = empty(*shape, dtype=FLOAT32, device=self._device)
@@ -266,7 +260,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self, x: Stream, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
-        normed = x.normed(weights.norm, spec.eps, FLOAT32)
+        normed = _normed(x, weights.norm, spec.eps)
         rows = converted(normed, BFLOAT16)
         return rows, route_rows(normed, rows, weights, spec)
 
@@ -334,7 +328,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self,
         x: Stream,
         rows: npt.NDArray[np.intp],
-        norm: Tensor,
+        norm: Tensor | None,
         eps: float,
         weight: CudaWeight,
         softcap: float | None = None,
@@ -356,7 +350,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             chosen = Stream(move_rows(x.settle(), some, index=wanted))
         normed: Tensor | None = None
         if any(adapter.head for _, adapter in self._adapters.of_rows):
-            normed = chosen.normed(norm, eps, FLOAT32)
+            normed = _normed(chosen, norm, eps)
         h = normed_for(chosen, norm, eps, weight)
         logits = linear(h, weight, dtype=FLOAT32)
         if normed is not None:
@@ -371,6 +365,11 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             self.recording.logits = logits
             return np.zeros((len(rows), weight.shape[0]), np.float32)
         return logits.to_host()
+
+
+def _normed(x: Stream, weight: Tensor | None, eps: float) -> Tensor:
+    """The norm of x in float32, or x itself."""
+    return x.settle() if weight is None else x.normed(weight, eps, FLOAT32)
 
 
 def _post_normed(y: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:

@@ -21,8 +21,9 @@ from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.steps import move_rows
 from localrt.quant.cuda.stream import Between, Recording, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty
+from localrt.quant.cuda.weight import MlpWeights
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.protocol import Check, HostRows, MlpSpec, MlpWeights
+from localrt.quant.ops.protocol import Check, HostRows, MlpSpec
 
 _Key = tuple[int, int, int]  # rows, D, F
 

@@ -34,9 +34,8 @@ from localrt.quant.cuda.tensor import (
 )
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps
+from localrt.quant.ops.vision import Heads, Places, Rows, VisionActivation, VisionSteps
 
 _THREADS = 256
 _ROWS = 4096  # of a product at once: what comes between its steps stays small
@@ -45,7 +44,7 @@ _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
 
 
-class CudaVision(VisionSteps):
+class CudaVision(VisionSteps[CudaWeight, Tensor]):
     """See ``VisionSteps``. Rows on the host are computed there, but for their products."""
 
     on_gpu = True
@@ -60,7 +59,7 @@ class CudaVision(VisionSteps):
     def put(self, x: Floats) -> Tensor:
         return upload(np.ascontiguousarray(x, np.float32), self._device)
 
-    def get(self, x: Array) -> Floats:
+    def get(self, x: Rows) -> Floats:
         return x.to_host() if isinstance(x, Tensor) else x
 
     def end(self) -> None:
@@ -71,11 +70,11 @@ class CudaVision(VisionSteps):
 
     def linear(
         self,
-        x: Array,
+        x: Rows,
         weight: CudaWeight,
         bias: Tensor | None = None,
         activation: VisionActivation | None = None,
-    ) -> Array:
+    ) -> Rows:
         if not isinstance(x, Tensor):
             with self.ops.scope():
                 return self.get(self.linear(self.put(x), weight, bias, activation))
@@ -89,18 +88,18 @@ class CudaVision(VisionSteps):
                 _activate(product, activation, y)
         return out
 
-    def add(self, x: Array, y: Array) -> Array:
+    def add(self, x: Rows, y: Rows) -> Rows:
         if not isinstance(x, Tensor):
             return super().add(x, y)
         return move_rows(y, empty(*x.shape, device=self._device).put(x), add=True)
 
-    def clip(self, x: Array, low: float, high: float) -> Array:
+    def clip(self, x: Rows, low: float, high: float) -> Rows:
         if not isinstance(x, Tensor):
             return super().clip(x, low, high)
         x = converted(x, FLOAT32)
         return _activate(x, "clip", empty(*x.shape, device=self._device), low=low, high=high)
 
-    def joined(self, parts: Sequence[Array]) -> Array:
+    def joined(self, parts: Sequence[Rows]) -> Rows:
         if not isinstance(parts[0], Tensor):
             return super().joined(parts)
         widths = [part.shape[1] for part in parts]
@@ -110,7 +109,7 @@ class CudaVision(VisionSteps):
             first += width
         return out
 
-    def layer_norm(self, x: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
+    def layer_norm(self, x: Rows, weight: Tensor, bias: Tensor | None, eps: float) -> Rows:
         if not isinstance(x, Tensor):
             return super().layer_norm(x, weight, bias, eps)
         assert x.dtype is FLOAT32
@@ -120,18 +119,18 @@ class CudaVision(VisionSteps):
         launch(self._device, program, (len(x), 1, 1), _THREADS, args)
         return y
 
-    def rms_norm(self, x: Array, weight: Tensor | None, eps: float) -> Array:
+    def rms_norm(self, x: Rows, weight: Tensor | None, eps: float) -> Rows:
         if not isinstance(x, Tensor) or weight is None:
             return super().rms_norm(self.get(x), weight, eps)
         return norm(x, weight, eps, out=FLOAT32)
 
-    def gated(self, x: Array, activation: VisionActivation) -> Array:
+    def gated(self, x: Rows, activation: VisionActivation) -> Rows:
         if not isinstance(x, Tensor):
             return super().gated(x, activation)
         y = empty(len(x), x.shape[1] // 2, dtype=BFLOAT16, device=self._device)
         return _activate(x, activation, y, gated=True)
 
-    def heads(self, qkv: Array, heads: Heads, places: Places) -> Array:
+    def heads(self, qkv: Rows, heads: Heads[Tensor], places: Places) -> Rows:
         if not isinstance(qkv, Tensor):
             return super().heads(qkv, heads, places)
         if not takes_heads(heads.size):

@@ -36,6 +36,7 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.rotation import widened
+from localrt.quant.ops import attention, experts, protocol, recurrent
 
 
 def is_e4m3_groups(block: TiledTensor) -> bool:
@@ -253,3 +254,13 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
     if block.format == BF16 and block.scale == 1.0:
         return block.data.view("<u2").reshape(block.shape)
     return bf16_bits(unpack(block))
+
+
+# The weights of the steps, as they are kept here.
+AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
+LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
+RouterWeights = experts.RouterWeights[CudaWeight, Tensor]
+ExpertWeights = experts.ExpertWeights[CudaWeight, Tensor]
+RecurrentWeights = recurrent.RecurrentWeights[CudaWeight, Tensor]
+MlpWeights = protocol.MlpWeights[CudaWeight, Tensor]
+ExpertTable = experts.ExpertTable[CudaWeight, Tensor]

@@ -1,7 +1,7 @@
 """The arrays of the compute steps, which nothing above an implementation looks into.
 
-Only this package knows what they are: numpy's own, torch's tensors, a GPU's memory, or a residual
-stream with a sum still pending. Code outside a pass copies activations to the host to read them.
+They are numpy's own, torch's tensors, a GPU's memory, or a residual stream with a sum still
+pending. Code outside a pass copies activations to the host to read them.
 
 Memory straight from the system: page-aligned for reads and pinning, given back when freed.
 """
@@ -11,19 +11,44 @@ from __future__ import annotations
 import math
 import mmap
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
-
-Array: TypeAlias = Any  # activations, (R, ...)
-Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
-Vector: TypeAlias = Any  # a norm weight or a bias, (n,)
-Pass: TypeAlias = Any  # derived once from a Batch by an implementation
+from typing_extensions import TypeVar
 
 
-def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
+class Hidden:
+    """The hidden states of a pass, (R, D): a residual stream in its implementation's own form."""
+
+
+class Array:
+    """Any other activations, (R, ...), in its implementation's own form."""
+
+
+class Weight:
+    """A matrix as its implementation keeps it, (out, in)."""
+
+
+class Vector:
+    """A norm weight or a bias as its implementation keeps it, (n,)."""
+
+
+class Pass:
+    """What an implementation has derived from a ``Batch``."""
+
+
+HiddenT = TypeVar("HiddenT", default=Hidden)
+ArrayT = TypeVar("ArrayT", default=Array)
+WeightT = TypeVar("WeightT", default=Weight)
+VectorT = TypeVar("VectorT", default=Vector)
+PassT = TypeVar("PassT", default=Pass)
+"""Of an implementation. Above it they are the classes here, which have nothing to look into and of
+which there are no objects: ``opaque`` says where the one becomes the other."""
+
+
+def copy_to_host(x: Any, out: npt.NDArray[np.float32]) -> None:
     """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
     settle = getattr(x, "settle", None)
     x = x if settle is None else settle()
@@ -33,7 +58,7 @@ def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
         out[:] = to_host(x)
 
 
-def to_host(x: Array) -> npt.NDArray[np.float32]:
+def to_host(x: Any) -> npt.NDArray[np.float32]:
     """Numbers of numpy, of torch or in a GPU's memory, as float32 on the host."""
     if isinstance(x, np.ndarray):
         return x
@@ -42,7 +67,7 @@ def to_host(x: Array) -> npt.NDArray[np.float32]:
     return host
 
 
-def put_from_host(x: Array, values: npt.NDArray[np.float32]) -> None:
+def put_from_host(x: Any, values: npt.NDArray[np.float32]) -> None:
     """Fill ``x``, numbers as ``to_host`` takes them, with ``values`` of its shape."""
     if isinstance(x, np.ndarray):
         x[:] = values
@@ -52,7 +77,7 @@ def put_from_host(x: Array, values: npt.NDArray[np.float32]) -> None:
         x.copy_(x.new_tensor(values))
 
 
-def vector_to_host(vector: Vector, out: npt.NDArray[np.float32]) -> None:
+def vector_to_host(vector: Any, out: npt.NDArray[np.float32]) -> None:
     """Copy a norm's weights or a bias (D,) into ``out``."""
     values = getattr(vector, "values", None)
     copy_to_host(values if isinstance(values, np.ndarray) else vector, out)

@@ -26,11 +26,12 @@ the key of the block that it ends, or zeros. Both depend on earlier tokens, as k
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.arrays import VectorT, WeightT
 
 LATENT_SCRATCH_NBYTES = 64 << 20
 """What the compiled kernels take at most for queries against latents: they go a few at a time."""
@@ -162,19 +163,19 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class AttentionWeights:
+class AttentionWeights(Generic[WeightT, VectorT]):
     """One attention unit. ``qkv`` stacks the rows of q, k and v, as far as a layer has them."""
 
-    norm: Vector  # None if the input is not normed
-    qkv: Weight  # (projected_rows, D)
-    out: Weight  # (D, H * E)
-    qkv_bias: Vector | None = None
-    out_bias: Vector | None = None
-    q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
-    k_norm: Vector | None = None  # (E,) or (G * E,)
-    v_norm: Vector | None = None  # (E,)
-    post_norm: Vector | None = None  # on the output projection's result
-    sinks: Vector | None = None  # (H,)
+    norm: VectorT | None  # None if the input is not normed
+    qkv: WeightT  # (projected_rows, D)
+    out: WeightT  # (D, H * E)
+    qkv_bias: VectorT | None = None
+    out_bias: VectorT | None = None
+    q_norm: VectorT | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
+    k_norm: VectorT | None = None  # (E,) or (G * E,)
+    v_norm: VectorT | None = None  # (E,)
+    post_norm: VectorT | None = None  # on the output projection's result
+    sinks: VectorT | None = None  # (H,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,7 @@ class LatentSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentWeights:
+class LatentWeights(Generic[WeightT, VectorT]):
     """One unit of latent attention.
 
     ``down`` stacks the rows of the queries' (first) projection and of the latents with the rotary
@@ -243,14 +244,14 @@ class LatentWeights:
     it turns a query into one against latents; ``value_up`` turns latents into values.
     """
 
-    norm: Vector  # (D,)
-    down: Weight
-    latent_norm: Vector  # (L,)
-    key_up: Weight  # (H L, N)
-    value_up: Weight  # (H V, L)
-    out: Weight  # (D, H V)
-    query_norm: Vector = None  # (Q,)
-    query_up: Weight | None = None  # (H (N + P), Q)
+    norm: VectorT  # (D,)
+    down: WeightT
+    latent_norm: VectorT  # (L,)
+    key_up: WeightT  # (H L, N)
+    value_up: WeightT  # (H V, L)
+    out: WeightT  # (D, H V)
+    query_norm: VectorT | None = None  # (Q,)
+    query_up: WeightT | None = None  # (H (N + P), Q)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,12 +288,12 @@ class IndexSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexWeights:
+class IndexWeights(Generic[WeightT, VectorT]):
     """One indexer; ``qk`` stacks the rows of its queries and of its key."""
 
-    qk: Weight  # (projected_rows, D)
-    q_norm: Vector  # (E,)
-    k_norm: Vector  # (E,), of a block's mean
+    qk: WeightT  # (projected_rows, D)
+    q_norm: VectorT  # (E,)
+    k_norm: VectorT  # (E,), of a block's mean
 
 
 RUN = 256

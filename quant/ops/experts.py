@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import Array, Vector, Weight
+from localrt.quant.ops.arrays import ArrayT, VectorT, WeightT
 
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
@@ -64,15 +64,15 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class RouterWeights:
+class RouterWeights(Generic[WeightT, VectorT]):
     """A router and the norm before it."""
 
-    norm: Vector  # (D,), None where rows are taken as they are
-    gate: Weight  # (E, D)
-    gate_bias: Vector | None = None  # (E,), part of the logits
-    choice_bias: Vector | None = None  # (E,), of the ranking alone
-    gate_norm: Vector | None = None  # (D,), replaces ``norm`` for the gate's input
-    expert_scale: Vector | None = None  # (E,), factors of the chosen experts' weights
+    norm: VectorT | None  # (D,), None where rows are taken as they are
+    gate: WeightT  # (E, D)
+    gate_bias: VectorT | None = None  # (E,), part of the logits
+    choice_bias: VectorT | None = None  # (E,), of the ranking alone
+    gate_norm: VectorT | None = None  # (D,), replaces ``norm`` for the gate's input
+    expert_scale: VectorT | None = None  # (E,), factors of the chosen experts' weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +93,13 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
+class ExpertWeights(Generic[WeightT, VectorT]):
     """One expert's unit. ``gate_up`` stacks the rows of gate and up, or is up alone."""
 
-    gate_up: Weight  # (2F, D), or (F, D)
-    down: Weight  # (D, F)
-    gate_up_bias: Vector | None = None  # (2F,), or (F,)
-    down_bias: Vector | None = None  # (D,)
+    gate_up: WeightT  # (2F, D), or (F, D)
+    down: WeightT  # (D, F)
+    gate_up_bias: VectorT | None = None  # (2F,), or (F,)
+    down_bias: VectorT | None = None  # (D,)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def slots_of(
             yield expert, slots
 
 
-class ExpertTable(Protocol):
+class ExpertTable(Protocol[WeightT, VectorT]):
     """The experts of a layer that are in an implementation's memory, by number."""
 
     @property
@@ -168,7 +168,7 @@ class ExpertTable(Protocol):
         None if there has been none yet.
         """
 
-    def put(self, expert: int, weights: ExpertWeights) -> None:
+    def put(self, expert: int, weights: ExpertWeights[WeightT, VectorT]) -> None:
         """From now on ``expert`` can be computed; the table keeps its weights alive."""
 
     def drop(self, expert: int) -> None:
@@ -178,11 +178,11 @@ class ExpertTable(Protocol):
         """Whether ``expert`` can be computed."""
 
 
-class PlainExpertTable:
+class PlainExpertTable(Generic[WeightT, VectorT]):
     """See ``ExpertTable``: the weights in a list."""
 
     def __init__(self, count: int) -> None:
-        self._weights: list[ExpertWeights | None] = [None] * count
+        self._weights: list[ExpertWeights[WeightT, VectorT] | None] = [None] * count
 
     @property
     def capturable(self) -> bool:
@@ -192,7 +192,7 @@ class PlainExpertTable:
     def sharable(self) -> bool | None:
         return False
 
-    def put(self, expert: int, weights: ExpertWeights) -> None:
+    def put(self, expert: int, weights: ExpertWeights[WeightT, VectorT]) -> None:
         self._weights[expert] = weights
 
     def drop(self, expert: int) -> None:
@@ -201,13 +201,13 @@ class PlainExpertTable:
     def holds(self, expert: int) -> bool:
         return self._weights[expert] is not None
 
-    def __getitem__(self, expert: int) -> ExpertWeights:
+    def __getitem__(self, expert: int) -> ExpertWeights[WeightT, VectorT]:
         weights = self._weights[expert]
         assert weights is not None, f"expert {expert} is not in the table"
         return weights
 
 
-class Share(Protocol):
+class Share(Protocol[ArrayT]):
     """A recorded layer whose experts a GPU shares with the host.
 
     What it is recorded with: ``compute`` starts the experts that the table has at the time of a
@@ -222,7 +222,7 @@ class Share(Protocol):
     routing: Routing
     host_slots: npt.NDArray[np.float32]
     filled: npt.NDArray[np.int32]
-    slots: Array
+    slots: ArrayT
 
     def cut(self, between: Callable[[Callable[[], None] | None], object], /) -> None:
         """From here on the next graph; ``between`` gets the pass's ``check``."""
@@ -236,5 +236,5 @@ class Share(Protocol):
     def receive(self) -> None:
         """Wait for the rows and the choice."""
 
-    def take(self) -> Array:
+    def take(self) -> ArrayT:
         """The slots (R * K, D)."""

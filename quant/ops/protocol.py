@@ -13,15 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypeVar
 
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import Floats, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.adapters import AdapterTable, Mix
-from localrt.quant.ops.arrays import Array, Pass, Vector, Weight
+from localrt.quant.ops.arrays import (
+    Array,
+    ArrayT,
+    Hidden,
+    HiddenT,
+    Pass,
+    PassT,
+    VectorT,
+    WeightT,
+)
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
@@ -59,6 +69,10 @@ LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 Check: TypeAlias = Callable[[], None]
 """Called between the parts of a pass, and while it waits; raises to abandon it."""
 
+_HiddenIn = TypeVar("_HiddenIn", contravariant=True, default=Hidden)
+_ArrayOut = TypeVar("_ArrayOut", covariant=True, default=Array)
+_PassIn = TypeVar("_PassIn", contravariant=True, default=Pass)
+
 Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 """A decoder's ``forward``."""
 
@@ -83,17 +97,17 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class MlpWeights:
+class MlpWeights(Generic[WeightT, VectorT]):
     """One MLP unit. ``gate_up`` stacks the rows of gate and up, (2F, D), or is up alone, (F, D).
 
     Without a ``norm`` its input is used as is: shared experts get normed rows, and some
     architectures only norm results.
     """
 
-    norm: Vector | None
-    gate_up: Weight
-    down: Weight  # (D, F)
-    post_norm: Vector | None = None
+    norm: VectorT | None
+    gate_up: WeightT
+    down: WeightT  # (D, F)
+    post_norm: VectorT | None = None
 
 
 class HostRows(Protocol):
@@ -193,7 +207,7 @@ the host about a millisecond for four.
 """
 
 
-class Recorder(Protocol):
+class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     """Records segments of a pass's steps, and replays each with one launch when it recurs.
 
     A recording reads weights at their old places: after moving them, call ``forget``. In one pass
@@ -202,24 +216,24 @@ class Recorder(Protocol):
 
     most_new: int
 
-    def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
+    def begin(self, batch: Batch, wanted: Sequence[int]) -> PassT:
         """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's memory that recordings take, as measured."""
 
-    def takes(self, step: Pass | None, key: object, parts: int) -> bool:
+    def takes(self, step: PassT | None, key: object, parts: int) -> bool:
         """Whether to ``run`` a segment of ``parts`` parts in this pass, the latest begun, and not
         its steps one by one: it is recorded, or may be now.
         """
 
     def run(
         self,
-        step: Pass,
-        x: Array,
+        step: PassT,
+        x: HiddenT,
         key: object,
-        body: Callable[[Pass, Array], Array],
+        body: Callable[[PassT, HiddenT], HiddenT],
         check: Check | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
@@ -228,7 +242,9 @@ class Recorder(Protocol):
         it was recorded before, and must keep no state. ``check`` is for what the host does in it.
         """
 
-    def share(self, rows: Array, routing: Routing, table: ExpertTable) -> Share | None:
+    def share(
+        self, rows: ArrayT, routing: Routing, table: ExpertTable[WeightT, VectorT]
+    ) -> Share[ArrayT] | None:
         """Within ``body``: begin to share a layer's experts with the host, which gets the rows and
         the choice; None where nothing is recorded.
         """
@@ -237,8 +253,8 @@ class Recorder(Protocol):
         """Drop the recordings of a segment, or all, between passes: its weights have moved."""
 
 
-class Ops(Protocol):
-    """One implementation of the compute steps on one device. Used by one thread at a time."""
+class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
+    """The steps that every model needs."""
 
     @property
     def name(self) -> str:
@@ -268,20 +284,20 @@ class Ops(Protocol):
         The weights must stay where they are.
         """
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> Recorder[HiddenT, ArrayT, WeightT, VectorT, PassT] | None:
         """A recorder for segments of a pass; None if recording is not faster."""
 
     # -- weights, once ---------------------------------------------------------------------------
 
     def weight(
         self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
-    ) -> Weight:
+    ) -> WeightT:
         """A matrix from consecutive row blocks, which are read and converted one at a time.
 
         A store's matrices come whole, as tiles.
         """
 
-    def vector(self, values: npt.NDArray[np.float32]) -> Vector:
+    def vector(self, values: npt.NDArray[np.float32]) -> VectorT:
         """A norm weight or bias, (n,)."""
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
@@ -298,18 +314,18 @@ class Ops(Protocol):
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> Pass:
+    def begin(self, batch: Batch) -> PassT:
         """Reserve cache room and derive what all layers share (rotary tables, masks)."""
 
     def embed(
         self,
-        table: Weight,
-        step: Pass,
+        table: WeightT,
+        step: PassT,
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
-    ) -> Array:
+    ) -> HiddenT:
         """Rows of ``table`` for the batch's tokens: (R, D).
 
         ``tokens`` (R,) replaces them if the table is not the whole vocabulary's. A table with
@@ -320,12 +336,17 @@ class Ops(Protocol):
     def begin_adapters(self, batch: Batch) -> None:
         """The adapter part of ``begin``, if only a pass's products are computed here."""
 
-    def adapt_tokens(self, x: Array, step: Pass, scale: float) -> Array:
+    def adapt_tokens(self, x: HiddenT, step: PassT, scale: float) -> HiddenT:
         """x (R, D), rows of the embedding times ``scale``, plus adapters' changes."""
 
     def norm_qkv_rope_append(
-        self, x: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
-    ) -> Array:
+        self,
+        x: HiddenT,
+        weights: AttentionWeights[WeightT, VectorT],
+        spec: AttentionSpec,
+        step: PassT,
+        layer: int,
+    ) -> ArrayT:
         """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
 
         Returns the queries, (R, H, E), times the spec's temperature; gated attention's gates
@@ -333,8 +354,13 @@ class Ops(Protocol):
         """
 
     def choose_tokens(
-        self, x: Array, weights: IndexWeights, spec: IndexSpec, step: Pass, layer: int
-    ) -> Array:
+        self,
+        x: HiddenT,
+        weights: IndexWeights[WeightT, VectorT],
+        spec: IndexSpec,
+        step: PassT,
+        layer: int,
+    ) -> Any:
         """The tokens that each row sees, for ``attention_output``; ``x`` (R, D) is read as it is.
 
         The indexer's keys go to the caches.
@@ -342,20 +368,25 @@ class Ops(Protocol):
 
     def attention_output(
         self,
-        q: Array,
-        weights: AttentionWeights,
+        q: ArrayT,
+        weights: AttentionWeights[WeightT, VectorT],
         spec: AttentionSpec,
-        step: Pass,
+        step: PassT,
         layer: int,
-        chosen: Array | None = None,
-    ) -> Array:
+        chosen: Any | None = None,
+    ) -> ArrayT:
         """Attention over each row's sequence, or the tokens ``chosen`` of it, output projection:
         (R, D). ``q`` is given up.
         """
 
     def norm_latent_append(
-        self, x: Array, weights: LatentWeights, spec: LatentSpec, step: Pass, layer: int
-    ) -> Array:
+        self,
+        x: HiddenT,
+        weights: LatentWeights[WeightT, VectorT],
+        spec: LatentSpec,
+        step: PassT,
+        layer: int,
+    ) -> ArrayT:
         """``norm_qkv_rope_append`` of latent attention; the rows' latents go to the caches.
 
         Returns the queries as ``latent_output`` takes them: R rows, the rest is up to the
@@ -363,163 +394,57 @@ class Ops(Protocol):
         """
 
     def latent_output(
-        self, q: Array, weights: LatentWeights, spec: LatentSpec, step: Pass, layer: int
-    ) -> Array:
+        self,
+        q: ArrayT,
+        weights: LatentWeights[WeightT, VectorT],
+        spec: LatentSpec,
+        step: PassT,
+        layer: int,
+    ) -> ArrayT:
         """Attention over latents, each head's values, output projection: (R, D).
 
         ``q`` is given up.
         """
 
     def norm_recurrent(
-        self, x: Array, weights: RecurrentWeights, spec: RecurrentSpec, step: Pass, layer: int
-    ) -> Array:
+        self,
+        x: HiddenT,
+        weights: RecurrentWeights[WeightT, VectorT],
+        spec: RecurrentSpec,
+        step: PassT,
+        layer: int,
+    ) -> ArrayT:
         """RMSNorm, a recurrent layer over each row's sequence, output projection: (R, D)."""
 
-    def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
+    def norm_gated_mlp(
+        self, x: HiddenT, weights: MlpWeights[WeightT, VectorT], spec: MlpSpec
+    ) -> ArrayT:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D); without a gate,
         ``down(activation(up(x)))``.
         """
 
-    def norm(self, x: Array, weight: Vector, eps: float) -> Array:
+    def norm(self, x: HiddenT, weight: VectorT, eps: float) -> HiddenT:
         """RMSNorm of a step's result (R, D), which may be overwritten."""
-
-    # -- inputs of each layer's own, several residual streams --------------------------------------
-
-    def project_inputs(self, x: Array, rows: Array, weights: InputProjection) -> Array:
-        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
-        plus the projected embeddings ``x`` (R, D).
-        """
-
-    def gate_inputs(
-        self, x: Array, inputs: Array, weights: InputGateWeights, spec: InputGateSpec
-    ) -> Array:
-        """Gate one layer's part of ``inputs`` and project it: (R, D)."""
-
-    def low_rank(self, x: Array, weights: LowRankWeights) -> Array:
-        """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
-
-    def split_streams(self, x: Array, projections: Weight) -> Array:
-        """x (R, D) and its projections ((S - 1) * D, D), as large as it, as streams."""
-
-    def predict_streams(
-        self, streams: Array, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Array, Array]:
-        """Every stream plus all of them times a row's coefficients; and the active one (R, D)."""
-
-    def correct_streams(
-        self, streams: Array, activated: Array, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Array, Array]:
-        """Every prediction plus the active one's error times a row's coefficient.
-
-        ``activated`` (R, D) is the active stream after the layer; it is returned too, scaled.
-        """
-
-    def add_to_streams(self, streams: Array, y: Array) -> Array:
-        """y (R, D) added to all streams but the first; both may be overwritten."""
-
-    def join_streams(self, streams: Array, projections: Weight) -> Array:
-        """The mean of the first stream and of the others' projections, as large as it: (R, D).
-
-        ``projections`` stacks a matrix (D, D) for each of the others.
-        """
-
-    def repeat_stream(self, x: Array, count: int) -> Array:
-        """x (R, D) as each of so many streams."""
-
-    def read_streams(
-        self, streams: Array, weights: ConnectionWeights
-    ) -> tuple[Array, Array | None]:
-        """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
-        None without a matrix for it. The streams stay as they are.
-        """
-
-    def share_out(self, streams: Array, y: Array, shares: Array) -> Array:
-        """Add to each stream its share of y (R, D); both may be overwritten."""
-
-    def add_ngrams(
-        self,
-        streams: Array,
-        rows: Array,
-        weights: NgramWeights,
-        spec: RecurrentSpec,
-        step: Pass,
-        layer: int,
-    ) -> Array:
-        """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
 
     # -- a draft head, which reads another model's features ----------------------------------------
 
-    def given_rows(self, values: npt.NDArray[np.float32]) -> Array:
+    def given_rows(self, values: npt.NDArray[np.float32]) -> HiddenT:
         """Another model's features (R, F), from the host, as a residual stream."""
 
     def joined_norms(
-        self, x: Array, y: Array, norms: tuple[Vector | None, Vector | None], eps: float
-    ) -> Array:
+        self, x: HiddenT, y: HiddenT, norms: tuple[VectorT | None, VectorT | None], eps: float
+    ) -> HiddenT:
         """RMSNorm of x (R, D) and of y (R, F), where it has a weight, side by side: (R, D + F).
 
         ``x`` and ``y`` stay as they are.
         """
 
-    def projected(self, x: Array, weight: Weight) -> Array:
+    def projected(self, x: HiddenT, weight: WeightT) -> HiddenT:
         """x (R, F) times ``weight`` (D, F), a new residual stream: (R, D)."""
-
-    # -- a mixture of experts --------------------------------------------------------------------
-
-    def expert_table(self, count: int) -> ExpertTable:
-        """An empty table of a layer with ``count`` experts."""
-
-    def norm_route(
-        self, x: Array, weights: RouterWeights, spec: RouterSpec
-    ) -> tuple[Array, Routing]:
-        """RMSNorm of ``x`` (R, D), and the experts chosen for each normed row; returns both.
-
-        The router is computed in float32 whatever the compute format. Non-finite logits give
-        non-finite weights: the caller checks.
-        """
-
-    def expert_slots(self, normed: Array, routing: Routing) -> Array:
-        """Room for the result of every slot: (R * K, D), not initialized."""
-
-    def run_experts(
-        self,
-        normed: Array,
-        routing: Routing,
-        table: ExpertTable,
-        spec: ExpertSpec,
-        slots: Array,
-        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Fill the slots of ``experts`` (default: all chosen ones), which must be in the table."""
-
-    def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array) -> Array:
-        """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
-
-    def combine_experts(self, slots: Array, routing: Routing, shared: Array | None) -> Array:
-        """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
-
-        ``slots`` and ``shared`` are given up.
-        """
-
-    def latent_rows(self, normed: Array, weight: Weight) -> Array:
-        """The experts' inputs if they are projected from normed rows: (R, L)."""
-
-    def widen_latents(self, rows: Array, weight: Weight, shared: Array | None) -> Array:
-        """Such experts' results (R, L) projected to (R, D), plus ``shared``.
-
-        Both may be overwritten.
-        """
-
-    def shared_mlp(
-        self, normed: Array, weights: MlpWeights, spec: MlpSpec, gate: Weight | None
-    ) -> Array:
-        """An MLP on rows that are normed already: (R, D).
-
-        ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
-        """
 
     # -- sums and logits -------------------------------------------------------------------------
 
-    def add(self, x: Array, y: Array, scale: float = 1.0, total: float = 1.0) -> Array:
+    def add(self, x: HiddenT, y: ArrayT, scale: float = 1.0, total: float = 1.0) -> HiddenT:
         """The residual sum ``(x + scale * y) * total``.
 
         ``x`` may become the result and ``y`` be reused: both may be overwritten.
@@ -527,11 +452,11 @@ class Ops(Protocol):
 
     def head(
         self,
-        x: Array,
+        x: HiddenT,
         rows: npt.NDArray[np.intp],
-        norm: Vector,
+        norm: VectorT | None,
         eps: float,
-        weight: Weight,
+        weight: WeightT,
         softcap: float | None = None,
         first_row: int = 0,
     ) -> npt.NDArray[np.float32]:
@@ -541,23 +466,193 @@ class Ops(Protocol):
         """
 
 
-class SplitOps(Protocol):
+class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
+    """The steps of models with inputs of each layer's own, or several residual streams."""
+
+    def project_inputs(
+        self, x: HiddenT, rows: HiddenT, weights: InputProjection[WeightT, VectorT]
+    ) -> HiddenT:
+        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
+        plus the projected embeddings ``x`` (R, D).
+        """
+
+    def gate_inputs(
+        self,
+        x: HiddenT,
+        inputs: HiddenT,
+        weights: InputGateWeights[WeightT, VectorT],
+        spec: InputGateSpec,
+    ) -> ArrayT:
+        """Gate one layer's part of ``inputs`` and project it: (R, D)."""
+
+    def low_rank(self, x: HiddenT, weights: LowRankWeights[WeightT, VectorT]) -> ArrayT:
+        """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
+
+    def split_streams(self, x: HiddenT, projections: WeightT) -> ArrayT:
+        """x (R, D) and its projections ((S - 1) * D, D), as large as it, as streams."""
+
+    def predict_streams(
+        self, streams: ArrayT, weights: StreamWeights[WeightT, VectorT], spec: StreamSpec
+    ) -> tuple[ArrayT, HiddenT]:
+        """Every stream plus all of them times a row's coefficients; and the active one (R, D)."""
+
+    def correct_streams(
+        self,
+        streams: ArrayT,
+        activated: HiddenT,
+        weights: StreamWeights[WeightT, VectorT],
+        spec: StreamSpec,
+    ) -> tuple[ArrayT, HiddenT]:
+        """Every prediction plus the active one's error times a row's coefficient.
+
+        ``activated`` (R, D) is the active stream after the layer; it is returned too, scaled.
+        """
+
+    def add_to_streams(self, streams: ArrayT, y: ArrayT) -> ArrayT:
+        """y (R, D) added to all streams but the first; both may be overwritten."""
+
+    def join_streams(self, streams: ArrayT, projections: WeightT) -> HiddenT:
+        """The mean of the first stream and of the others' projections, as large as it: (R, D).
+
+        ``projections`` stacks a matrix (D, D) for each of the others.
+        """
+
+    def repeat_stream(self, x: HiddenT, count: int) -> ArrayT:
+        """x (R, D) as each of so many streams."""
+
+    def read_streams(
+        self, streams: ArrayT, weights: ConnectionWeights[WeightT, VectorT]
+    ) -> tuple[HiddenT, ArrayT | None]:
+        """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
+        None without a matrix for it. The streams stay as they are.
+        """
+
+    def share_out(self, streams: ArrayT, y: ArrayT, shares: ArrayT) -> ArrayT:
+        """Add to each stream its share of y (R, D); both may be overwritten."""
+
+    def add_ngrams(
+        self,
+        streams: ArrayT,
+        rows: HiddenT,
+        weights: NgramWeights[WeightT, VectorT],
+        spec: RecurrentSpec,
+        step: _PassIn,
+        layer: int,
+    ) -> ArrayT:
+        """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
+
+
+class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
+    """The steps of a mixture of experts."""
+
+    def expert_table(self, count: int) -> ExpertTable[WeightT, VectorT]:
+        """An empty table of a layer with ``count`` experts."""
+
+    def norm_route(
+        self, x: _HiddenIn, weights: RouterWeights[WeightT, VectorT], spec: RouterSpec
+    ) -> tuple[ArrayT, Routing]:
+        """RMSNorm of ``x`` (R, D), and the experts chosen for each normed row; returns both.
+
+        The router is computed in float32 whatever the compute format. Non-finite logits give
+        non-finite weights: the caller checks.
+        """
+
+    def expert_slots(self, normed: ArrayT, routing: Routing) -> ArrayT:
+        """Room for the result of every slot: (R * K, D), not initialized."""
+
+    def run_experts(
+        self,
+        normed: ArrayT,
+        routing: Routing,
+        table: ExpertTable[WeightT, VectorT],
+        spec: ExpertSpec,
+        slots: ArrayT,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Fill the slots of ``experts`` (default: all chosen ones), which must be in the table."""
+
+    def put_slots(
+        self, slots: ArrayT, index: npt.NDArray[np.intp], rows: ArrayT | _HiddenIn
+    ) -> ArrayT:
+        """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
+
+    def combine_experts(self, slots: ArrayT, routing: Routing, shared: ArrayT | None) -> ArrayT:
+        """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
+
+        ``slots`` and ``shared`` are given up.
+        """
+
+    def latent_rows(self, normed: ArrayT, weight: WeightT) -> ArrayT:
+        """The experts' inputs if they are projected from normed rows: (R, L)."""
+
+    def widen_latents(self, rows: ArrayT, weight: WeightT, shared: ArrayT | None) -> ArrayT:
+        """Such experts' results (R, L) projected to (R, D), plus ``shared``.
+
+        Both may be overwritten.
+        """
+
+    def shared_mlp(
+        self,
+        normed: ArrayT,
+        weights: MlpWeights[WeightT, VectorT],
+        spec: MlpSpec,
+        gate: WeightT | None,
+    ) -> ArrayT:
+        """An MLP on rows that are normed already: (R, D).
+
+        ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
+        """
+
+
+class Ops(
+    BaseOps[HiddenT, ArrayT, WeightT, VectorT, PassT],
+    StreamOps[HiddenT, ArrayT, WeightT, VectorT, PassT],
+    ExpertOps[HiddenT, ArrayT, WeightT, VectorT],
+    Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT],
+):
+    """One implementation of the compute steps on one device. Used by one thread at a time.
+
+    What a caller knows of it is ``Ops``, whose arrays are opaque: see ``opaque``.
+    """
+
+
+ImplementationT = TypeVar("ImplementationT")
+
+
+def implementation(ops: object, kind: type[ImplementationT]) -> ImplementationT:
+    """What is behind ``opaque``, for those who know that it is of this ``kind``."""
+    assert isinstance(ops, kind), f"it is not of {kind.__name__}"
+    return ops
+
+
+def opaque(ops: Ops[HiddenT, ArrayT, WeightT, VectorT, PassT]) -> Ops:
+    """The implementation for those who do not know its arrays."""
+    return cast(Ops, ops)
+
+
+class SplitOps(Protocol[_HiddenIn, _ArrayOut, WeightT, VectorT]):
     """What a GPU's ``Ops`` may have besides: MLPs that it shares with the host."""
 
     def norm_split_mlp(
-        self, x: Array, pieces: Sequence[MlpWeights], spec: MlpSpec, host: HostRows | None
-    ) -> Array:
+        self,
+        x: _HiddenIn,
+        pieces: Sequence[MlpWeights[WeightT, VectorT]],
+        spec: MlpSpec,
+        host: HostRows | None,
+    ) -> _ArrayOut:
         """``norm_gated_mlp`` where each of ``pieces`` has some rows of gate, up and down, one after
         another, and the first one the norms. ``host`` has the last rows, if any, and computes them
         meanwhile.
         """
 
 
-class HostOps(Protocol):
+class HostOps(Protocol[WeightT, VectorT]):
     """What the CPU's ``Ops`` have for its rows of such an MLP."""
 
-    def norm_gate_rows(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
+    def norm_gate_rows(
+        self, x: Floats, weights: MlpWeights[WeightT, VectorT], spec: MlpSpec
+    ) -> Floats:
         """What down multiplies: (R, rows of gate)."""
 
-    def projected(self, x: Array, weight: Weight) -> Array:
+    def projected(self, x: Floats, weight: WeightT) -> Floats:
         """x (R, D) times the weight's rows: (R, rows)."""

@@ -24,12 +24,12 @@ numbers; E numbers of a token's n-grams, T taps. Knows neither layers nor tables
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.arrays import VectorT, WeightT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +46,28 @@ class StreamSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWeights:
+class StreamWeights(Generic[WeightT, VectorT]):
     """One layer's router of streams, with the coefficients of predictions or of corrections."""
 
-    norm: Vector  # (D,), times the scale of the router's input
-    router: Weight  # (S, D)
-    coefficients: Vector  # (S * S * S,) of predictions, (S * S,) of corrections
-    scale: Vector | None = None  # (D,), of the active stream for what follows the layer
+    norm: VectorT  # (D,), times the scale of the router's input
+    router: WeightT  # (S, D)
+    coefficients: VectorT  # (S * S * S,) of predictions, (S * S,) of corrections
+    scale: VectorT | None = None  # (D,), of the active stream for what follows the layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankWeights:
+class LowRankWeights(Generic[WeightT, VectorT]):
     """``n + norm(right(left(n)))``, where n is the normed input."""
 
-    norm: Vector  # (D,)
-    left: Weight  # (K, D)
-    right: Weight  # (D, K)
-    post_norm: Vector  # (D,)
+    norm: VectorT | None  # (D,)
+    left: WeightT  # (K, D)
+    right: WeightT  # (D, K)
+    post_norm: VectorT  # (D,)
     eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionWeights:
+class ConnectionWeights(Generic[WeightT, VectorT]):
     """How a layer reads ``count`` streams; n are the streams, each normed by itself.
 
     The layer's input is the mean over streams of ``sigmoid(up(silu(down(n) / S))) * n``; a stream
@@ -75,10 +75,10 @@ class ConnectionWeights:
     """
 
     count: int
-    norm: Vector  # (S * D,)
-    down: Weight  # (K, S * D)
-    up: Weight  # (S * D, K)
-    share: Weight | None  # (S, S * D)
+    norm: VectorT  # (S * D,)
+    down: WeightT  # (K, S * D)
+    up: WeightT  # (S * D, K)
+    share: WeightT | None  # (S, S * D)
     eps: float
 
 
@@ -92,11 +92,11 @@ def rows_of_tokens(tokens: npt.NDArray[np.int64], each: int, rows: int) -> npt.N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputProjection:
+class InputProjection(Generic[WeightT, VectorT]):
     """The projection of embeddings, normed over P numbers, that is added to the tables' rows."""
 
-    matrix: Weight  # (L * P, D)
-    norm: Vector  # (P,)
+    matrix: WeightT  # (L * P, D)
+    norm: VectorT  # (P,)
     width: int
     eps: float
 
@@ -112,12 +112,12 @@ class InputGateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputGateWeights:
+class InputGateWeights(Generic[WeightT, VectorT]):
     """``norm(out(activation(gate(x)) * inputs))``."""
 
-    gate: Weight  # (P, D)
-    out: Weight  # (D, P)
-    post_norm: Vector  # (D,)
+    gate: WeightT  # (P, D)
+    out: WeightT  # (D, P)
+    post_norm: VectorT  # (D,)
 
 
 LEAST_PRODUCT = 1e-6
@@ -125,14 +125,14 @@ LEAST_PRODUCT = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NgramWeights:
+class NgramWeights(Generic[WeightT, VectorT]):
     """One layer's n-grams, of ``count`` streams. Norms are each stream's own."""
 
     count: int
-    key: Weight  # (S * D, E)
-    value: Weight  # (D, E)
-    key_norm: Vector  # (S * D,)
-    stream_norm: Vector  # (S * D,)
-    value_norm: Vector  # (S * D,)
-    taps: Vector  # (T, S * D): the oldest row's first
+    key: WeightT  # (S * D, E)
+    value: WeightT  # (D, E)
+    key_norm: VectorT  # (S * D,)
+    stream_norm: VectorT  # (S * D,)
+    value_norm: VectorT  # (S * D,)
+    taps: VectorT  # (T, S * D): the oldest row's first
     eps: float

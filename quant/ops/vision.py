@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeAlias
 
 import numpy as np
 
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import Array, Vector, Weight, copy_to_host, vector_to_host
+from localrt.quant.ops.arrays import VectorT, WeightT, copy_to_host, vector_to_host
 from localrt.quant.ops.protocol import Ops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -53,7 +53,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Heads:
+class Heads(Generic[VectorT]):
     """``count`` heads of ``size`` numbers, whose queries are times ``scale``. Queries and keys may
     be normed (RMSNorm), values without a weight. Each of ``axes`` turns an equal part of a head,
     one half of it against the other.
@@ -63,13 +63,16 @@ class Heads:
     size: int
     scale: float
     eps: float
-    q_norm: Vector | None = None
-    k_norm: Vector | None = None
+    q_norm: VectorT | None = None
+    k_norm: VectorT | None = None
     value_norm: bool = False
     axes: int = 1
 
 
-class VisionSteps:
+Rows: TypeAlias = Any  # (R, ...) float32, on the host; behind ``put`` where the steps want them
+
+
+class VisionSteps(Generic[WeightT, VectorT]):
     """Every step returns a new array; what it was given stays as it is.
 
     ``on_gpu``: weights and rows are in a GPU's memory.
@@ -77,14 +80,14 @@ class VisionSteps:
 
     on_gpu = False
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops[Any, Any, WeightT, VectorT, Any]) -> None:
         self.ops = ops
 
-    def put(self, x: Floats) -> Array:
+    def put(self, x: Floats) -> Rows:
         """Rows as the steps of many blocks read them fastest."""
         return x
 
-    def get(self, x: Array) -> Floats:
+    def get(self, x: Rows) -> Floats:
         """Rows that came from ``put``, on the host again."""
         rows: Floats = x
         return rows
@@ -98,8 +101,8 @@ class VisionSteps:
     def linear(
         self,
         x: Floats,
-        weight: Weight,
-        bias: Vector | None = None,
+        weight: WeightT,
+        bias: VectorT | None = None,
         activation: VisionActivation | None = None,
     ) -> Floats:
         """x (R, F) times ``weight`` (D, F), plus ``bias`` (D,), then the activation: (R, D)."""
@@ -125,20 +128,20 @@ class VisionSteps:
         """Columns of all parts (R, ...) side by side."""
         return np.concatenate(parts, -1)
 
-    def values(self, vector: Vector, size: int) -> Floats:
+    def values(self, vector: VectorT, size: int) -> Floats:
         """A vector's values (size,)."""
         out = np.empty(size, np.float32)
         vector_to_host(vector, out)
         return out
 
-    def layer_norm(self, x: Floats, weight: Vector, bias: Vector | None, eps: float) -> Floats:
+    def layer_norm(self, x: Floats, weight: VectorT, bias: VectorT | None, eps: float) -> Floats:
         """LayerNorm of every row: (R, D)."""
         x = x - x.mean(-1, keepdims=True)
         scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
         out: Floats = x / scale * self.values(weight, x.shape[-1])
         return out if bias is None else out + self.values(bias, x.shape[-1])
 
-    def rms_norm(self, x: Floats, weight: Vector | None, eps: float) -> Floats:
+    def rms_norm(self, x: Floats, weight: VectorT | None, eps: float) -> Floats:
         """RMSNorm over the last axis, times ``weight``, if there is one: the shape of ``x``."""
         out: Floats = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
         return out if weight is None else out * self.values(weight, x.shape[-1])
@@ -155,7 +158,7 @@ class VisionSteps:
         cos, sin = cos[:, None], sin[:, None]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-    def heads(self, qkv: Floats, heads: Heads, places: Places) -> Floats:
+    def heads(self, qkv: Floats, heads: Heads[VectorT], places: Places) -> Floats:
         """Attention of qkv (R, 3 * H * E), all heads' queries before keys and values: (R, H * E).
 
         See ``attention``, ``rotate`` and ``rms_norm``.

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, LatentWeights
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
 from localrt.quant.ops.protocol import Span
 from localrt.quant.reference.kv import TorchKVCache, kv_of
+from localrt.quant.reference.weights import LatentWeights
 
 # Query rows whose scores over the whole context are held at once on the textbook path.
 _QUERY_BLOCK = 64
@@ -166,7 +167,7 @@ class _Steps(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor: ...
 
 
 def latent_queries(

@@ -28,27 +28,12 @@ from localrt.quant.ops.adapters import (
     head_deltas,
     joined,
 )
-from localrt.quant.ops.attention import (
-    AttentionSpec,
-    AttentionWeights,
-    IndexSpec,
-    IndexWeights,
-    LatentSpec,
-    LatentWeights,
-    Rope,
-)
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertTable,
-    PlainExpertTable,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-)
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
+from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing
 from localrt.quant.ops.hybrid_cache import begin_states, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
-from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights, Span, ranges
-from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, Span, ranges
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.reference.attention import (
     attend_latents,
@@ -68,6 +53,15 @@ from localrt.quant.reference.experts import (
 from localrt.quant.reference.kv import TorchKVCache, kv_of, with_states
 from localrt.quant.reference.recurrent import mix_rows, widen
 from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
+from localrt.quant.reference.weights import (
+    AttentionWeights,
+    ExpertTable,
+    IndexWeights,
+    LatentWeights,
+    MlpWeights,
+    RecurrentWeights,
+    RouterWeights,
+)
 
 STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
@@ -337,7 +331,7 @@ class TorchOps(StreamSteps):
         self,
         x: Tensor,
         rows: npt.NDArray[np.intp],
-        norm: Tensor,
+        norm: Tensor | None,
         eps: float,
         weight: Tensor,
         softcap: float | None = None,
@@ -376,7 +370,7 @@ class TorchOps(StreamSteps):
 
     # -- a mixture of experts --------------------------------------------------------------------
 
-    def expert_table(self, count: int) -> PlainExpertTable:
+    def expert_table(self, count: int) -> PlainExpertTable[Tensor, Tensor]:
         return PlainExpertTable(count)
 
     def norm_route(

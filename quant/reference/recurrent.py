@@ -14,8 +14,9 @@ from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span, ranges
-from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StatePass
+from localrt.quant.reference.weights import RecurrentWeights
 
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
 
@@ -55,7 +56,7 @@ def convolve_rows(
     layer: int,
 ) -> Tensor:
     """(R, channels), float32: the convolution of ``rows`` (R, row size), which caches keep."""
-    weights = RecurrentWeights(norm=None, mix=None, taps=taps, out=None)
+    weights = RecurrentWeights(norm=None, mix=taps, taps=taps, out=taps)  # of which taps are read
     return _run_all(rows, weights, spec, spans, passes, layer)
 
 
@@ -95,6 +96,8 @@ def _factors(mixed: Tensor, weights: RecurrentWeights, spec: RecurrentSpec) -> T
     _, _, strengths, decays = _columns(mixed, spec)
     if spec.kind == "conv":
         return strengths
+    assert weights.decay is not None, "it has a state"
+    assert weights.decay_bias is not None, "it has a state"
     rates = weights.decay.float()
     steps = F.softplus(decays + weights.decay_bias.float())
     if spec.kind == "delta":
@@ -205,6 +208,7 @@ def _finish(seen: Tensor, mixed: Tensor, weights: RecurrentWeights, spec: Recurr
     if spec.gate_first:
         seen = seen * factor
     parts = seen.view(len(seen), -1, spec.norm_size)
+    assert weights.out_norm is not None, "its results are normed"
     weight = weights.out_norm.float().view(-1, spec.norm_size)
     eps = spec.norm_eps or spec.eps
     normed: Tensor = (F.rms_norm(parts, (spec.norm_size,), eps=eps) * weight).flatten(1)

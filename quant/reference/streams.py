@@ -13,18 +13,16 @@ from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import begin_states
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import (
-    LEAST_PRODUCT,
+from localrt.quant.ops.streams import LEAST_PRODUCT, InputGateSpec, StreamSpec
+from localrt.quant.reference.recurrent import convolve_rows
+from localrt.quant.reference.weights import (
     ConnectionWeights,
-    InputGateSpec,
     InputGateWeights,
     InputProjection,
     LowRankWeights,
     NgramWeights,
-    StreamSpec,
     StreamWeights,
 )
-from localrt.quant.reference.recurrent import convolve_rows
 
 _LEAST_SQUARE = 1e-5  # of what is brought to another's magnitude
 
@@ -42,7 +40,7 @@ class StreamSteps:
         """A product."""
         raise NotImplementedError
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         raise NotImplementedError
 
     def project_inputs(self, x: Tensor, rows: Tensor, weights: InputProjection) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.drafts.heads.config import FUSION, HeadConfig, input_layers
@@ -18,6 +18,7 @@ from localrt.models.layers.parts import Head, PassState
 from localrt.models.raw_config import RawConfig
 from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Weight
 
 # Of ``dflash_config``; a draft with others is refused
 _BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
@@ -50,7 +51,8 @@ class BlockDecoder(Decoder):
 
     def __init__(self, weights: WeightStore, context: ContextKeys) -> None:
         super().__init__(weights)
-        end, ops = Head(self.config, weights.norm, None), weights.ops
+        no_logits, ops = cast(Weight, None), weights.ops
+        end = Head(self.config, weights.norm, no_logits)
         self.context = Decoder(ResidentWeights(ops, self.config, [context], end, ResidentExperts()))
 
 

@@ -15,6 +15,7 @@ from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.parts import Attention, PassState
 from localrt.models.raw_config import RawConfig
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Vector
 
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 
@@ -49,6 +50,7 @@ class FusedAttention:
             if self._feature_norm is not None:
                 x = ops.norm(x, self._feature_norm, self._eps)
             x = ops.projected(x, self._projection)
+        norms: tuple[Vector | None, Vector | None]
         if self._residual_normed:
             x = ops.norm(x, self._norms[1], self._eps)
             norms = (self._norms[0], None)
