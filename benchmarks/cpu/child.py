@@ -35,7 +35,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
         assert kernels.isa == job["isa"]
         session = engine.session(job["tokens"] + 256)
         session.extend(_ids(64))  # warms up
-        return KINDS[job["kind"]](session, ops, job)
+        return KINDS[job["kind"]](session, kernels, job)
 
 
 def _ids(count: int) -> list[int]:
@@ -69,7 +69,7 @@ def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
     data = np.ones(READ_BYTES, np.uint8)
 
     def read_s() -> float:
-        return min(_time(kernels.read_all, data) for _ in range(5))
+        return min(_time(ops.read_all, data) for _ in range(5))
 
     before, rate, after = read_s(), _rate(session, job, 1), read_s()
     of_floor = rate * _token_nbytes(job["model"], ops) * (before + after) / 2 / READ_BYTES

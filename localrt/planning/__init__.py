@@ -12,8 +12,8 @@ measures rates, or ``describe_pc.py`` and ``gpus.py`` read them from a descripti
 tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the schedule as
 ``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay, ``verdict.py``
 judges it for chat, ``advice.py`` finds what would help, ``mix.py`` what fewer bits lose, and
-``report.py`` prints it all. ``pair.py`` places a draft beside its target. ``preview.py`` and
-``what_runs.py`` are plans in a line, for lists of models.
+``report.py`` prints it all. ``preview.py`` and ``what_runs.py`` are plans in a line, for lists of
+models.
 """
 
 from __future__ import annotations
