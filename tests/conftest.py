@@ -41,10 +41,13 @@ from localrt.quant.cpu import ops as native_ops
 if "PYTEST_XDIST_WORKER" in os.environ:
     native_ops.default_threads = lambda: 1
 
-# How long an example takes depends on what else the machine does.
+# How long an example takes depends on what else the machine does. `.ci/run` asks for ``full``.
 slow = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow)
-hypothesis.settings.load_profile("tests")
+for _profile, _examples in (("quick", 12), ("full", 100)):
+    hypothesis.settings.register_profile(
+        _profile, max_examples=_examples, deadline=None, suppress_health_check=slow
+    )
+hypothesis.settings.load_profile("quick")
 
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 

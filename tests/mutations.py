@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +20,7 @@ VALUES = [
     *([], [None], [0], ["x"], [[]], [1.0] * 6, [0.0] * 6, [float("nan")] * 6, [{}]),
     *({}, {"a": 1}, {"type": "x"}, {"rope_type": []}, {"content": 3}),
 ]
-EXAMPLES = int(os.environ.get("LOCALRT_FUZZ_EXAMPLES", "100"))
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 Path = tuple[str | int, ...]
 

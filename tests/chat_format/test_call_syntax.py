@@ -121,7 +121,6 @@ def as_json(calls: Sequence[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
 @given(calls=_calls, text=_words, thought=_words, cuts=_cuts)
 def test_what_a_template_writes_is_read_back(
     name: str, calls: list[tuple[str, dict[str, Any]]], text: str, thought: str, cuts: list[int]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.chat_format.templates.chat_template import (
@@ -238,7 +238,6 @@ harmless = st.lists(
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
-@settings(max_examples=40)
 @given(messages=harmless)
 def test_harmless_chats_encode_as_one_text(name: str, messages: list[dict[str, Any]]) -> None:
     tokenizer, template = real(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.chat_format.histories import HistoryRenderer
@@ -302,7 +302,6 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
 @given(history=histories())
 def test_the_beginning_of_a_prompt_stays(kind: str, history: list[dict[str, Any]]) -> None:
     """Whatever follows: what is cached of a conversation is not read again."""

@@ -270,7 +270,7 @@ def test_what_is_too_large_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=12))
 def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, text: str) -> None:
     try:

@@ -9,7 +9,7 @@ from time import thread_time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -234,7 +234,6 @@ OFFERED = [
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=60)
 @given(messages=conversations, tools=st.sampled_from([None, OFFERED]))
 def test_real_templates_render_as_without_limits(name: str, messages: Any, tools: Any) -> None:
     known = {"messages": messages, "tools": tools, "bos_token": "<s>", "add_generation_prompt": 1}

@@ -1,14 +1,13 @@
 """Whatever the bytes, opening and reading a file ends quickly, in little memory, and plainly."""
 
 import json
-import os
 import struct
 import tempfile
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -25,8 +24,6 @@ from tests.checkpoints.make_gguf import (
 )
 
 MOST_MEMORY = 8 << 20
-EXAMPLES = int(os.environ.get("LOCALRT_FUZZ_EXAMPLES", "150"))
-FUZZ = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 
 
 def number(value: int) -> bytes:
@@ -128,7 +125,6 @@ def test_the_valid_files_open(folder):
     exercise(gguf)
 
 
-@FUZZ
 @given(data=mutations(VALID_GGUF))
 def test_gguf_headers(folder, data):
     path = folder / "fuzz.gguf"
@@ -136,7 +132,6 @@ def test_gguf_headers(folder, data):
     bounded(path)
 
 
-@FUZZ
 @given(data=mutations(VALID_SAFETENSORS))
 def test_safetensors_headers(folder, data):
     model = folder / "model"
@@ -146,7 +141,6 @@ def test_safetensors_headers(folder, data):
     bounded(model)
 
 
-@FUZZ
 @given(data=mutations(b'{"architectures": ["A"], "rope_parameters": {"rope_theta": 1}, "x": [1]}'))
 def test_configs(folder, data):
     model = folder / "configured"

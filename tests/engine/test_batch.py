@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import (
@@ -248,7 +248,6 @@ def test_kv_room() -> None:
     assert kv_room(engine) == 400
 
 
-@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
     size=st.none() | st.integers(1, PASS_ROWS),

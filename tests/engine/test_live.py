@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import (
@@ -616,7 +616,6 @@ def test_single_sequence_engine() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-@settings(max_examples=40)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=10),
     buffer=st.integers(1, 20),

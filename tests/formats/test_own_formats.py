@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -86,7 +86,6 @@ def test_round_trip(name, seed, rows, groups):
         fill=st.just(0.0),
     ),
 )
-@settings(max_examples=200)
 def test_finite_values(name, values):
     packed = pack(values, CODECS[name].format)
     once = unpack(packed)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -76,7 +76,6 @@ def test_branches(history: History) -> None:
     assert said(talk) == ["one", "uno"]
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=25))
 def test_show_any_turn(steps: list[tuple[bool, int]]) -> None:
     with TemporaryDirectory() as folder, History(Path(folder) / "h.db") as history:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import StorageError
@@ -52,7 +52,6 @@ def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
     return file.read(length, fill), got
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 1500)), min_size=1, max_size=4))
 def test_any_sequence(steps: list[tuple[int, int]]) -> None:
     with TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.models.layers.ngrams import NgramHash, NgramSpec, ngrams_of
@@ -62,7 +62,6 @@ def test_the_published_table() -> None:
     assert (hashed.rows, hashed.spec.rows_per_token) == (320_001_536, 16)
 
 
-@settings(max_examples=50)
 @given(
     tokens=st.lists(st.sampled_from([1, 2, END, 40]), min_size=1, max_size=20), cut=st.integers(0)
 )

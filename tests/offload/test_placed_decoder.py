@@ -41,7 +41,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-@settings(max_examples=25)
 @given(data=st.data(), slack=st.integers(0, 40), embedded=st.booleans())
 def test_any_placement_computes_the_same(
     model: Model, data: st.DataObject, slack: int, embedded: bool

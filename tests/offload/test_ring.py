@@ -92,10 +92,9 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40)
+TestRing.settings = settings(stateful_step_count=40)
 
 
-@settings(max_examples=50)
 @given(unit=st.integers(2, 12), slack=st.integers(1, 12), turns=st.integers(2, 9))
 def test_filled_while_computing(unit: int, slack: int, turns: int) -> None:
     slack = min(slack, unit)
@@ -136,7 +135,6 @@ def test_sizes() -> None:
             ring.lease(nbytes)
 
 
-@settings(max_examples=100)
 @given(
     units=st.lists(st.integers(1, 9), min_size=1, max_size=60),
     slack=st.integers(0, 12),

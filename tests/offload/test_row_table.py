@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError
@@ -60,7 +60,6 @@ def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
     return np.array(table.ask(model.ops, step, wanted)())
 
 
-@settings(max_examples=20)
 @given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
 def test_kept_tiles(model: Model, passes: list[list[int]]) -> None:
     kept, _ = open_table(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
@@ -33,7 +33,6 @@ def store(
         yield store
 
 
-@settings(max_examples=25)
 @given(gpu=st.floats(0.001, 0.998), link=st.floats(0, 0.9))
 def test_split_unit(store: StoreCheckpoint, gpu: float, link: float) -> None:
     config = read_config(store)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError, CheckpointError
@@ -56,7 +56,6 @@ def reader_threads() -> list[threading.Thread]:
 # -- what is read ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(
     pages=st.lists(st.integers(1, 7), min_size=1, max_size=7),
     slack=st.integers(0, 14),

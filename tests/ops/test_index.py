@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu.abi import find_library
@@ -158,7 +158,6 @@ def test_row_that_sees_all(kv: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(case=ALL_LAYERS, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_passes_of_any_size(
     native: dict[tuple[str, str], IndexedLayer], case: tuple[str, str], cuts: list[int]
@@ -182,7 +181,6 @@ def test_threads_and_sequences(name: str, kv: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60)
 @given(
     case=ALL_LAYERS,
     held=st.sampled_from([0, 1, 14, 31, 250, 333]),

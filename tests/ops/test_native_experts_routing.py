@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu.abi import find_library
@@ -186,7 +186,6 @@ def test_nan_weights(bad, scoring, isa: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40)
 def test_any_router(data: st.DataObject) -> None:
     groups = data.draw(st.sampled_from([1, 2, 3, 7]))
     count = groups * data.draw(st.integers(1, 40))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
@@ -151,7 +151,6 @@ def test_cache_size(folder: Path, kv: CacheFormat, token: int) -> None:
     assert cache.nbytes == 3 * 512 * token == decoder.ops.kv_nbytes(decoder.config.attention, 300)
 
 
-@settings(max_examples=30)
 @given(st.data(), st.sampled_from(["latent-bf16", "latent-int8"]))
 def test_move_rows(data: st.DataObject, kv: CacheFormat) -> None:
     size, width = block_nbytes(1, 48, kv), 48

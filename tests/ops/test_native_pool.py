@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu import ops as native_ops
@@ -96,7 +96,6 @@ def test_removed_core() -> None:
 changes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40), st.booleans()), max_size=8)
 
 
-@settings(max_examples=25)
 @given(changes)
 @example([(6, 1, False), (1, 1, False), (6, 40, True), (2, 40, False)])
 def test_other_numbers_of_threads(changes: list[tuple[int, int, bool]]) -> None:

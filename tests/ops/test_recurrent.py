@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu.abi import best_isa, find_library
@@ -66,7 +66,6 @@ def test_fast_decays_leave_nothing(name: str, isa: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(name=LAYERS, cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_passes_of_any_size(native: dict[str, Layer], name: str, cuts: list[int]) -> None:
     layer, x = native[name], random_rows(sum(cuts))
@@ -74,7 +73,6 @@ def test_passes_of_any_size(native: dict[str, Layer], name: str, cuts: list[int]
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(
     name=LAYERS,
     held=st.integers(0, 12),
@@ -113,7 +111,6 @@ def test_cancelled_pass(native: dict[str, Layer], name: str, rows: int) -> None:
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(
     name=LAYERS,
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
@@ -147,7 +144,6 @@ def test_trim(
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(
     name=LAYERS,
     begin=st.integers(0, 9),
@@ -189,7 +185,6 @@ def test_draft_tree(
         np.testing.assert_array_equal(layer.run((cache, x[kept:])), whole[kept:])
 
 
-@settings(max_examples=30)
 @given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=4), turn=st.integers(1, 511))
 def test_changed_turn(ends: list[int], turn: int) -> None:
     """Also where a state is so large that few are kept: Granite-4-H-Tiny's takes 57 MB."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -118,7 +118,6 @@ def test_read_by_safetensors(large: SyntheticCheckpoint, large_store: StoreCheck
     assert all(name.startswith("_pad.") and not found[name].any() for name in extra)
 
 
-@settings(max_examples=60)
 @given(
     rows=st.integers(1, 70),
     cuts=st.lists(st.integers(0, 70), max_size=6),

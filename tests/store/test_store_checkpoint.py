@@ -111,7 +111,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
     manifest = json.loads((packed / "manifest.json").read_text())

@@ -16,12 +16,9 @@ from safetensors.torch import save
 pytest.importorskip("compressed_tensors")
 
 from tests.checkpoints.published.schemes import SCHEMES, Published
-from tests.checkpoints.test_fuzz import EXAMPLES, bounded, exercise, mutations
+from tests.checkpoints.test_fuzz import bounded, exercise, mutations
 
-FUZZ = settings(
-    max_examples=max(20, EXAMPLES // 4),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 KINDS = [
     "W4A16 g32", "W4A16 asymmetric", "W4A16 g16", "W8A8", "compressed FP8 blocks", "NVFP4",
     "MXFP4A16", "GPTQ g32", "GPTQ asymmetric", "GPTQ ordered", "AWQ g64", "NF4", "NF4 twice",

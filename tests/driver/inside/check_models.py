@@ -50,9 +50,9 @@ from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
 once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
-few = settings(
+few = settings(  # each closes what it has opened
     some, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # each closes what it has opened
+)
 SLACK = st.tuples(st.integers(0, 8), st.integers(0, 8))
 SEEDS = st.integers(0, 1 << 16)
 """Of the driver: 0 is never early."""

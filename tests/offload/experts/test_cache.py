@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
@@ -48,7 +48,6 @@ def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([experts]), np.linspace(0.9, 0.1, len(experts))[None]
 
 
-@settings(max_examples=60)
 @given(trace=traces, policy=policies, data=st.data())
 def test_any_trace(trace: Trace, policy: type[LRU] | None, data: st.DataObject) -> None:
     """Never too full, nothing in use evicted, the counts right: whatever happens."""
@@ -88,7 +87,6 @@ def test_any_trace(trace: Trace, policy: type[LRU] | None, data: st.DataObject) 
     assert (cache.hits, cache.demands) == (hits, demands)
 
 
-@settings(max_examples=30)
 @given(trace=traces, policy=policies, smaller=st.integers(1, 12))
 def test_memory_pressure(trace: Trace, policy: type[LRU] | None, smaller: int) -> None:
     """Shrinking gives up just enough, the least worth first; growing makes room again."""
@@ -105,7 +103,6 @@ def test_memory_pressure(trace: Trace, policy: type[LRU] | None, smaller: int) -
     assert not resize(cache, len(before))
 
 
-@settings(max_examples=60)
 @given(
     trace=traces,
     together=st.integers(1, 5),

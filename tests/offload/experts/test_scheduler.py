@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.offload.experts.scheduler import (
@@ -29,7 +29,6 @@ layers = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_
 EXACT = 1e-9
 
 
-@settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready)
 def test_assignment(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     rows, resident = layer
@@ -69,7 +68,6 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
     assert found.end >= least - EXACT
 
 
-@settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready)
 def test_soonest(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     """A static placement, and copying all that is absent, are of that shape."""
@@ -100,7 +98,6 @@ small = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_s
 )
 
 
-@settings(max_examples=150)
 @given(used=small, cpu=rates, gpu=seconds, fetch=seconds)
 def test_best_for_decoding(used: tuple, cpu: Rate, gpu: float, fetch: float) -> None:
     """All experts alike: nothing of any shape ends sooner."""

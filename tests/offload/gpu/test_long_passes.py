@@ -70,7 +70,7 @@ def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
     ]
 
 
-@settings(some, max_examples=25)
+@some
 @given(data=st.data(), slack=PAGES)
 def test_any_mix_of_long_and_short_passes(
     model: Model, data: st.DataObject, slack: tuple[int, int]

@@ -65,7 +65,7 @@ def spread(model: Model, offset: int = 0) -> dict[str, Where]:
     return {name: ORDER[(n + offset) % 5] for n, name in enumerate(passing(model.store))}
 
 
-@settings(some, max_examples=30)
+@some
 @given(data=st.data(), slack=PAGES)
 def test_any_placement(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
     where = data.draw(placements([*passing(model.store), "embedding"]))
@@ -74,7 +74,7 @@ def test_any_placement(model: Model, data: st.DataObject, slack: tuple[int, int]
         assert_same(conversation(decoder), model.expected)
 
 
-@settings(some, max_examples=25)
+@some
 @given(data=st.data(), slack=PAGES)
 def test_cancelled_passes_and_evictions(
     model: Model, data: st.DataObject, slack: tuple[int, int]

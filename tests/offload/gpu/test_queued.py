@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError, CheckpointError, LocalrtError
@@ -126,7 +126,6 @@ def copying(
         reader.close()
 
 
-@settings(max_examples=60)
 @given(
     pages=st.lists(st.integers(1, 7), min_size=1, max_size=7),
     read=st.frozensets(st.integers(0, 6)),

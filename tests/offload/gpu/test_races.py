@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
@@ -88,7 +88,7 @@ def test_units_arrive_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPa
 # -- mixtures --------------------------------------------------------------------------------------
 
 
-@settings(some, max_examples=8)
+@some
 @given(data=st.data(), slack=PAGES)
 def test_any_placement_of_a_mixture(
     mixture: Model, data: st.DataObject, slack: tuple[int, int]
