@@ -7,6 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from localrt.models.checkpoints import open_checkpoint
@@ -27,10 +28,12 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_inside(part: int) -> None:
-    """Few processes for all of them: each takes seconds to begin."""
+def test_inside(part: int, request: pytest.FixtureRequest) -> None:
+    """Few processes for all of them: each takes seconds to begin. They run what this run does."""
     checks = sorted(map(str, INSIDE.glob("check_*.py")))[part::PARTS]
     options = ["-q", "-n0", "-p", "no:cacheprovider", "-o", "timeout=300"]  # less than ours
+    options += ["-m", request.config.option.markexpr]
+    options += ["--hypothesis-profile", hypothesis.settings.get_current_profile_name()]
     command = [sys.executable, "-m", "pytest", *options, *checks]
     done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

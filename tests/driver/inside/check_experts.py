@@ -40,8 +40,7 @@ from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.placed_on_gpu import all_in_ram
-from tests.offload.gpu.test_hybrid_experts import stages
+from tests.offload.gpu.placed_on_gpu import all_in_ram, stages
 from tests.offload.placed import MODE, PLENTY, cancel_after, extend, needs_kernels, tokens
 from tests.waits import wait_for
 

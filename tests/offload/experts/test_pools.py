@@ -9,8 +9,7 @@ import pytest
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from tests.offload.gpu.placed_on_gpu import on_gpu
-from tests.offload.gpu.test_hybrid_experts import COSTS, places
+from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places
 from tests.offload.placed import Model, assert_same, conversation, needs_kernels, pack_tiny
 from tests.offload.test_placed_experts import answers, experts
 

@@ -15,14 +15,20 @@ from localrt.common.files import PAGE
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import Clock, Gpu
+from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import Placement, Where
+from localrt.offload.ring import PAGE
+from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing
+
+COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
 
 
 def all_in_ram(decoder: Decoder) -> bool:
     """Whether every expert has been read: what is on the SSD is computed by the CPU."""
-    stage: Any = decoder.weights.sparse["gpu"]  # type: ignore[attr-defined]
+    stage: Any = decoder.weights.sparse["gpu"]
     for pool in stage.memory.pools:
         pool._settle_arrived()
         if not all(pool.holds(*key) for key in pool._units):
@@ -46,6 +52,26 @@ def place_on_gpu(
         ram_ring=largest + slack[0] * PAGE,
         vram_ring=largest + slack[1] * PAGE,
     )
+
+
+def places(
+    model: Model, share: float, *, ssd: float = 0.0, shells: Where = Where.VRAM
+) -> dict[str, Where]:
+    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest in RAM."""
+    names = [unit.name for unit in model.store.manifest.units]
+    experts = [name for name in names if ".expert." in name]
+    where = {n: shells for n in names if n.endswith((".mlp", ".attention")) or n.startswith("head")}
+    cut = round(share * len(experts))
+    where |= dict.fromkeys(experts[:cut], Where.VRAM)
+    rest = experts[cut:]
+    return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
+
+
+def stages(placed: Decoder) -> HybridExperts:
+    """What runs the sparse layers on the GPU."""
+    found = placed.weights.sparse["gpu"]
+    assert isinstance(found, HybridExperts)
+    return found
 
 
 @contextmanager

@@ -24,8 +24,14 @@ from localrt.offload.shapes import PassSizes, shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu
-from tests.offload.gpu.placed_on_gpu import on_gpu, pipeline_threads, place_on_gpu, placements
-from tests.offload.gpu.test_hybrid_experts import COSTS, places
+from tests.offload.gpu.placed_on_gpu import (
+    COSTS,
+    on_gpu,
+    pipeline_threads,
+    place_on_gpu,
+    placements,
+    places,
+)
 from tests.offload.placed import (
     MODE,
     PLENTY,

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from localrt.models.decoder import Decoder
-from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts, schedule
-from localrt.offload.placement import Where
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places, stages
 from tests.offload.placed import (
     Model,
     assert_same,
@@ -25,8 +22,6 @@ from tests.offload.placed import (
 )
 
 pytestmark = needs_kernels
-
-COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma4-moe"])
@@ -41,26 +36,6 @@ def model(
 
 # What is counted is the scheduler's and the slots': the same for all mixtures.
 one_mixture = pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
-
-
-def places(
-    model: Model, share: float, *, ssd: float = 0.0, shells: Where = Where.VRAM
-) -> dict[str, Where]:
-    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest in RAM."""
-    names = [unit.name for unit in model.store.manifest.units]
-    experts = [name for name in names if ".expert." in name]
-    where = {n: shells for n in names if n.endswith((".mlp", ".attention")) or n.startswith("head")}
-    cut = round(share * len(experts))
-    where |= dict.fromkeys(experts[:cut], Where.VRAM)
-    rest = experts[cut:]
-    return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
-
-
-def stages(placed: Decoder) -> HybridExperts:
-    """What runs the sparse layers on the GPU."""
-    found = placed.weights.sparse["gpu"]
-    assert isinstance(found, HybridExperts)
-    return found
 
 
 @pytest.mark.parametrize(("share", "ssd"), [(0.2, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.6)])

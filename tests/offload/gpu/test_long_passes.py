@@ -18,15 +18,17 @@ from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import (
+    COSTS,
     PAGES,
     SHORTAGES,
     all_in_ram,
     on_gpu,
     place_on_gpu,
     placements,
+    places,
     some,
+    stages,
 )
-from tests.offload.gpu.test_hybrid_experts import COSTS, places, stages
 from tests.offload.placed import (
     Model,
     assert_same,

@@ -12,8 +12,7 @@ from localrt.offload.experts.memory import ExpertMemory
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.protocol import Ops
 from tests.offload.gpu.fakes import FakeGpu
-from tests.offload.gpu.placed_on_gpu import on_gpu
-from tests.offload.gpu.test_hybrid_experts import COSTS, places
+from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places
 from tests.offload.placed import PLENTY, Model, assert_same, conversation, needs_kernels, pack_tiny
 from tests.waits import wait_for
 

@@ -23,17 +23,13 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import (
-    PAGES,
-    SHORTAGES,
     on_gpu,
     pipeline_threads,
     placements,
-    some,
 )
 from tests.offload.placed import (
     Model,
     assert_same,
-    cancel_after,
     conversation,
     extend,
     needs_kernels,
@@ -63,35 +59,6 @@ def model(
 def spread(model: Model, offset: int = 0) -> dict[str, Where]:
     """All five places in turn."""
     return {name: ORDER[(n + offset) % 5] for n, name in enumerate(passing(model.store))}
-
-
-@some
-@given(data=st.data(), slack=PAGES)
-def test_any_placement(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
-    where = data.draw(placements([*passing(model.store), "embedding"]))
-    where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
-    with on_gpu(model, where, slack=slack) as decoder:
-        assert_same(conversation(decoder), model.expected)
-
-
-@some
-@given(data=st.data(), slack=PAGES)
-def test_cancelled_passes_and_evictions(
-    model: Model, data: st.DataObject, slack: tuple[int, int]
-) -> None:
-    where = data.draw(placements(passing(model.store)))
-    stops = data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=6))
-    pending = iter([(0, 0), *data.draw(SHORTAGES), *[(0, 0)] * 100])
-    with on_gpu(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        for seed, stop in enumerate(stops):
-            if 0 < stop <= len(passing(model.store)):
-                with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))
-            assert_same(
-                [extend(decoder, cache, tokens(2, seed=seed))],
-                [extend(model.resident, twin, tokens(2, seed=seed))],
-            )
 
 
 @pytest.mark.parametrize("where", list(Where))
@@ -244,20 +211,3 @@ def test_closing(model: Model) -> None:
         assert pipeline_threads(before) == before
     assert max(took) < 15
     assert min(took) < 1.0  # others may keep the machine busy now and then
-
-
-# -- memory that is given back ---------------------------------------------------------------------
-
-
-def test_evict_everything(model: Model) -> None:
-    names = passing(model.store)
-    where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
-    sizes = {u.name: u.nbytes for u in model.store.manifest.units}
-    in_vram = sum(sizes[name] for name in names if where[name] is Where.VRAM)
-    in_ram = sum(sizes[name] for name in names if where[name] is Where.LINK)
-    ask = iter([(0, 0), (in_ram, in_vram)] + [(0, 0)] * 9)
-    with on_gpu(model, where, shortage=lambda: next(ask)) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        for token in range(5):
-            assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-        assert all(stage.where is Where.SSD_LINK for stage in decoder.weights.stages)

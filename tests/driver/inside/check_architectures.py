@@ -1,0 +1,194 @@
+"""Architectures on the driver: a prompt, tokens and trees, against transformers and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.graph import GraphedForward
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
+from localrt.quant.ops.hybrid_cache import HybridCache
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.reference.ops import TorchOps
+from tests.driver.inside.conftest import Kernels
+from tests.models.tiny import oracle, relative_error, save_tiny, tokens
+
+pytestmark = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+LENGTH = 18  # beyond the window of the windowed configs
+SHORT = 4
+SLOW = pytest.mark.slow
+
+
+class Packed:
+    """A checkpoint whose matrices are quantized as they are read; or ``restored``, plainly."""
+
+    def __init__(self, inner: Any, *, restored: bool = False) -> None:
+        self._inner, self._format = inner, CODECS["int4-g32"].format
+        self._restored = restored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def blocks(self, name: str) -> Iterator[Any]:
+        whole = self._inner.read(name)
+        if len(whole.shape) == 2:
+            whole = pack(unpack(whole), self._format)
+            if self._restored:
+                values = unpack(whole).view(np.uint8)
+                whole = PackedTensor(name, F32, whole.shape, values)
+        yield whole
+
+
+def load(folder: Path, *, ops: Any = None, context: int = 256, packed: bool = False) -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        source: Any = checkpoint
+        if packed:
+            source = Packed(checkpoint, restored=isinstance(ops, TorchOps))
+        config = read_config(source, context=context)
+        return load_decoder(source, ops or CudaOps(device="cuda"), config)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer."""
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", path, layers=1)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "length"),
+    [
+        pytest.param("gemma2", 2, LENGTH, marks=SLOW),
+        ("qwen3", 1, SHORT),
+        ("phi3-longrope", 1, SHORT),
+        ("ministral3", 1, LENGTH),  # queries that grow
+        ("olmo2", 1, SHORT),  # no norms before products
+        ("hunyuan", 1, SHORT),  # norms behind the rotation
+        ("qwen3.5", 2, 8),  # recurrent layers and gated attention, from here on
+        ("lfm3", 2, 8),  # a gate for each head
+        ("olmo-hybrid", 2, 8),  # strengths up to 2
+        ("kimi-linear", 2, 8),  # gates and decays of low rank, and latents
+        ("nemotron-h-latent", 3, 8),  # layers of one kind, experts without a gate that see less
+        ("falcon-h1", None, 8),  # side by side
+        pytest.param("gpt-oss", 2, LENGTH, marks=SLOW),  # mixtures: sinks, joint norms, biases
+        pytest.param("olmoe", 1, SHORT, marks=SLOW),
+        pytest.param("qwen2-moe", 1, SHORT, marks=SLOW),
+        pytest.param("deepseek-v2-dense", 1, 7, marks=SLOW),
+        pytest.param("deepseek-v2-lite-dense", 1, 7, marks=SLOW),
+        pytest.param("deepseek-v3-halves", 1, 7, marks=SLOW),
+    ],
+)
+def test_architectures(
+    name: str, layers: int | None, length: int, gpu: Kernels, tmp_path: Path
+) -> None:
+    """A prompt, a token and two more; and back, where bf16 may choose another expert."""
+    theirs, ids = save_tiny(name, tmp_path, layers=layers), tokens(length)
+    ours = load(tmp_path, context=LENGTH)
+    cache = ours.cache(LENGTH)
+    parts = [ids[:-3], ids[-3:-2], ids[-2:]]
+    got = np.concatenate([ours.forward(Batch.extend([(cache, part)])) for part in parts])
+    wanted = oracle(theirs, ids)
+    off = np.abs(got - wanted).max(1) / np.abs(wanted).max()
+    assert np.median(off) < 0.03
+    if not ours.config.sparse:
+        assert off.max() < 0.06  # weights and activations are bf16
+    most = ours.ops.kv_nbytes(ours.config.memory, length)  # states are kept now and then
+    assert cache.nbytes <= most if isinstance(cache, HybridCache) else cache.nbytes == most
+    if ours.config.sparse:
+        return
+    held = cache.trim(length - 3)  # recurrent layers go back further
+    assert held == length - 3 or isinstance(cache, HybridCache)
+    again = ours.forward(Batch.extend([(cache, ids[held:])]))
+    assert relative_error(again, got[held:]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("qwen3.5", 2), ("nemotron-h", 2), ("lfm2", 2), ("llama", 1), ("deepseek-v2-dense", 1)],
+)
+def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
+    """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
+    save_tiny(name, tmp_path, layers=layers)
+    decoder = load(tmp_path)
+    assert isinstance(decoder.ops, CudaOps)
+    recorded = GraphedForward(decoder.ops, decoder.forward)
+    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    results, checks = [], list[int]()
+
+    def rounds(forward: Any, cache: Any, *sizes: int) -> np.ndarray:
+        """A tree's logits; each of ``sizes`` is how many rows there are after a pass."""
+        held, found = cache.length, []
+        for first, stop in pairwise((0, *sizes)):
+            own = mask[first:stop, :stop]
+            span = Span(cache, stop - first, own)
+            ids = np.array([7, 8, 9, 10])[first:stop]
+            found.append(forward(Batch(ids, held + own.sum(1) - 1, (span,))))
+        return np.concatenate(found)
+
+    for forward in (decoder.forward, recorded):
+        cache = decoder.cache(64)
+        results.append([forward(Batch.extend([(cache, tokens(6))]))])
+        for turn in range(3):
+            mask[2:, 1] = turn == 1
+            for token in (5, 6, 7):
+                batch = Batch.extend([(cache, [token + turn])])
+                results[-1].append(forward(batch, rows=[0], check=lambda: checks.append(1)))
+            held = cache.length
+            whole = rounds(decoder.forward, cache, 4)
+            assert cache.trim(held) == held
+            results[-1].append(rounds(forward, cache, 3, 4))
+            assert np.array_equal(results[-1][-1], whole)
+            cache.select(held, [0, 2])
+            cache.trim(cache.length - 1)
+    for plain, again in zip(*results, strict=True):
+        assert np.array_equal(plain, again)
+    assert gpu.launches.count("replay") > 10
+    assert len(checks) > 18, "recorded passes can be cancelled"
+
+
+def test_long_prompts_in_parts(gpu: Kernels, llama: Path) -> None:
+    """Near float32, and the same bits however a prompt is cut, in parts of more than 64 tokens."""
+    ids = tokens(136)
+    ours = load(llama, packed=True)
+    plain = load(llama, ops=TorchOps(compute_format="f32"), packed=True)
+    whole = ours.forward(Batch.extend([(ours.cache(136), ids)]))
+    wanted = plain.forward(Batch.extend([(plain.cache(136), ids)]))
+    assert relative_error(whole, wanted) < 0.03
+    cache = ours.cache(136)
+    parts = [ours.forward(Batch.extend([(cache, part)])) for part in (ids[:67], ids[67:])]
+    assert np.array_equal(whole, np.concatenate(parts))
+
+
+def test_keys_and_values_in_int8(gpu: Kernels, llama: Path) -> None:
+    """A prompt, single tokens, and a cache that holds what the memory account says."""
+    ids = tokens(SHORT + 2)
+    results = []
+    for format_ in ("bf16", "int8"):
+        decoder = load(llama, ops=CudaOps(device="cuda", kv_format=format_))
+        cache = decoder.cache(LENGTH)
+        parts = [decoder.forward(Batch.extend([(cache, part)])) for part in (ids[:-1], ids[-1:])]
+        assert cache.nbytes == decoder.ops.kv_nbytes(decoder.config.attention, len(ids))
+        results.append((np.concatenate(parts), cache.nbytes))
+    assert results[1][1] < 0.7 * results[0][1]
+    assert 0 < relative_error(results[1][0], results[0][0]) < 0.02
+
+
+def test_fine_activations(gpu: Kernels, llama: Path) -> None:
+    """They lose no more than bf16: what is left are the steps between the products."""
+    kinds = (TorchOps(compute_format="f32"), CudaOps(device="cuda", fine=True), None)
+    wanted, fine, eight = (
+        decoder.forward(Batch.extend([(decoder.cache(LENGTH), tokens(SHORT))]))
+        for decoder in (load(llama, ops=ops, packed=True) for ops in kinds)
+    )
+    assert relative_error(fine, wanted) < min(0.01, relative_error(eight, wanted) / 2)
