@@ -20,15 +20,12 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.attention import AttentionSpec, Rope
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.models.vision.tiny_qwen import TINY
-from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE
 
 compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 TEXT, GRIDS = 5, [(3, 4), (2, 7)]
@@ -98,12 +95,6 @@ def test_native(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     whole = run(decoder)
     assert usual_error(whole, wanted(model)) < 0.01
     np.testing.assert_array_equal(whole, run(decoder, (9, 11, 23, 37, 38)))
-
-
-def test_cuda(tiny_vl: Callable[[str], tuple[Path, Any]], emulator: Emulator) -> None:
-    folder, model = tiny_vl("qwen2_5_vl")
-    decoder = load(folder, CudaOps(device=str(DEVICE)))
-    assert usual_error(run(decoder, (9, 37)), wanted(model)) < 0.05
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "qwen3.5"])

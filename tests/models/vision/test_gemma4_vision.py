@@ -107,13 +107,6 @@ def test_rows(kind: str, tmp_path: Path) -> None:
         assert relative_error(seen.rows, rows) < 1e-4
 
 
-def test_two_pictures(tmp_path: Path) -> None:
-    tiny = Tiny(tmp_path)
-    pictures = [picture(50, 21), picture(16, 44, seed=1)]
-    for theirs, ours in zip(tiny.rows(*pictures), look(tmp_path, *pictures).seen, strict=True):
-        assert relative_error(ours.rows, theirs) < 1e-4
-
-
 TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
 PICTURES = [picture(50, 21), picture(16, 44, seed=1)]
 PROMPTS = {
@@ -125,13 +118,12 @@ PROMPTS = {
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("rows", [512, 7])
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "rows"),
     [
-        pytest.param({"text": "gemma4", "use_clipped_linears": True}, id="inputs-of-layers"),
-        pytest.param({"text": "gemma4-keys-as-values", "own": BOTH_WAYS}, id="both-ways"),
-        pytest.param({"text": "gemma4-moe", "own": BOTH_WAYS}, id="mixture-both-ways"),
+        pytest.param({"text": "gemma4", "use_clipped_linears": True}, 7, id="inputs-of-layers"),
+        pytest.param({"text": "gemma4-keys-as-values", "own": BOTH_WAYS}, 7, id="both-ways"),
+        pytest.param({"text": "gemma4-moe", "own": BOTH_WAYS}, 512, id="mixture-both-ways"),
     ],
 )
 def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:

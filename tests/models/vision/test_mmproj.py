@@ -194,7 +194,13 @@ def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
         assert relative_error(found.rows, rows.rows) < 1e-6
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("gemma4", "lfm2_vl") else pytest.mark.slow)
+        for kind in MODELS
+    ],
+)
 def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
     """Its kernels round to bf16 on the way, through all steps of a family."""
     few = {"gemma4": {"max_soft_tokens": 16}, "idefics3": {"size": {"longest_edge": 32}}}
