@@ -20,7 +20,7 @@ from localrt.common.errors import (
     ModelNotFoundError,
     OptionError,
 )
-from tests.inside import engine_of
+from tests.inside import core_of, engine_of
 from tests.models.adapters import make_adapter, peft_logits
 from tests.server.conftest import needs_kernels, serving
 
@@ -134,7 +134,9 @@ def test_drafts_change_nothing(model: localrt.Model) -> None:
 
 
 @needs_kernels
-def test_idle_adapter_leaves(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_adapter_leaves(
+    model: localrt.Model, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, taken = engine_of(model), [0]
     model.generate(PROMPT, adapter="first", **GREEDY)
     model.generate(PROMPT, adapter="second", **GREEDY)
@@ -146,17 +148,16 @@ def test_idle_adapter_leaves(model: localrt.Model, monkeypatch: pytest.MonkeyPat
         taken[0] += nbytes
 
     monkeypatch.setattr(engine, "take_ram", take)
-    path = model._core.adapters._known["first"].path
     with pytest.raises(MemoryBudgetError):  # a session holds tokens of it
-        model.add_adapter("second", path.parent / "second")
-    model._core._pool.free()
-    model.add_adapter("second", path.parent / "second")
+        model.add_adapter("second", adapters["second"])
+    core_of(model).free_idle()
+    model.add_adapter("second", adapters["second"])
     want = model.generate(PROMPT, adapter="second", **GREEDY).token_ids
-    model._core._pool.free()
+    core_of(model).free_idle()
     model.generate(PROMPT, adapter="first", **GREEDY)  # it comes back, and the other leaves
-    model._core._pool.free()
+    core_of(model).free_idle()
     assert model.generate(PROMPT, adapter="second", **GREEDY).token_ids == want
-    model._core._pool.free()
+    core_of(model).free_idle()
     with pytest.raises(MemoryBudgetError):  # none of them makes room for the other
         model.generate(PROMPT, adapter={"first": 0.5, "second": 0.5}, **GREEDY)
 

@@ -12,6 +12,7 @@ import pytest
 import localrt
 from localrt.hub.other_programs import Extras
 from localrt.hub.resolving import ResolvedModel
+from tests.inside import core_of
 
 EXTRAS = Extras(
     go_template="{{ range .Messages }}[{{ .Role }}] {{ .Content }}{{ end }}[assistant]",
@@ -50,7 +51,7 @@ def test_defaults_of_store(model: localrt.Model) -> None:
 def test_system_prompt_of_store(model: localrt.Model) -> None:
     def shown(*messages: dict[str, str]) -> str:
         assert model.tokenizer is not None
-        return model.tokenizer.decode(model._core.requests.render(messages))
+        return model.tokenizer.decode(core_of(model).requests.render(messages))
 
     hi = {"role": "user", "content": "Hi"}
     assert shown(hi) == "[system] You are a pirate.[user] Hi[assistant]"

@@ -10,6 +10,7 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.common.errors import ContextOverflowError, OptionError
+from tests.inside import core_of
 from tests.real_models import real_model
 
 MARKS = {"pre": 10, "suf": 11, "mid": 12}
@@ -20,8 +21,8 @@ SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 def filling(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> localrt.Model:
     """The tiny model, with three of its tokens for marks, which never ends."""
     monkeypatch.setattr(tiny.tokenizer, "infill_ids", MARKS)
-    monkeypatch.setitem(tiny._core.requests.__dict__, "_infill", None)
-    del tiny._core.requests.__dict__["_infill"]
+    monkeypatch.setitem(core_of(tiny).requests.__dict__, "_infill", None)
+    del core_of(tiny).requests.__dict__["_infill"]
     monkeypatch.setitem(tiny.defaults, "ignore_eos", True)
     return tiny
 

@@ -196,12 +196,14 @@ def test_unload_returns_memory(tmp_path: Path) -> None:
 def test_smaller_budget_while_answering(tmp_path: Path) -> None:
     found = child(
         """
-        out = {"rss": [], "read": [], "why": [], "same": []}
+        out = {"held": [], "read": [], "why": [], "same": []}
+        from tests.inside import engine_of
         with localrt.load(path, ctx=1024, ram="160MB", threads=1) as model:
+            out["expected"] = model.status().ram.forecast / 1e6
             whole = model.generate("Tell me a story", **GREEDY)
 
             def keep(last, tokens):
-                out["rss"].append(rss())
+                out["held"].append(engine_of(model).weights.memory.ram_nbytes / 1e6)
                 out["read"].append(last.metrics.ssd_read_bytes)
                 out["why"].append(last.metrics.memory)
                 out["same"].append(tokens == list(whole.token_ids))
@@ -235,9 +237,10 @@ def test_smaller_budget_while_answering(tmp_path: Path) -> None:
     assert found["why"][1].endswith("read for every token: the budget is 125 MB of RAM now")
     assert found["why"][2] == found["why"][1]
     assert "less of the weights" in found["why"][3]
-    assert found["rss"][0] < 160
-    assert found["rss"][1] < 125
-    assert found["rss"][2] < 125
+    # What the process takes is benchmarks/test_memory's: here it is what is counted.
+    assert found["expected"] < 160
+    for held in found["held"][1:3]:
+        assert found["expected"] - (found["held"][0] - held) < 125
     assert "60 MB of RAM is too little" in found["refused"]
 
 

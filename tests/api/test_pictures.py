@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import localrt
+from tests.inside import core_of, engine_of
 from tests.models.vision.tiny import TEXT_TEMPLATE, qwen_folder
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -76,11 +77,11 @@ def test_bits_do_not_depend_on_passes(seeing: localrt.Model) -> None:
     for index, chunk in seeing.stream_batch(prompts, batch_size=3, **GREEDY):
         found.setdefault(index, []).extend(chunk.token_ids)
     assert [tuple(found[index]) for index in range(3)] == alone
-    engine = seeing._core.engine
+    engine = engine_of(seeing)
     rows, engine.pass_rows = engine.pass_rows, 7
     try:
         for prompt, ids in zip(prompts, alone, strict=True):
-            seeing._core.free_idle()
+            core_of(seeing).free_idle()
             assert seeing.generate(prompt, **GREEDY).token_ids == ids
     finally:
         engine.pass_rows = rows
@@ -118,9 +119,9 @@ def test_a_template_without_pictures(folder: Path, tmp_path: Path) -> None:
     plain = qwen_folder(tmp_path / "plain", TEXT_TEMPLATE)
     with localrt.load(str(plain), device="cpu", ctx=2048) as model:
         prompt = asked("see ", photo(0), "what is this")
-        marked = model._core.requests.render(prompt)
+        marked = core_of(model).requests.render(prompt)
     with localrt.load(str(folder), device="cpu", ctx=2048) as model:
-        assert model._core.requests.render(prompt) == marked
+        assert core_of(model).requests.render(prompt) == marked
 
 
 REFUSED = {

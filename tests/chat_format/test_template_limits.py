@@ -5,7 +5,6 @@ import subprocess
 import sys
 from datetime import datetime
 from functools import cache
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -71,10 +70,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_that_takes_too_much_is_stopped(source: str) -> None:
-    began = thread_time()
     with pytest.raises(TemplateError, match="chat template") as caught:
         SandboxedTemplate(source, "chat template").render({"messages": HELLO})
-    assert thread_time() - began < 0.5  # of this process, which goes on meanwhile
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1500
 
@@ -152,10 +149,8 @@ def test_a_hostile_template_takes_little_memory() -> None:
     ids=range(11),
 )
 def test_a_template_that_cannot_be_compiled_is_refused_on_one_line(source: str) -> None:
-    began = thread_time()
     with pytest.raises(TemplateError, match="chat template") as caught:
         SandboxedTemplate(source, "chat template")
-    assert thread_time() - began < 10  # a second where nothing else runs
     assert "\n" not in str(caught.value)
 
 

@@ -243,10 +243,8 @@ def test_stalled_disk(model: Model, what: str) -> None:
 
         files.fault = stall
         pipeline.cpu.reader._stall_s = pipeline.embedding._stall_s = 0.3
-        started = time.perf_counter()
         with pytest.raises(CheckpointError, match="the disk has not answered"):
             run_out(decoder, cache)
-        assert time.perf_counter() - started < 30
         # A machine that is slow is not this test's business.
         pipeline.cpu.reader._stall_s = pipeline.embedding._stall_s = 60
         files.fault = None
@@ -273,10 +271,8 @@ def test_cancel_while_stalled(model: Model, what: str) -> None:
         files.fault = stall
         timer = threading.Timer(0.2, cancel.set)
         timer.start()
-        started = time.perf_counter()
         with naps() as found, pytest.raises(CancelledError):
             run_out(decoder, cache, check)
-        assert time.perf_counter() - started < 15
         assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         timer.join()
         awake.set()

@@ -17,6 +17,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 import localrt
 from localrt.chat_format.pictures import pictures_of
 from localrt.models.vision.picture import Picture
+from tests.inside import core_of, engine_of
 from tests.models.vision import test_gemma4_vision as gemma4
 from tests.models.vision import test_pixtral as pixtral
 from tests.models.vision.oracles import expanded, plain
@@ -107,7 +108,7 @@ def test_chats(name: str, tmp_path: Path) -> None:
             images = [picture.image() for picture in pictures_of(chat)]
             inputs = theirs(images=images or None, text=text, return_tensors="pt")
             (ids,) = inputs["input_ids"].tolist()
-            assert plain(model._core.requests.render(chat), IMAGE) == ids
+            assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             with torch.no_grad():
                 found = family.model.generate(
                     **inputs, do_sample=False, max_new_tokens=8, min_new_tokens=8
@@ -130,7 +131,7 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
         tiny = gemma4.Tiny(tmp_path, own=sizes)
     own.save_pretrained(tmp_path)
     with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
-        sight = model._core.engine.sight
+        sight = engine_of(model).sight
         assert sight is not None
         tower = sight.tower
         for chat in CHATS.values():
@@ -140,7 +141,7 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
             for picture, part in zip(pictures, parts, strict=True):
                 begin += expanded(tower.prepare(picture), tower.placeholder) + part
             ids = own.encode(begin, add_special_tokens=False)
-            assert plain(model._core.requests.render(chat), IMAGE) == ids
+            assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             inputs = tiny.inputs(*pictures) if pictures else {}
             inputs.pop("num_soft_tokens_per_image", None)
             with torch.no_grad():

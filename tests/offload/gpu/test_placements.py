@@ -160,7 +160,6 @@ def test_cancel_while_stalled(model: Model) -> None:
 
         with naps() as found, pytest.raises(CancelledError):
             use_up_what_is_there()
-        assert time.perf_counter() - started < 15
         assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         hangs.clear()
         awake.set()
@@ -187,7 +186,6 @@ def test_unreadable_unit(model: Model) -> None:
             cache, twin = decoder.cache(100), model.resident.cache(100)
             assert_same([extend(decoder, cache, [3])], [extend(model.resident, twin, [3])])
             unit += [u for u in model.store.manifest.units if u.name == name]
-            started = time.perf_counter()
 
             def use_up_what_is_there(decoder: Decoder = decoder, cache: KVCache = cache) -> None:
                 for _ in range(5):
@@ -195,19 +193,14 @@ def test_unreadable_unit(model: Model) -> None:
 
             with pytest.raises(CheckpointError, match="Input/output error"):
                 use_up_what_is_there()
-            assert time.perf_counter() - started < 15
             unit.clear()
             cache.trim(1)
             assert_same([extend(decoder, cache, [4])], [extend(model.resident, twin, [4])])
 
 
 def test_closing(model: Model) -> None:
-    before, took = pipeline_threads(), []
+    before = pipeline_threads()
     for offset in range(5):
         with on_gpu(model, spread(model, offset)) as decoder:
             extend(decoder, decoder.cache(10), [1, 2])
-            started = time.perf_counter()
-        took.append(time.perf_counter() - started)
         assert pipeline_threads(before) == before
-    assert max(took) < 15
-    assert min(took) < 1.0  # others may keep the machine busy now and then
