@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,14 @@ MANY_BOUNDS = {
     **{"mxfp4": 15.0, "nvfp4": 25.0, "q6_k": 29.0, "q2_k": 41.0},
 }
 ELSEWHERE = ("q4_0", "q4_k", "q6_k", "iq2_s", "mxfp4", "nvfp4")
+
+
+def cases(every: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Compiling takes seconds: most are for CI."""
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in every]
+
+
+OTHERS = cases([target for target in TARGETS if target != 89], (75,))
 
 SMALL: dict[str, dict[str, object]] = {
     "activate": {"ACTIVATION": 5, "GATED": 1, "OUT": "Bf16"},
@@ -103,27 +113,28 @@ def check_program(program: Program, target: int, *, registers: int = 255) -> Non
     assert shared is None or int(shared[1]) <= 48 << 10, program
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("name", cases(sorted(TYPES), ELSEWHERE))
 def test_every_format_on_ada(name: str) -> None:
     made = build(name, 1, 89)
     check(made)
     assert made.per_byte <= BOUNDS.get(name, 0.10), made
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "nf4"])
+@pytest.mark.parametrize("name", cases([*ELSEWHERE, "nf4"], ("q4_k", "nvfp4")))
 def test_eight_rows_on_ada(name: str) -> None:
     made = build(name, 8, 89)
     check(made)
     assert made.per_byte <= (0.72 if name == "iq2_s" else 0.20), made
 
 
+@pytest.mark.slow
 def test_64_rows_and_a_gate_on_ada() -> None:
     for name in ("q2_k", "q4_k", "iq2_xs", "iq3_xxs"):
         check_product(name, 64, 89)
     check_product("q4_k", 1, 89, gate=True)
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("name", cases(sorted(TYPES), ELSEWHERE))
 def test_many_rows_on_ada(name: str) -> None:
     """Two blocks of a processor at once: 128 registers, and half of its 100 KB."""
     made = build_many(name, 89)
@@ -135,7 +146,7 @@ def test_many_rows_on_ada(name: str) -> None:
     assert made.per_product + made.unpacking == pytest.approx(planned, rel=0.1), made
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != 89])
+@pytest.mark.parametrize("target", OTHERS)
 def test_many_rows_elsewhere(target: int) -> None:
     """What does not fit registers there waits outside of the innermost loop."""
     for name in ("q4_k", "q6_k", "nvfp4"):
@@ -144,7 +155,7 @@ def test_many_rows_elsewhere(target: int) -> None:
         assert made.shared_bytes <= 48 << 10, made
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != 89])
+@pytest.mark.parametrize("target", OTHERS)
 def test_other_generations(target: int) -> None:
     for name in ELSEWHERE:
         check_product(name, 1, target)
