@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from localrt.common.errors import LocalrtError
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.protocol import Batch, Ops, Span
+from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.offload.placed import needs_kernels
 
@@ -30,18 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, ops: Ops) -> Decoder:
-    with closing(open_checkpoint(folder)) as checkpoint:
-        return load_decoder(checkpoint, ops, read_config(checkpoint))
-
-
 def read_all(model: Decoder, ids: list[int]) -> np.ndarray:
     return model.forward(Batch.extend([(model.cache(256), ids)]))
 
 
 @pytest.fixture(scope="module", params=["bf16", "int8", "int4"])
 def native(request: pytest.FixtureRequest, folder: Path) -> Decoder:
-    return load(folder, NativeOps(threads=2, kv_format=request.param))
+    return load_ours(folder, NativeOps(threads=2, kv_format=request.param))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +45,7 @@ def whole(native: Decoder) -> np.ndarray:
 def test_kernels(folder: Path) -> None:
     ids = tokens(COUNT)
     want = read_all(load_ours(folder), ids)
-    assert relative_error(read_all(load(folder, NativeOps(threads=2)), ids), want) < 0.02
+    assert relative_error(read_all(load_ours(folder, NativeOps(threads=2)), ids), want) < 0.02
 
 
 @needs_kernels
@@ -129,7 +121,7 @@ def test_table_in_fp8(ops: str, folder: Path, tmp_path: Path) -> None:
     for place, change in (("eights", eights), ("same", same)):
         (tmp_path / place).mkdir()
         path = rewritten(folder, tmp_path / place, change)
-        model = load_ours(path) if ops == "torch" else load(path, NativeOps(threads=2))
+        model = load_ours(path, None if ops == "torch" else NativeOps(threads=2))
         logits.append(read_all(model, tokens(20)))
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
 

@@ -14,7 +14,7 @@ import transformers
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny_configs import CONFIGS, MIXTURES, SIZES
 
@@ -58,13 +58,11 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return model.float().eval()
 
 
-def load_ours(folder: Path, *, context: int | None = None, device: str = "cpu") -> Decoder:
-    """The same folder through localrt, computing in float32."""
-    checkpoint = open_checkpoint(folder)
-    with closing(checkpoint):
+def load_ours(folder: Path, ops: Ops | None = None, *, context: int | None = None) -> Decoder:
+    """The same folder through localrt, computing in float32 where nothing else is said."""
+    with closing(open_checkpoint(folder)) as checkpoint:
         config = read_config(checkpoint, context=context)
-        ops = TorchOps(compute_format="f32", device=device)
-        return load_decoder(checkpoint, ops, config)
+        return load_decoder(checkpoint, ops or TorchOps(compute_format="f32", device="cpu"), config)
 
 
 def oracle(model: Any, ids: list[int]) -> np.ndarray:

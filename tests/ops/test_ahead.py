@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.protocol import Batch, Ops, Span
-from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import relative_error, tokens
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.tiny import load_ours, relative_error, tokens
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -34,11 +29,6 @@ def ahead() -> npt.NDArray[np.int32]:
     return rows
 
 
-def load(folder: Path, ops: Ops) -> Decoder:
-    with closing(open_checkpoint(folder)) as checkpoint:
-        return load_decoder(checkpoint, ops, read_config(checkpoint, context=LENGTH))
-
-
 def computed(decoder: Decoder, cuts: list[int], *, windows_only: bool) -> npt.NDArray[np.float32]:
     ids, seen, cache = np.asarray(tokens(LENGTH), np.int64), ahead(), decoder.cache(LENGTH)
     parts = []
@@ -53,9 +43,9 @@ def computed(decoder: Decoder, cuts: list[int], *, windows_only: bool) -> npt.ND
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_see_those_ahead(name: str, windows_only: bool, tiny: Any) -> None:
     folder, _ = tiny(name)
-    reference = load(folder, TorchOps(compute_format="f32", device="cpu"))
+    reference = load_ours(folder, context=LENGTH)
     expected = computed(reference, [], windows_only=windows_only)
-    found = computed(load(folder, NativeOps()), [], windows_only=windows_only)
+    found = computed(load_ours(folder, NativeOps(), context=LENGTH), [], windows_only=windows_only)
     assert relative_error(found, expected) < 0.03
     # The picture's rows differ from what they would be if they saw nothing behind them.
     causal = reference.forward(Batch.extend([(reference.cache(LENGTH), tokens(LENGTH))]))
@@ -65,7 +55,7 @@ def test_rows_see_those_ahead(name: str, windows_only: bool, tiny: Any) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_bits_do_not_depend_on_cuts(isa: str, tiny: Any) -> None:
-    decoder = load(tiny("gemma3")[0], NativeOps(isa=isa))
+    decoder = load_ours(tiny("gemma3")[0], NativeOps(isa=isa), context=LENGTH)
     whole = computed(decoder, [], windows_only=False)
     for cuts in ([3, 12], [250, 270], [2, 100, 249, 271, 290]):
         assert np.array_equal(computed(decoder, cuts, windows_only=False), whole)

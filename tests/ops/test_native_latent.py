@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localrt.common.errors import OptionError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
+from localrt.models.registry import read_config
 from localrt.offload.kv.tier import KvTier
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
@@ -23,9 +23,8 @@ from localrt.quant.cpu.kv import move_rows
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -51,11 +50,6 @@ def tiers_end() -> Iterator[None]:
         _TIERS.pop().close()
 
 
-def load(path: Path, ops: Any) -> Decoder:
-    with closing(open_checkpoint(path)) as checkpoint:
-        return load_decoder(checkpoint, ops, read_config(checkpoint))
-
-
 def native(
     path: Path,
     *,
@@ -64,7 +58,7 @@ def native(
     kv: CacheFormat = "bf16",
     on_ssd: Path | None = None,
 ) -> Decoder:
-    decoder = load(path, NativeOps(threads=threads, isa=isa, kv_format=kv))
+    decoder = load_ours(path, NativeOps(threads=threads, isa=isa, kv_format=kv))
     if on_ssd is not None:
         layers = decoder.config.attention
         places: Any = ["ssd", "ram", "ssd"]
@@ -77,7 +71,7 @@ def native(
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets(folder: Path, isa: str) -> None:
     ids = tokens(40)
-    expected = load(folder, TorchOps(compute_format="f32"))
+    expected = load_ours(folder)
     whole = expected.forward(Batch.extend([(expected.cache(40), ids)]))
     ours = native(folder, isa=isa, threads=1)
     assert relative_error(ours.forward(Batch.extend([(ours.cache(40), ids)])), whole) < 0.01
@@ -87,7 +81,7 @@ def test_instruction_sets(folder: Path, isa: str) -> None:
 def test_packed(folder: Path, format_: str, tmp_path: Path) -> None:
     store = quantize_model(folder, tmp_path / "store", Recipe(format_, method="rtn")).path
     ids = tokens(40)
-    expected = load(store, TorchOps(compute_format="f32"))
+    expected = load_ours(store)
     ours = native(store)
     theirs = expected.forward(Batch.extend([(expected.cache(40), ids)]))
     cache = ours.cache(41)
@@ -108,7 +102,7 @@ def test_rotated(folder: Path, tmp_path: Path) -> None:
     rotated = {t.name.split(".")[-2] for t in attention.tensors if t.hadamard}
     assert rotated == {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"}
     ids = tokens(40)
-    expected, ours = load(store, TorchOps(compute_format="f32")), native(store)
+    expected, ours = load_ours(store), native(store)
     theirs = expected.forward(Batch.extend([(expected.cache(40), ids)]))
     whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
     assert relative_error(whole, theirs) < 0.05

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch
-from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
+from tests.models.tiny import CONFIGS, load_ours, oracle, relative_error, tokens
 from tests.ops.code_paths import KV_FORMATS, logits
 from tests.ops.test_native_matmul import ISAS
 
@@ -28,10 +25,7 @@ LENGTH = 40
 
 
 def load(folder: Path, *, threads: int = 2, isa: str = "", kv: CacheFormat = "bf16") -> Decoder:
-    with closing(open_checkpoint(folder)) as checkpoint:
-        config = read_config(checkpoint, context=LENGTH)
-        ops = NativeOps(threads=threads, isa=isa, kv_format=kv)
-        return load_decoder(checkpoint, ops, config)
+    return load_ours(folder, NativeOps(threads=threads, isa=isa, kv_format=kv), context=LENGTH)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])

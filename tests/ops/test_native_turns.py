@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.tiny import tokens
+from tests.models.tiny import load_ours, tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 CAPACITY = 40
 TREE = np.tril(np.ones((3, 3), np.bool_))
 TREE[2, 1] = False  # two children of one token
-
-
-def load(path: Path, kv_format: Any) -> Decoder:
-    with closing(open_checkpoint(path)) as checkpoint:
-        config = read_config(checkpoint, context=CAPACITY)
-        return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
 
 
 def conversation(decoder: Decoder, seed: int) -> Iterator[np.ndarray]:
@@ -59,7 +50,7 @@ KINDS = (
     ("name", "kv_format"), [("qwen2", "int8"), *((name, "bf16") for name in KINDS)]
 )
 def test_turns(name: str, kv_format: Any, tiny: Callable[[str], tuple[Path, Any]]) -> None:
-    decoder = load(tiny(name)[0], kv_format)
+    decoder = load_ours(tiny(name)[0], NativeOps(threads=2, kv_format=kv_format), context=CAPACITY)
     alone = [list(conversation(decoder, seed)) for seed in (0, 1)]
     in_turn = zip(conversation(decoder, 0), conversation(decoder, 1), strict=True)
     for now, before in zip(in_turn, zip(*alone, strict=True), strict=True):
@@ -69,7 +60,7 @@ def test_turns(name: str, kv_format: Any, tiny: Callable[[str], tuple[Path, Any]
 
 @pytest.mark.parametrize("name", KINDS)
 def test_batches(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> None:
-    decoder = load(tiny(name)[0], "bf16")
+    decoder = load_ours(tiny(name)[0], NativeOps(threads=2), context=CAPACITY)
     both, each = ([decoder.cache(CAPACITY) for _ in range(2)] for _ in range(2))
     for count in (7, 4, 1, 2):
         parts = [tokens(count + place, seed=place) for place in range(2)]

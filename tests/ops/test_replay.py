@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.tiny import CONFIGS, tokens
+from tests.models.tiny import CONFIGS, load_ours, tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -31,10 +28,7 @@ TREE[2, 1] = False  # two children of one token
 
 
 def load(path: Path, kv_format: Any = "bf16", threads: int | None = 2) -> Decoder:
-    with closing(open_checkpoint(path)) as checkpoint:
-        config = read_config(checkpoint, context=CAPACITY)
-        ops = NativeOps(threads=threads, kv_format=kv_format)
-        return load_decoder(checkpoint, ops, config)
+    return load_ours(path, NativeOps(threads=threads, kv_format=kv_format), context=CAPACITY)
 
 
 class Counted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,8 @@ SLOW = pytest.mark.slow
 class Packed:
     """A checkpoint whose matrices are quantized as they are read; or ``restored``, plainly."""
 
-    def __init__(self, inner: Any, *, restored: bool = False) -> None:
-        self._inner, self._format = inner, CODECS["int4-g32"].format
-        self._restored = restored
+    def __init__(self, inner: Any, format_: str, *, restored: bool = False) -> None:
+        self._inner, self._format, self._restored = inner, CODECS[format_].format, restored
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -42,7 +42,7 @@ class Packed:
     def blocks(self, name: str) -> Iterator[Any]:
         whole = self._inner.read(name)
         if len(whole.shape) == 2:
-            whole = pack(unpack(whole), self._format)
+            whole = replace(pack(unpack(whole), self._format), name=name)
             if self._restored:
                 values = unpack(whole).view(np.uint8)
                 whole = PackedTensor(name, F32, whole.shape, values)
@@ -53,7 +53,7 @@ def load(folder: Path, *, ops: Any = None, context: int = 256, packed: bool = Fa
     with closing(open_checkpoint(folder)) as checkpoint:
         source: Any = checkpoint
         if packed:
-            source = Packed(checkpoint, restored=isinstance(ops, TorchOps))
+            source = Packed(checkpoint, "int4-g32", restored=isinstance(ops, TorchOps))
         config = read_config(source, context=context)
         return load_decoder(source, ops or CudaOps(device="cuda"), config)
 
@@ -157,17 +157,24 @@ def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) ->
     assert len(checks) > 18, "recorded passes can be cancelled"
 
 
-def test_long_prompts_in_parts(gpu: Kernels, llama: Path) -> None:
-    """Near float32, and the same bits however a prompt is cut, in parts of more than 64 tokens."""
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
+def test_long_prompts_in_parts(name: str, gpu: Kernels, tmp_path: Path) -> None:
+    """Near float32; the same bits however a prompt is cut, in parts of more than 64 tokens; and
+    sequences that share a pass.
+    """
+    save_tiny(name, tmp_path, layers=1)
     ids = tokens(136)
-    ours = load(llama, packed=True)
-    plain = load(llama, ops=TorchOps(compute_format="f32"), packed=True)
-    whole = ours.forward(Batch.extend([(ours.cache(136), ids)]))
-    wanted = plain.forward(Batch.extend([(plain.cache(136), ids)]))
+    ours = load(tmp_path, packed=True)
+    plain = load(tmp_path, ops=TorchOps(compute_format="f32"), packed=True)
+    whole = ours.forward(Batch.extend([(ours.cache(140), ids)]))
+    wanted = plain.forward(Batch.extend([(plain.cache(140), ids)]))
     assert relative_error(whole, wanted) < 0.03
-    cache = ours.cache(136)
-    parts = [ours.forward(Batch.extend([(cache, part)])) for part in (ids[:67], ids[67:])]
+    one, two = ours.cache(140), ours.cache(140)
+    parts = [ours.forward(Batch.extend([(one, part)])) for part in (ids[:67], ids[67:])]
     assert np.array_equal(whole, np.concatenate(parts))
+    assert one.trim(132) == 132
+    both = ours.forward(Batch.extend([(one, ids[132:]), (two, ids[:3])]))
+    assert relative_error(both, np.concatenate([whole[132:], whole[:3]])) < 0.02
 
 
 def test_keys_and_values_in_int8(gpu: Kernels, llama: Path) -> None:

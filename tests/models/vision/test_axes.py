@@ -17,14 +17,13 @@ import torch
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
+from localrt.models.registry import read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import AttentionSpec, Rope
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.models.vision.tiny_qwen import TINY
 
 compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -47,11 +46,6 @@ def places() -> npt.NDArray[np.int64]:
 AXES = places()
 COUNT = AXES.shape[1]
 IDS = [token % 100 for token in tokens(COUNT, seed=3)]
-
-
-def load(folder: Path, ops: Any) -> Decoder:
-    with closing(open_checkpoint(folder)) as checkpoint:
-        return load_decoder(checkpoint, ops, read_config(checkpoint, context=256))
 
 
 def run(decoder: Decoder, cuts: tuple[int, ...] = ()) -> npt.NDArray[np.float32]:
@@ -82,7 +76,7 @@ def usual_error(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) 
 @pytest.mark.parametrize("kind", TINY)
 def test_logits(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     folder, model = tiny_vl(kind)
-    decoder, theirs = load(folder, TorchOps(compute_format="f32", device="cpu")), wanted(model)
+    decoder, theirs = load_ours(folder, context=256), wanted(model)
     assert relative_error(run(decoder), theirs) < 1e-4
     assert relative_error(run(decoder, (9, 11, 23, 37, 38)), theirs) < 1e-4
 
@@ -91,7 +85,7 @@ def test_logits(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_native(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     folder, model = tiny_vl(kind)
-    decoder = load(folder, NativeOps(threads=2))
+    decoder = load_ours(folder, NativeOps(threads=2), context=256)
     whole = run(decoder)
     assert usual_error(whole, wanted(model)) < 0.01
     np.testing.assert_array_equal(whole, run(decoder, (9, 11, 23, 37, 38)))

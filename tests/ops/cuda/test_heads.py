@@ -17,7 +17,6 @@ from tests.models.tiny import load_ours, relative_error, save_tiny
 from tests.models.tiny_dflash import BLOCK, TinyDFlash
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
-from tests.ops.cuda.test_models import load
 
 EAGLE3 = ("", "norm_before_fc", "norm_before_residual")
 """The flags of EAGLE-3 heads."""
@@ -35,7 +34,7 @@ def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
         TinyEagle3(own, config.hidden_size, config.vocab_size, **flags)
     else:
         TinyBlock(kind, tmp_path)
-    plain, ours = load_ours(tmp_path), load(tmp_path, ops=CudaOps(device=str(DEVICE)))
+    plain, ours = load_ours(tmp_path), load_ours(tmp_path, CudaOps(device=str(DEVICE)), context=256)
     config, _ = head = load_block(own, plain)
     shape = (len(IDS), len(config.layers) * plain.config.hidden_size)
     features = Features(config.layers, np.empty(shape, np.float32))
@@ -53,7 +52,7 @@ def test_dflash(tmp_path: Path, emulator: Emulator) -> None:
     """A block behind the context, whose rows see each other."""
     config = save_tiny("llama", tmp_path).config
     TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size)
-    plain, ours = load_ours(tmp_path), load(tmp_path, ops=CudaOps(device=str(DEVICE)))
+    plain, ours = load_ours(tmp_path), load_ours(tmp_path, CudaOps(device=str(DEVICE)), context=256)
     given = np.random.default_rng(1).standard_normal((9, 3 * config.hidden_size), np.float32)
     found = []
     for target in (plain, ours):

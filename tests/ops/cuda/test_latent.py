@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from localrt.models.decoder import Decoder
 from localrt.quant.cuda import latent as latents
-from localrt.quant.ops.protocol import Batch
-from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import by_torch, cache_of, kept, random, seen_from
-from tests.ops.cuda.test_models import Packed, Restored, shallow
 
 attend_latent_rows = by_torch(latents.attend_latent_rows)
 latent_append = by_torch(latents.latent_append)
@@ -111,39 +104,3 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     torch.testing.assert_close(cache[held : held + n].float(), wanted, **close)
     assert not cache[:held].any()
     assert not cache[held + n :].any()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deepseek")
-    save_tiny("deepseek-v2-dense", path, layers=1)
-    return path
-
-
-@pytest.mark.slow
-def test_packed_heads(folder: Path) -> None:
-    """A prompt, then few rows."""
-    ours = shallow(folder, lambda c: Packed(c, "int4-g32m"))
-    plain = shallow(folder, lambda c: Restored(c, "int4-g32m"), TorchOps(compute_format="f32"))
-    ids = tokens(75)
-    caches = [(decoder, decoder.cache(100)) for decoder in (ours, plain)]
-    for first, stop in ((0, 70), (70, 75)):
-        logits = [each.forward(Batch.extend([(cache, ids[first:stop])])) for each, cache in caches]
-        assert relative_error(*logits) < 0.03
-
-
-def decoder_of(folder: Path) -> Decoder:
-    return shallow(folder, lambda c: Packed(c, "int4-g32"))
-
-
-@pytest.mark.slow
-def test_sequences_share_a_pass(folder: Path) -> None:
-    decoder = decoder_of(folder)
-    ids = tokens(10)
-    caches = [decoder.cache(64), decoder.cache(64)]
-    for cache, count in zip(caches, (6, 3), strict=True):
-        decoder.forward(Batch.extend([(cache, ids[:count])]), rows=[])
-    both = decoder.forward(Batch.extend([(caches[0], ids[6:]), (caches[1], ids[3:5])]))
-    for rows, count, stop in ((slice(0, 4), 6, 10), (slice(4, 6), 3, 5)):
-        alone = decoder.forward(Batch.extend([(decoder.cache(64), ids[:stop])]))
-        assert relative_error(both[rows], alone[count:]) < 0.02
