@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
 
 from localrt.engine.native.engine import NativeEngine
@@ -25,6 +26,7 @@ from localrt.models.vision.tower import Prepared, Seen, Tower
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
+from tests.models.tiny import relative_error, tokens
 
 
 def picture(width: int, height: int, seed: int = 0) -> Picture:
@@ -124,3 +126,38 @@ class Seeing:
 def plain(ids: Iterable[int], token: int) -> list[int]:
     """Ids with ``token`` in the place of each row of a picture."""
     return [token if number < 0 else number for number in ids]
+
+
+def check_logits(
+    folder: Path,
+    model: Any,
+    pictures: tuple[Picture, Picture],
+    inputs: Callable[..., dict[str, Any]],
+    token: int,
+    names: Mapping[str, int],
+    *,
+    row: int | None = None,
+    rows: int = 512,
+) -> None:
+    """Behind every part of conversations, those of transformers' ``model``.
+
+    ``inputs`` are what it takes beside ids and of their pictures, whose rows are ``token``; ours is
+    told ``row``.
+    """
+    texts, (one, two) = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)], pictures
+    prompts: list[Prompt] = [
+        texts,
+        [texts[0], one, texts[1]],
+        [texts[0], one, texts[1], two, texts[2]],
+        [one, two, one, texts[2]],
+    ]
+    with Seeing(folder, token if row is None else row, names, rows=rows) as seeing:
+        for prompt in prompts:
+            parts = [seeing.ids(part) for part in prompt]
+            ids = torch.tensor([plain(chain(*parts), token)])
+            own = inputs(ids, *(part for part in prompt if isinstance(part, Picture)))
+            with torch.no_grad():
+                theirs = model(ids, **own).logits[0]
+            ends = np.cumsum([len(part) for part in parts]) - 1
+            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
+                assert relative_error(ours, theirs[end].numpy()) < 1e-4

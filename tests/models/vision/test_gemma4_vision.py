@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,9 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
-from tests.models.tiny import random_model, relative_error, tokens
+from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import CONFIGS, MIXTURES
-from tests.models.vision.oracles import Seeing, expanded, look, picture, plain
+from tests.models.vision.oracles import check_logits, expanded, look, picture
 
 IMAGE = 2  # a token that ``tokens`` does not give
 _VISION: dict[str, Any] = {
@@ -107,14 +106,7 @@ def test_rows(kind: str, tmp_path: Path) -> None:
         assert relative_error(seen.rows, rows) < 1e-4
 
 
-TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
-PICTURES = [picture(50, 21), picture(16, 44, seed=1)]
-PROMPTS = {
-    "none": TEXT,
-    "one": [TEXT[0], PICTURES[0], TEXT[1]],
-    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
-    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
-}
+PICTURES = picture(50, 21), picture(16, 44, seed=1)
 
 
 @pytest.mark.usefixtures("given_rates")
@@ -129,19 +121,15 @@ PROMPTS = {
 def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:
     tiny = Tiny(tmp_path, **changes)
     names = {"<|image>": 11, "<image|>": 12}
-    with Seeing(tmp_path, 0, names, rows=rows) as seeing:
-        for prompt in PROMPTS.values():
-            parts = [seeing.ids(part) for part in prompt]
-            ids = torch.tensor([plain(chain(*parts), IMAGE)])
-            inputs = {"mm_token_type_ids": (ids == IMAGE).long()}
-            if pictures := [part for part in prompt if isinstance(part, Picture)]:
-                inputs |= tiny.inputs(*pictures)
-                del inputs["num_soft_tokens_per_image"]
-            with torch.no_grad():
-                theirs = tiny.model(ids, **inputs).logits[0]
-            ends = np.cumsum([len(part) for part in parts]) - 1
-            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
-                assert relative_error(ours, theirs[end].numpy()) < 1e-4
+
+    def inputs(ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
+        own = {"mm_token_type_ids": (ids == IMAGE).long()}
+        if pictures:
+            own |= tiny.inputs(*pictures)
+            del own["num_soft_tokens_per_image"]
+        return own
+
+    check_logits(tmp_path, tiny.model, PICTURES, inputs, IMAGE, names, row=0, rows=rows)
 
 
 def test_larger_models_see_pictures_both_ways() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,9 @@ from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import has_tower, read_tower
-from tests.models.tiny import random_model, relative_error, tokens
+from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import with_text
-from tests.models.vision.oracles import Seeing, expanded, look, picture, plain, renamed
+from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed
 
 PATCH = 4
 IMAGE = 2  # a token that ``tokens`` does not give
@@ -48,6 +47,7 @@ _TEXT = {
     "tie_word_embeddings": False,
 }
 SHAPES = [(60, 60), (61, 17), (9, 33), (250, 131), (40, 900), (5, 17)]  # widths and heights
+PICTURES = picture(50, 21), picture(16, 44, seed=1)
 
 
 def _llava(**values: Any) -> Any:
@@ -139,26 +139,14 @@ def test_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("family", ["llava", "mistral3"])
 def test_two_pictures_and_names_of_the_hub(family: str, tmp_path: Path) -> None:
     tiny = Tiny(family, tmp_path)
-    pictures = [picture(50, 21), picture(16, 44, seed=1)]
 
     def published(name: str) -> str:
         name = name.removeprefix("model.")
         return name.replace("language_model.", "language_model.model.")
 
-    for theirs, ours in zip(
-        tiny.rows(*pictures), look(renamed(tmp_path, published), *pictures).seen, strict=True
-    ):
+    seen = look(renamed(tmp_path, published), *PICTURES).seen
+    for theirs, ours in zip(tiny.rows(*PICTURES), seen, strict=True):
         assert relative_error(ours.rows, theirs) < 1e-4
-
-
-TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
-PICTURES = [picture(50, 21), picture(16, 44, seed=1)]
-PROMPTS = {
-    "none": TEXT,
-    "one": [TEXT[0], PICTURES[0], TEXT[1]],
-    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
-    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
-}
 
 
 @pytest.mark.usefixtures("given_rates")
@@ -167,16 +155,11 @@ PROMPTS = {
 def test_logits(family: str, rows: int, tmp_path: Path) -> None:
     tiny = Tiny(family, tmp_path)
     names = {"[IMG_BREAK]": 11, "[IMG_END]": 12}
-    with Seeing(tmp_path, IMAGE, names, rows=rows) as seeing:
-        for prompt in PROMPTS.values():
-            parts = [seeing.ids(part) for part in prompt]
-            pictures = [part for part in prompt if isinstance(part, Picture)]
-            inputs = tiny.inputs(*pictures) if pictures else {}
-            with torch.no_grad():
-                theirs = tiny.model(torch.tensor([plain(chain(*parts), IMAGE)]), **inputs).logits[0]
-            ends = np.cumsum([len(part) for part in parts]) - 1
-            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
-                assert relative_error(ours, theirs[end].numpy()) < 1e-4
+
+    def inputs(ids: torch.Tensor, *pictures: Picture) -> dict[str, torch.Tensor]:
+        return tiny.inputs(*pictures) if pictures else {}
+
+    check_logits(tmp_path, tiny.model, PICTURES, inputs, IMAGE, names, rows=rows)
 
 
 def test_publishers_defaults(tmp_path: Path) -> None:

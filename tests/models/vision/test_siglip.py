@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,9 +31,9 @@ from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import ReadUnits
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import random_model, relative_error, tokens
+from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import with_text
-from tests.models.vision.oracles import Seeing, expanded, look, picture, plain, renamed, settings
+from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed, settings
 
 PATCH = 4
 IMAGE = 2  # a token that ``tokens`` does not give
@@ -266,14 +265,7 @@ class Ids(dict[str, int]):
         return 3 + len(text) % 200
 
 
-TEXT = [tokens(9), tokens(5, seed=1), tokens(12, seed=2)]
-PICTURES = [picture(32, 24), picture(48, 72, seed=1)]  # which LFM2-VL need not resize
-PROMPTS = {
-    "none": TEXT,
-    "one": [TEXT[0], PICTURES[0], TEXT[1]],
-    "two": [TEXT[0], PICTURES[0], TEXT[1], PICTURES[1], TEXT[2]],
-    "side-by-side": [*PICTURES, PICTURES[0], TEXT[2]],
-}
+PICTURES = picture(32, 24), picture(48, 72, seed=1)  # which LFM2-VL need not resize
 
 
 @pytest.mark.usefixtures("given_rates")
@@ -281,19 +273,12 @@ PROMPTS = {
 @pytest.mark.parametrize("name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles"])
 def test_logits(name: str, rows: int, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
-    with Seeing(tmp_path, IMAGE, Ids(), rows=rows) as seeing:
-        for prompt in PROMPTS.values():
-            parts = [seeing.ids(part) for part in prompt]
-            ids = torch.tensor([plain(chain(*parts), IMAGE)])
-            pictures = [part for part in prompt if isinstance(part, Picture)]
-            inputs = family.inputs(*pictures) if pictures else {}
-            if name == "gemma3":
-                inputs["token_type_ids"] = (ids == IMAGE).long()
-            with torch.no_grad():
-                theirs = family.model(ids, **inputs).logits[0]
-            ends = np.cumsum([len(part) for part in parts]) - 1
-            for end, ours in zip(ends, seeing.logits(prompt), strict=True):
-                assert relative_error(ours, theirs[end].numpy()) < 1e-4
+
+    def inputs(ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
+        own = {"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {}
+        return own | (family.inputs(*pictures) if pictures else {})
+
+    check_logits(tmp_path, family.model, PICTURES, inputs, IMAGE, Ids(), rows=rows)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl"])
