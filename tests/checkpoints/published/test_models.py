@@ -274,6 +274,7 @@ def test_streamed(name: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(extend(placed, there, part), want)
 
 
+@pytest.mark.usefixtures("quiet_machine")
 def test_show_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _, _ = publish(tmp_path, "llama", SMALL["FP8"])
     for command in ("show", "plan"):
