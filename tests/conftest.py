@@ -36,6 +36,7 @@ import pytest
 import localrt
 from localrt.engine import answer
 from localrt.quant.cpu import ops as native_ops
+from localrt.quant.cpu.abi import find_library
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -58,6 +59,8 @@ _FIRST = (
     "test_gpu_check.py",
     "test_packaging.py",
 )
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

@@ -17,8 +17,7 @@ import localrt
 from localrt.cli import main
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.evaluate import evaluate
-from localrt.quant.cpu.abi import find_library
-from tests.conftest import write_tiny_model
+from tests.conftest import needs_kernels, write_tiny_model
 from tests.inside import core_of
 from tests.real_models import real_model
 
@@ -207,7 +206,7 @@ def test_against_format(
     assert "f32): perplexity" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+@needs_kernels
 def test_against_kv_format(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

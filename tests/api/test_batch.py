@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
-from localrt.quant.cpu.abi import find_library
+from tests.conftest import needs_kernels
 from tests.loading.test_engine_choice import write_model
 from tests.models.tiny import save_tiny, tokens
 from tests.real_models import real_model
@@ -21,8 +21,6 @@ from tests.real_models import real_model
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.5, "max_tokens": 8, "seed": 11, "logprobs": 2}
 PROMPTS = ["hi", "Tell me about rivers, " * 9, "?", "a b c", "Name three colours"]
-
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import pytest
 
 import localrt
 from localrt.api import Model
-from tests.conftest import write_byte_tokenizer
+from tests.conftest import needs_kernels, write_byte_tokenizer
 from tests.models.tiny import random_model, save_tiny, tokens
 from tests.models.tiny_configs import CONFIGS
-from tests.offload.placed import needs_kernels
 
 pytestmark = needs_kernels
 

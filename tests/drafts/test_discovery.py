@@ -13,9 +13,8 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.drafts.discovery import family_draft, find_family_draft, find_head
-from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
-from tests.conftest import write_tiny_model
+from tests.conftest import needs_kernels, write_tiny_model
 from tests.inside import core_of
 from tests.models.test_heads import TinyEagle3
 from tests.models.tiny import edited
@@ -23,7 +22,6 @@ from tests.models.tiny_dflash import TinyDFlash
 from tests.real_models import real_model
 
 WORDS = ("<s>", "a", "b", "ab", "ü")
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 
 def gguf(

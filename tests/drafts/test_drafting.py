@@ -19,12 +19,11 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.quant.cpu.abi import find_library
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT
-from tests.conftest import write_tiny_model
+from tests.conftest import needs_kernels, write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
@@ -35,7 +34,6 @@ from tests.offload.placed import passing
 from tests.real_models import real_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 
 @needs_kernels

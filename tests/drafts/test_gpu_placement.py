@@ -19,13 +19,13 @@ from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock
 from localrt.planning.gpus import parse_gpu
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from tests.conftest import needs_kernels
 from tests.drafts.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
-    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    needs_kernels,
     pytest.mark.usefixtures("given_rates"),
 ]
 

@@ -21,7 +21,7 @@ from localrt.loading import gpu, native
 from localrt.loading.options import LoadOptions
 from localrt.offload import account
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
-from localrt.quant.cpu.abi import find_library
+from tests.conftest import needs_kernels
 from tests.drafts.conftest import Choose
 
 pytest.importorskip("torch")
@@ -33,7 +33,7 @@ from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator
 
 pytestmark = [
-    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    needs_kernels,
     pytest.mark.usefixtures("given_rates"),
 ]
 

@@ -11,13 +11,12 @@ import pytest
 import transformers
 
 import localrt
-from localrt.quant.cpu.abi import find_library
+from tests.conftest import needs_kernels
 from tests.models.tiny import logits_of, oracle, relative_error, tokens
 
 FOLDER = Path(__file__).parents[1] / "data/hybrid"
 ROWS = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
 PROMPTS = [json.loads(row)["prompt"] for row in ROWS]
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
 
 @pytest.fixture(scope="module")

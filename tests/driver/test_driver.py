@@ -13,8 +13,7 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cuda import programs
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.conftest import write_tiny_model
-from tests.offload.placed import needs_kernels
+from tests.conftest import needs_kernels, write_tiny_model
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, of the test extra")
 

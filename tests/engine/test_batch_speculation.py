@@ -17,16 +17,16 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
-from localrt.quant.cpu.abi import find_library
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
+from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
 from tests.engine.test_speculation import CAPACITY, SAMPLINGS, Knowing, ids, load, run
 from tests.models.tiny import tokens
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 PROMPTS = [tokens(12) * 3, tokens(9) * 2, tokens(20), tokens(5) * 5, [7, 8, 9]]
 

@@ -22,12 +22,12 @@ from localrt.models.registry import read_config
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.store import pack_store
-from localrt.quant.cpu.abi import find_library
+from tests.conftest import needs_kernels
 from tests.models.tiny import tokens
 from tests.offload.placed import open_decoder
 from tests.store.synthetic import SyntheticCheckpoint
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+pytestmark = needs_kernels
 
 VOCAB, LAYERS, CTX = 300, 4, 512
 

@@ -15,14 +15,13 @@ import transformers
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
+from tests.conftest import needs_kernels
 from tests.inside import engine_of
 from tests.offload.placed import Model, pack_synthetic, passing
 
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
 
 

@@ -11,13 +11,14 @@ import pytest
 
 import localrt
 from localrt.drafts.head_draft import HeadDrafter
-from localrt.quant.cpu.abi import find_library
+from localrt.engine.batch.speculation import BatchTuner
 from localrt.speculative.batch_tuner import BatchTuner
+from tests.conftest import needs_kernels
 from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import TinyAssistant
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+pytestmark = needs_kernels
 
 PROMPTS = ["ab" * 40, "Tell me about rivers, " * 9, "abc " * 20, "hi"]
 # Lookups that are always tried: a random model repeats itself at temperature 0.

@@ -22,17 +22,17 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
+from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
 from tests.models.tiny import SIZES, save_tiny, tokens
 from tests.speculative.sources import model_source
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 CAPACITY = 160
 PROMPT = tokens(12) * 3

@@ -21,10 +21,10 @@ from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
-from localrt.quant.cpu.abi import find_library
 from localrt.speculative.source import DraftFailedError, TreeSize
 from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner
+from tests.conftest import needs_kernels
 from tests.engine.test_speculation import (
     CAPACITY,
     PROMPT,
@@ -38,7 +38,7 @@ from tests.engine.test_speculation import (
 from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 
 class Waiting:

@@ -13,11 +13,11 @@ import localrt
 from localrt.common.cores import find_cores
 from localrt.common.giving_way import giving_way
 from localrt.quant.cpu import ops as native_ops
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.scales import NativeSearch
 from localrt.quant.formats import CODECS
 from localrt.quant.ops.protocol import MlpSpec
+from tests.conftest import needs_kernels
 from tests.inside import engine_of
 from tests.loading.test_gentle import idle_threads, linux
 from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
@@ -25,7 +25,7 @@ from tests.ops.test_native_mlp import HIDDEN, build
 from tests.test_cores import ALONE_8, V2, machine
 from tests.waits import wait_for
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 QUOTA = f"{V2}/box/cpu.max"
 

@@ -27,11 +27,11 @@ from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import write_gguf
+from tests.conftest import needs_kernels
 from tests.models.adapters import make_adapter, peft_logits
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_adapters import Tiny, cache, run
 from tests.models.tiny import CONFIGS, MIXTURES, relative_error, save_tiny, tokens
-from tests.offload.placed import needs_kernels
 
 IDS = tokens(11)
 # Of every way in which a family's matrices are computed one.

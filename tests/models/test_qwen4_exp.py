@@ -13,8 +13,8 @@ from localrt.common.errors import LocalrtError
 from localrt.models.decoder import Decoder
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
-from tests.offload.placed import needs_kernels
 
 NAME, COUNT = "qwen4-exp", 60  # far more tokens than the tiny budget chooses
 TABLE = "model.layers.2.ple.ple_embedding.ngram_embedding."

@@ -22,15 +22,14 @@ from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.store import pack_store
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels as needs_kernels
 from tests.store.synthetic import SyntheticCheckpoint
 
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 MODE = ReadMode(direct=False, threads=2, block=4 * PAGE)
 PLENTY = 1 << 40
 

@@ -18,7 +18,7 @@ from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store.cached import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
-from tests.offload.placed import needs_kernels
+from tests.conftest import needs_kernels
 from tests.store.synthetic import SyntheticCheckpoint
 from tests.store.test_writer import contents, fail_at
 

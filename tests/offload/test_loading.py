@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import write_byte_tokenizer
-from tests.offload.placed import needs_kernels
+from tests.conftest import needs_kernels, write_byte_tokenizer
 from tests.real_models import real_model
 
 pytestmark = [

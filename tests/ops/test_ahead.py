@@ -9,13 +9,13 @@ import numpy.typing as npt
 import pytest
 
 from localrt.models.decoder import Decoder
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.tiny import load_ours, relative_error, tokens
 from tests.ops.test_native_matmul import ISAS
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 LENGTH = 300
 # Where pictures begin and end: within a block of keys, over its end, at the end of all.

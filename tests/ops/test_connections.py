@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.ops.streams import ConnectionWeights
 from localrt.quant.reference.ops import TorchOps
+from tests.conftest import needs_kernels
 from tests.ops.test_native_matmul import ISAS
 
 modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
 from transformers import Qwen4ExpTextConfig  # noqa: E402
 
-native_only = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 IMPLEMENTATIONS = [
     pytest.param(lambda: TorchOps(compute_format="f32"), id="torch"),
     *(
-        pytest.param(lambda isa=isa: NativeOps(threads=2, isa=isa), id=isa, marks=native_only)
+        pytest.param(lambda isa=isa: NativeOps(threads=2, isa=isa), id=isa, marks=needs_kernels)
         for isa in ISAS
     ),
 ]
@@ -93,7 +92,7 @@ def test_last_layer(make: Any) -> None:
     assert shares is None
 
 
-@native_only
+@needs_kernels
 @pytest.mark.parametrize("isa", ISAS)
 def test_batch_invariance(isa: str) -> None:
     ops, module = NativeOps(threads=2, isa=isa), theirs(40, 4, 9, shares=True)

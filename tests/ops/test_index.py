@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.reference.ops import TorchOps
+from tests.conftest import needs_kernels
 from tests.ops.indexed_layers import (
     EPS,
     HIDDEN,
@@ -30,7 +30,6 @@ from tests.ops.test_native_matmul import ISAS
 modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
 from transformers import DynamicCache, Qwen4ExpTextConfig  # noqa: E402
 
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 # 24 numbers are what the kernels do not take. With few heads, blocks without a score are tied.
 ODD = {
     "by-4": Shape(heads=6, kv_heads=2, index_heads=7, index_dim=24, block=4, budget=12),

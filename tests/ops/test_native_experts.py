@@ -8,18 +8,18 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.conftest import needs_kernels
 from tests.ops.oracles import gated, sigmoid
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import CASES, ISAS, PACKED, computed, quantized
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 HIDDEN, INNER, COUNT, USED = 256, 512, 8, 3
 SPEC = ExpertSpec()

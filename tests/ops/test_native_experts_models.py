@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from localrt.quant.reference.ops import TorchOps
+from tests.conftest import needs_kernels
 from tests.models.tiny import MIXTURES, oracle, relative_error, tokens
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_experts_routing import SPECS
 from tests.ops.test_native_steps import LENGTH, TOLERANCE, load
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 HIDDEN, INNER = 64, 96
 

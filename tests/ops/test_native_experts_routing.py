@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
+from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 HIDDEN = 256
 

@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
 from tests.ops.recurrent_layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 Doubles = npt.NDArray[np.float64]
 

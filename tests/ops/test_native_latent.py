@@ -18,16 +18,16 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
 from localrt.offload.kv.tier import KvTier
 from localrt.quant.choose import make_ops
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.kv import move_rows
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quantize.quantize import Recipe, quantize_model
+from tests.conftest import needs_kernels
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.ops.test_native_matmul import ISAS
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 MODEL = "deepseek-v2-dense"
 

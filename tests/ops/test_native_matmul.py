@@ -14,9 +14,10 @@ from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, u
 from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
+from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 NAMES = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
 PACKED = [name for name in NAMES if not name.startswith(("f32", "f16", "bf16", "e4m3"))]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.conftest import needs_kernels
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, quantized
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 HIDDEN, INNER = 256, 768
 

@@ -16,14 +16,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu import ops as native_ops
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.real_models import real_model
 from tests.waits import wait_for
 
 pytestmark = [
-    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    needs_kernels,
     pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are chosen on Linux"),
 ]
 

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.scales import NativeSearch, fast_search
 from localrt.quant.formats import CODECS, Codec
 from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.methods import best_scales, quantize
+from tests.conftest import needs_kernels
 from tests.ops.test_native_matmul import ISAS
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 SEARCHED = [name for name in CODECS if name not in GGUF_CODECS]
 EVEN = [name for name in SEARCHED if not name.endswith("m")]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from localrt.models.decoder import Decoder
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch
+from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, load_ours, oracle, relative_error, tokens
 from tests.ops.code_paths import KV_FORMATS, logits
 from tests.ops.test_native_matmul import ISAS
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 # Weights are float32 here: what remains is the cache, which is bf16.
 TOLERANCE = 0.03

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from localrt.models.decoder import Decoder
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.tiny import load_ours, tokens
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 CAPACITY = 40
 TREE = np.tril(np.ones((3, 3), np.bool_))

@@ -7,15 +7,15 @@ import pytest
 from scipy.special import erf
 
 from localrt.quant.choose import vision_steps
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import unpack
 from localrt.quant.ops.vision import VisionActivation, VisionSteps, activate
+from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, quantized
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 ROWS = (1, 7, 17, 300)
 HEADS = (64, 72, 80, 88)

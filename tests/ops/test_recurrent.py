@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.quant.cpu.abi import best_isa, find_library
+from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops import states
 from localrt.quant.ops.hybrid_cache import HybridCache, states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache, runs
 from localrt.quant.reference.ops import TorchOps
+from tests.conftest import needs_kernels
 from tests.ops.oracles import read_in
 from tests.ops.recurrent_layers import SPECS, Layer, check_tree, random_rows, tree_mask
 
-needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 ISAS = ["", "portable", *(["avx2"] if best_isa() not in (None, "neon", "portable") else [])]
 ROWS = 40
 LAYERS = st.sampled_from(sorted(SPECS))

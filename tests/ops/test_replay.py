@@ -13,14 +13,14 @@ import pytest
 from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.quant.cpu import ops as native_ops
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, load_ours, tokens
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = needs_kernels
 
 CAPACITY = 40
 TREE = np.tril(np.ones((3, 3), np.bool_))

@@ -24,7 +24,6 @@ from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.formats import F32, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods import METHODS, block_hadamard, restore
@@ -32,6 +31,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.calibration import calibration_windows
 from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
+from tests.conftest import needs_kernels
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import IDS, block_logits
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
@@ -174,7 +174,7 @@ def test_rotation_not_folded(folders: Mapping[str, Path], tmp_path: Path) -> Non
         assert store.manifest.quantization.folded == 0
 
 
-@pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+@needs_kernels
 @pytest.mark.parametrize(
     ("format_", "method"),
     [

@@ -8,8 +8,9 @@ where 41.8 and 37.9 were measured, before it counted the kernels within graphs: 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,6 +147,7 @@ def decode(model: Model, driver: Driver, machine: Machine, placement: Placement)
     )
 
 
+CI = pytest.mark.slow
 RATES = (6e9, 12e9, 25e9, 49e9, 64e9, 100e9)
 WINDOWS = {"launch": 30e-6, "burst": 0.2e-3}
 
@@ -155,10 +157,26 @@ def card(link: float, **options: float) -> Machine:
     return Machine(link=link, gpu=1.55e12, cpu=76e9, scale=1020, **options)
 
 
+def cells(*, quick: Sequence[tuple[str, ...]], **sides: Mapping[str, Any]) -> Any:
+    """Every cell of a table of named ``sides``; but for those that are ``quick``, they are CI's."""
+    made = []
+    for key in itertools.product(*sides.values()):
+        values = [side[name] for side, name in zip(sides.values(), key, strict=True)]
+        marks = () if key in quick else CI
+        made.append(pytest.param(*values, id=", ".join(key), marks=marks))
+    return pytest.mark.parametrize(tuple(sides), made)
+
+
+SEQUENCES = {"fast": FAST, "slow": SLOW}
+
+
 @once
-@pytest.mark.parametrize("sequence", [FAST, SLOW], ids=["fast", "slow"])
-@pytest.mark.parametrize("system", [{}, WINDOWS], ids=["Linux", "Windows"])
-@pytest.mark.parametrize("ring", [1.25, 2.0])
+@cells(
+    sequence=SEQUENCES,
+    system={"Linux": {}, "Windows": WINDOWS},
+    ring={"1.25": 1.25, "2.0": 2.0},
+    quick=[("fast", "Linux", "2.0"), ("slow", "Windows", "1.25")],
+)
 def test_links(
     model: Model,
     driver: Driver,
@@ -232,9 +250,12 @@ def profile(model: Model, machine: Machine) -> Costs:
 
 
 @once
-@pytest.mark.parametrize("scale", [1020, 2400], ids=["14B", "32B"])
-@pytest.mark.parametrize("sequence", [FAST, SLOW, LITTLE], ids=["fast", "slow", "little"])
-@pytest.mark.parametrize("link", [49e9, 12e9], ids=["49 GB/s", "12 GB/s"])
+@cells(
+    scale={"14B": 1020, "32B": 2400},
+    sequence=SEQUENCES | {"little": LITTLE},
+    link={"49 GB/s": 49e9, "12 GB/s": 12e9},
+    quick=[("14B", "fast", "49 GB/s"), ("32B", "slow", "12 GB/s"), ("14B", "little", "12 GB/s")],
+)
 def test_forecasts(
     model: Model, driver: Driver, gpu: Kernels, scale: float, sequence: str, link: float
 ) -> None:
@@ -274,16 +295,16 @@ GEFORCE = Machine(link=12.5e9, gpu=231e9, cpu=50e9, scale=1020)
 @pytest.mark.parametrize(
     ("believed", "sequence", "times"),
     [
-        (card(49e9), FAST, {"link": 0.6}),
-        (card(49e9), FAST, {"cpu": 0.6}),
+        pytest.param(card(49e9), FAST, {"link": 0.6}, marks=CI),
+        pytest.param(card(49e9), FAST, {"cpu": 0.6}, marks=CI),
         (card(49e9), FAST, {"link": 0.6, "crossing": 2.0}),
-        (card(12e9), SLOW, {"crossing": 3.0}),
-        (card(12e9), SLOW, {"cpu": 0.5, "link": 1.5}),
-        (card(49e9), SLOW, {"cpu": 0.7, "gpu": 0.6, "crossing": 2.0}),
+        pytest.param(card(12e9), SLOW, {"crossing": 3.0}, marks=CI),
+        pytest.param(card(12e9), SLOW, {"cpu": 0.5, "link": 1.5}, marks=CI),
+        pytest.param(card(49e9), SLOW, {"cpu": 0.7, "gpu": 0.6, "crossing": 2.0}, marks=CI),
         (card(49e9), LITTLE, {"link": 0.6, "cpu": 0.7, "gpu": 0.7, "crossing": 2.0}),
-        (card(12e9), LITTLE, {"link": 1.5, "cpu": 0.5}),
+        pytest.param(card(12e9), LITTLE, {"link": 1.5, "cpu": 0.5}, marks=CI),
         (GEFORCE, SLOW, {"cpu": 0.6}),
-        (GEFORCE, LITTLE, {"link": 0.6, "crossing": 1.5}),
+        pytest.param(GEFORCE, LITTLE, {"link": 0.6, "crossing": 1.5}, marks=CI),
     ],
 )
 def test_measured_passes(
@@ -373,8 +394,17 @@ def scaled(model: Model, machine: Machine, nbytes: float) -> Machine:
     return replace(machine, scale=nbytes / next(u.nbytes for u in units if ".mlp" in u.name))
 
 
+QUICK_CELLS = ("14B, 49 GB/s", "14B, 4060 with DDR4", "24B, 4060 with DDR5")
+
+
 @once
-@pytest.mark.parametrize(("name", "cell"), CELLS.items(), ids=CELLS)
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        pytest.param(name, cell, id=name, marks=() if name in QUICK_CELLS else CI)
+        for name, cell in CELLS.items()
+    ],
+)
 def test_shared(
     shapes: dict[str, Model], driver: Driver, gpu: Kernels, name: str, cell: Cell
 ) -> None:
@@ -391,10 +421,16 @@ def test_shared(
 
 
 @once
-@pytest.mark.parametrize(
-    "times", [{"cpu": 0.6}, {"link": 0.6}, {"cpu": 0.6, "turn": 4.0}, {"cpu": 1.6, "link": 0.7}]
+@cells(
+    believed={"H100": card(49e9), "4060": rtx_4060(50e9)},
+    times={
+        "cpu": {"cpu": 0.6},
+        "link": {"link": 0.6},
+        "turns": {"cpu": 0.6, "turn": 4.0},
+        "both": {"cpu": 1.6, "link": 0.7},
+    },
+    quick=[("H100", "turns"), ("4060", "both")],
 )
-@pytest.mark.parametrize("believed", [card(49e9), rtx_4060(50e9)], ids=["H100", "4060"])
 def test_measured_shares(
     shapes: dict[str, Model],
     driver: Driver,

@@ -18,15 +18,14 @@ from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import AttentionSpec, Rope
 from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.models.vision.tiny_qwen import TINY
 
-compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 TEXT, GRIDS = 5, [(3, 4), (2, 7)]
 
 
@@ -81,7 +80,7 @@ def test_logits(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     assert relative_error(run(decoder, (9, 11, 23, 37, 38)), theirs) < 1e-4
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("kind", TINY)
 def test_native(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     folder, model = tiny_vl(kind)

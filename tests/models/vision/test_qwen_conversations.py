@@ -22,17 +22,16 @@ from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_tower
 from localrt.models.vision.sight import Sight
 from localrt.quant.choose import all_vision_steps
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.reference.ops import TorchOps
 from localrt.speculative.tree import TokenTree
+from tests.conftest import needs_kernels
 from tests.models.tiny import relative_error, tokens
 from tests.models.vision.tiny_qwen import IDS, TINY, picture, processor_of
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 
-compiled = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 PICTURES = [picture(90, 41), picture(23, 70, seed=1)]
 TEXTS = [[token % 100 for token in tokens(5 + n, seed=n)] for n in range(3)]
 TOKEN = IDS["image_token_id"]
@@ -108,7 +107,7 @@ def test_logits(kind: str, count: int, tiny_vl: Callable[[str], tuple[Path, Any]
             assert relative_error(ours, theirs[[end - 1 for end in ends]]) < 1e-4
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     """They change no bit."""
@@ -172,7 +171,7 @@ def test_budget(
             sight.given(ids[0])
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("room", [True, False])
 def test_gpu(
     room: bool,
@@ -201,7 +200,7 @@ def test_gpu(
         assert ("layer_norm" in names) == room
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize(("kv_format", "bound"), [("int8", 0.02), ("int4", 0.15)])
 def test_quantized_cache(
     kv_format: Any, bound: float, tiny_vl: Callable[[str], tuple[Path, Any]]
@@ -230,7 +229,7 @@ def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
             assert relative_error(session.extend(ids[length:]), theirs) < 1e-4
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
 def test_sessions_together(
@@ -247,7 +246,7 @@ def test_sessions_together(
             np.testing.assert_array_equal(logits, [each[place] for each in alone])
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 def test_tree_behind_pictures(kv_format: Any, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     """Its accepted path has the bits of tokens one after another."""

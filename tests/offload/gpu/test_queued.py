@@ -22,9 +22,9 @@ from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Bytes
+from tests.conftest import needs_kernels
 from tests.offload.fake_source import FakeSource, content, make_units
 from tests.offload.gpu.fakes import FakeGpu, Mark
-from tests.offload.placed import needs_kernels
 
 pytestmark = needs_kernels
 

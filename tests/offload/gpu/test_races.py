@@ -35,7 +35,7 @@ from tests.offload.placed import (
 pytestmark = needs_kernels
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma4-moe"])
 def mixture(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
