@@ -394,17 +394,9 @@ def scaled(model: Model, machine: Machine, nbytes: float) -> Machine:
     return replace(machine, scale=nbytes / next(u.nbytes for u in units if ".mlp" in u.name))
 
 
-QUICK_CELLS = ("14B, 49 GB/s", "14B, 4060 with DDR4", "24B, 4060 with DDR5")
-
-
 @once
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [
-        pytest.param(name, cell, id=name, marks=() if name in QUICK_CELLS else CI)
-        for name, cell in CELLS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cell"), CELLS.items(), ids=CELLS)
 def test_shared(
     shapes: dict[str, Model], driver: Driver, gpu: Kernels, name: str, cell: Cell
 ) -> None:
@@ -421,16 +413,11 @@ def test_shared(
 
 
 @once
-@cells(
-    believed={"H100": card(49e9), "4060": rtx_4060(50e9)},
-    times={
-        "cpu": {"cpu": 0.6},
-        "link": {"link": 0.6},
-        "turns": {"cpu": 0.6, "turn": 4.0},
-        "both": {"cpu": 1.6, "link": 0.7},
-    },
-    quick=[("H100", "turns"), ("4060", "both")],
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "times", [{"cpu": 0.6}, {"link": 0.6}, {"cpu": 0.6, "turn": 4.0}, {"cpu": 1.6, "link": 0.7}]
 )
+@pytest.mark.parametrize("believed", [card(49e9), rtx_4060(50e9)], ids=["H100", "4060"])
 def test_measured_shares(
     shapes: dict[str, Model],
     driver: Driver,
