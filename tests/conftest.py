@@ -52,14 +52,6 @@ hypothesis.settings.load_profile("quick")
 
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
-# Files that take a minute and more: begun last, one of them would keep a single process busy.
-_FIRST = (
-    "test_memory.py",
-    "test_real_models.py",
-    "test_gpu_check.py",
-    "test_packaging.py",
-)
-
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
 CHATML = (
@@ -75,11 +67,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first."""
-    items.sort(key=lambda item: item.path.name not in _FIRST)
 
 
 def write_byte_tokenizer(folder: Path, template: str | None = CHATML) -> int:
