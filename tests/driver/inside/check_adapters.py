@@ -16,11 +16,11 @@ from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.driver.inside.check_architectures import Packed
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import relative_error, tokens
 
-pytestmark = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+pytestmark = once
 
 
 def on_gpu(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:

@@ -21,10 +21,10 @@ from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 
-pytestmark = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+pytestmark = once
 LENGTH = 18  # beyond the window of the windowed configs
 SHORT = 4
 SLOW = pytest.mark.slow

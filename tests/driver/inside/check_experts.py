@@ -36,7 +36,7 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
@@ -46,8 +46,6 @@ from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
 
-# What is counted is the same however hasty the driver is.
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 
 COUNT, USED, LAYERS = 12, 3, 2
 CONFIG = {

@@ -22,13 +22,12 @@ from localrt.quant.cuda.graph import _RECORDED, _ROWS, GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.engine.test_speculation import fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 pytestmark = pytest.mark.usefixtures("emulated")
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 CAPACITY = 200
 LENGTH = 9  # tokens of an answer: some rounds come again, and are replayed
 

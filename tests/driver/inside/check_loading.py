@@ -31,7 +31,7 @@ from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_one
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
@@ -44,6 +44,7 @@ from tests.planner.models import RATE
 from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
+
 
 Both = Callable[..., localrt.ModelInfo]
 
@@ -187,12 +188,14 @@ def test_streamed(
     assert gpu.launches.count("replay") > 10
 
 
+@once
 def test_pictures(on_both: Both, seeing: Path, gpu: Kernels) -> None:
     info = on_both(seeing, say=look, ctx=256)
     assert (info.device, info.streamed) == ("cuda:0", False)
     assert {"rope_append", "dense_many", "activate"} <= set(gpu.launches)
 
 
+@once
 def test_streamed_pictures(
     on_both: Both, place: Callable[..., None], seeing: Path, gpu: Kernels
 ) -> None:

@@ -32,7 +32,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.checkpoints.published.models import SMALL, publish
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.driver.standin import Driver
 from tests.models.tiny import relative_error, save_tiny
@@ -61,7 +61,6 @@ from tests.offload.placed import (
 from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 few = settings(  # each takes seconds, and closes what it has opened
     some,
     max_examples=2 + settings().max_examples // 12,

@@ -30,7 +30,7 @@ from localrt.planning.forecast import PlanRequest
 from localrt.planning.machine import Corrections, GpuProfile, KernelRate, MachineProfile
 from localrt.planning.search import Candidate, Rooms, best_of
 from localrt.planning.simulate import simulate
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
 from tests.driver.virtual_time import Machine, VirtualTime, virtual_time
@@ -38,7 +38,6 @@ from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 
 LAYERS = 40
 

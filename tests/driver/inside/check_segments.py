@@ -22,7 +22,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
@@ -36,9 +36,6 @@ from tests.offload.placed import (
 )
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
-
-# What is counted is the same however hasty the driver is.
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, Span
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
@@ -31,7 +31,6 @@ from tests.offload.placed import (
 pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
 
 LAYERS = 3
-once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["int4-g32", "q8_0"])

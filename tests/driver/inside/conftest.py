@@ -19,6 +19,9 @@ from localrt.quant.cuda.programs import Program
 from tests.driver.standin import Driver, image, loaded
 from tests.ops.cuda.emulator import Emulator
 
+once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
+"""What is counted is the same however hasty the driver is."""
+
 
 @dataclass
 class Kernels:
