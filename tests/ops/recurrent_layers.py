@@ -135,6 +135,31 @@ def check_tree(layer: CachedLayer, held: int, parents: list[int], first: int) ->
         np.testing.assert_array_equal(layer.run((each, after)), wanted)
 
 
+def check_sequences(layer: CachedLayer) -> None:
+    """Sequences that share passes have the bits that each has alone."""
+    x, y = random_rows(20), random_rows(20, seed=3)
+    wanted = [layer.run((layer.cache(), rows)) for rows in (x, y)]
+    one, two = layer.cache(), layer.cache()
+    layer.run((one, x[:7]))
+    both = layer.run((one, x[7:8]), (two, y[:9]))
+    last = layer.run((two, y[9:10]), (one, x[8:]))
+    np.testing.assert_array_equal(np.concatenate([both[:1], last[1:]]), wanted[0][7:])
+    np.testing.assert_array_equal(np.concatenate([both[1:], last[:1]]), wanted[1][:10])
+
+
+def check_cancelled(layer: Layer) -> None:
+    """Passes that are cancelled, of a row and of more, leave no trace, nor does what is trimmed."""
+    x, cache = random_rows(30), layer.cache()
+    whole = layer.run((layer.cache(), x))
+    for start, stop in ((0, 11), (11, 12), (12, 13)):
+        layer.run((cache, x[start:stop]))
+        for rows in (1, 9):
+            layer.run((cache, random_rows(rows, seed=9)), cancelled=True)
+    layer.run((cache, random_rows(2, seed=8)))
+    assert cache.trim(13) == 13
+    np.testing.assert_array_equal(layer.run((cache, x[13:])), whole[13:])
+
+
 def _random_weights(spec: RecurrentSpec, ops: Ops) -> RecurrentWeights:
     draw = np.random.default_rng(1)
 

@@ -20,7 +20,15 @@ from localrt.quant.ops.states import StateCache, runs
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
 from tests.ops.oracles import read_in
-from tests.ops.recurrent_layers import SPECS, Layer, check_tree, random_rows, tree_mask
+from tests.ops.recurrent_layers import (
+    SPECS,
+    Layer,
+    check_cancelled,
+    check_sequences,
+    check_tree,
+    random_rows,
+    tree_mask,
+)
 
 ISAS = ["", "portable", *(["avx2"] if best_isa() not in (None, "neon", "portable") else [])]
 ROWS = 40
@@ -88,26 +96,13 @@ def test_tree(
 @needs_kernels
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_sequences_of_a_pass_do_not_meet(native: dict[str, Layer], name: str) -> None:
-    layer, x, y = native[name], random_rows(20), random_rows(20, seed=3)
-    wanted = [layer.run((layer.cache(), rows)) for rows in (x, y)]
-    one, two = layer.cache(), layer.cache()
-    first = layer.run((one, x[:7]), (two, y[:2]))
-    last = layer.run((one, x[7:8]), (two, y[2:]))
-    np.testing.assert_array_equal(np.concatenate([first[:7], last[:1]]), wanted[0][:8])
-    np.testing.assert_array_equal(np.concatenate([first[7:], last[1:]]), wanted[1])
+    check_sequences(native[name])
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_cancelled_pass(native: dict[str, Layer], name: str, rows: int) -> None:
-    layer, x = native[name], random_rows(30)
-    cache, twin = layer.cache(), layer.cache()
-    for start, stop in ((0, 11), (11, 12), (12, 13)):
-        layer.run((cache, x[start:stop]))
-        layer.run((twin, x[start:stop]))
-        layer.run((cache, random_rows(rows, seed=9)), cancelled=True)
-    np.testing.assert_array_equal(layer.run((cache, x[13:])), layer.run((twin, x[13:])))
+def test_cancelled_pass(native: dict[str, Layer], name: str) -> None:
+    check_cancelled(native[name])
 
 
 @needs_kernels

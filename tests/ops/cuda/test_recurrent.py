@@ -25,7 +25,16 @@ from tests.ops.cuda.target import DEVICE, back, there
 from tests.ops.cuda.test_products import matrix, quantized
 from tests.ops.oracles import read_in
 from tests.ops.packed import random_tensor
-from tests.ops.recurrent_layers import HIDDEN, SPECS, Layer, check_tree, random_rows, tree_mask
+from tests.ops.recurrent_layers import (
+    HIDDEN,
+    SPECS,
+    Layer,
+    check_cancelled,
+    check_sequences,
+    check_tree,
+    random_rows,
+    tree_mask,
+)
 
 NAMES = sorted(SPECS)
 
@@ -172,31 +181,11 @@ def test_passes_of_any_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tree(name: str) -> None:
-    check_tree(GpuLayer(name), 6, [0, 1, 2, 1, 4, 3, 0], 3)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sequences_do_not_see_one_another(name: str) -> None:
-    layer, x, y = GpuLayer(name), random_rows(12), random_rows(12, seed=3)
-    alone = [read_in(layer, rows, [7, 1, 4]) for rows in (x, y)]
-    a, b = layer.cache(), layer.cache()
-    layer.run((a, x[:7]))
-    found = [layer.run((a, x[7:8]), (b, y[:7])), layer.run((b, y[7:8]), (a, x[8:]))]
-    np.testing.assert_array_equal(found[0], np.concatenate([alone[0][7:8], alone[1][:7]]))
-    np.testing.assert_array_equal(found[1], np.concatenate([alone[1][7:8], alone[0][8:]]))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
-    layer, x = GpuLayer(name), random_rows(16)
-    whole, cache = read_in(layer, x, [16]), layer.cache()
-    layer.run((cache, x[:8]))
-    for wrong in (random_rows(3, seed=9), random_rows(9, seed=9)):
-        layer.run((cache, wrong), cancelled=True)
-    layer.run((cache, random_rows(2, seed=8)))
-    assert cache.trim(8) == 8
-    np.testing.assert_array_equal(layer.run((cache, x[8:])), whole[8:])
+def test_trees_sequences_and_cancelled_passes(name: str) -> None:
+    layer = GpuLayer(name)
+    check_tree(layer, 6, [0, 1, 2, 1, 4, 3, 0], 3)
+    check_sequences(layer)
+    check_cancelled(layer)
 
 
 @pytest.mark.parametrize("name", ["delta", "ssm", "conv"])
