@@ -16,7 +16,7 @@ from localrt.quant.cuda.products import MOST_ROWS, dense_product, quantize, unpa
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, empty, upload
 from localrt.quant.cuda.weight import build_weight
 from localrt.quant.formats import unpack
-from localrt.quant.formats.tiled import TiledTensor, tile
+from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor
 from tests.ops.cuda.target import DEVICE, back, there, tiles_of
 from tests.ops.packed import random_tensor
 
@@ -107,6 +107,21 @@ def test_joined_matrices() -> None:
     out = linear(x, weight, dtype=FLOAT32)
     values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
     assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rotations", "rows", "message"),
+    [
+        ((0, 32), 32, "share their input's rotation"),
+        ((32, 32), 16, "more rows than the matrix has"),
+        ((32, 32), 48, "blocks hold 32 rows, the matrix has 48"),
+    ],
+)
+def test_blocks_that_do_not_fit(rotations: tuple[int, int], rows: int, message: str) -> None:
+    packed = random_tensor("q4_0", 16, 64)
+    blocks = [tile_tensor(packed, hadamard=rotation) for rotation in rotations]
+    with pytest.raises(ValueError, match=message):
+        build_weight((rows, 64), iter(blocks), DEVICE)
 
 
 def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
