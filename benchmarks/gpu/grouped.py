@@ -26,6 +26,7 @@ from localrt.quant.cuda.tensor import Tensor, upload
 from localrt.quant.cuda.weight import ExpertWeights
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops import experts
 from localrt.quant.ops.experts import ExpertSpec, Routing
 
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
@@ -87,7 +88,7 @@ class Layer:
         for number in range(shape.count):
             gate, up, down = distinct[number % len(distinct)]
             both = (2 * shape.inner, shape.hidden)
-            weights = ExpertWeights(
+            weights = experts.ExpertWeights(
                 gate_up=self.ops.weight(both, map(self._elsewhere, (gate, up))),
                 down=self.ops.weight((shape.hidden, shape.inner), [self._elsewhere(down)]),
                 gate_up_bias=self.ops.vector(biases[0]) if shape.biased else None,

@@ -23,6 +23,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.recurrent import SequenceTable, mix_rows
 from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.cuda.weight import RecurrentWeights as GpuWeights
+from localrt.quant.ops import recurrent
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Span
@@ -70,7 +71,7 @@ def _weights(spec: RecurrentSpec) -> RecurrentWeights:
     stateful = spec.kind != "conv"
     width = spec.value_size if spec.kind == "delta" else spec.inner
     nothing: Any = None
-    return RecurrentWeights(
+    return recurrent.RecurrentWeights(
         norm=None,
         mix=nothing,
         taps=vector(spec.taps * spec.channels),

@@ -300,7 +300,7 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
     )
 
 
-# The weights of the steps, as they are kept here.
+# Types of the steps' weights as they are kept here; objects are made by the classes themselves.
 AttentionWeights = attention.AttentionWeights[NativeWeight, NativeVector]
 LatentWeights = attention.LatentWeights[NativeWeight, NativeVector]
 IndexWeights = attention.IndexWeights[NativeWeight, NativeVector]

@@ -256,7 +256,7 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
     return bf16_bits(unpack(block))
 
 
-# The weights of the steps, as they are kept here.
+# Types of the steps' weights as they are kept here; objects are made by the classes themselves.
 AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
 LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
 RouterWeights = experts.RouterWeights[CudaWeight, Tensor]

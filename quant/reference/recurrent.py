@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localrt.quant.ops import recurrent
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -56,7 +57,9 @@ def convolve_rows(
     layer: int,
 ) -> Tensor:
     """(R, channels), float32: the convolution of ``rows`` (R, row size), which caches keep."""
-    weights = RecurrentWeights(norm=None, mix=taps, taps=taps, out=taps)  # of which taps are read
+    weights = recurrent.RecurrentWeights(
+        norm=None, mix=taps, taps=taps, out=taps
+    )  # of which taps are read
     return _run_all(rows, weights, spec, spans, passes, layer)
 
 

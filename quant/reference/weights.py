@@ -1,4 +1,4 @@
-"""The weights of the steps as torch keeps them."""
+"""Types of the steps' weights as torch keeps them; objects are made by the classes themselves."""
 
 from torch import Tensor
 
