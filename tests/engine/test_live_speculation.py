@@ -11,7 +11,6 @@ import pytest
 
 import localrt
 from localrt.drafts.head_draft import HeadDrafter
-from localrt.engine.batch.speculation import BatchTuner
 from localrt.speculative.batch_tuner import BatchTuner
 from tests.conftest import needs_kernels
 from tests.models.test_heads import TinyBlock

@@ -18,7 +18,6 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import Placement, Where
-from localrt.offload.ring import PAGE
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing

@@ -13,7 +13,6 @@ from localrt.planning.costs import Costs
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.planning.simulate import simulate
 from tests.offload.gpu.placed_on_gpu import place_on_gpu, places
-from tests.offload.gpu.test_hybrid_experts import places
 from tests.offload.placed import Model, needs_kernels, wide_mixture
 
 pytestmark = needs_kernels
