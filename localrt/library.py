@@ -48,7 +48,7 @@ def pull(
     the stage ``"note"`` says which, and why.
 
     Without ``refresh`` a downloaded model stays as it is, without any request; without ``vision`` a
-    GGUF model's vision tower (``mmproj``) is left out. ``progress`` is
+    GGUF model's vision encoder (``mmproj``) is left out. ``progress`` is
     called with ``Progress`` in bytes, from the calling thread; any thread may set ``cancel``.
 
     Raises:

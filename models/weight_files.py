@@ -23,8 +23,8 @@ MANIFEST_NAME = "manifest.json"
 PARTIAL_NAME = "manifest.partial.json"
 """The manifest of a store that is still being written: it lists the files that are finished."""
 
-STORED_TOWER = "vision"
-"""A store's folder of its tower: a model's folder without a decoder, or an ``mmproj`` file."""
+STORED_ENCODER = "vision"
+"""A store's folder of its encoder: a model's folder without a decoder, or an ``mmproj`` file."""
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
@@ -93,12 +93,12 @@ def is_draft_file(path: str) -> bool:
 
 
 def is_projector_file(path: str) -> bool:
-    """Whether a GGUF file's name is that of a vision tower beside a model: ``mmproj``."""
+    """Whether a GGUF file's name is that of a vision encoder beside a model: ``mmproj``."""
     return _PROJECTOR.search(path) is not None
 
 
 def projector_files(paths: Iterable[str], model: str) -> list[str]:
-    """The vision towers among files beside a ``model``'s, best first.
+    """The vision encoders among files beside a ``model``'s, best first.
 
     First come those that are named after it, those with most words of its name before others; of
     equal ones those of 16 bits, which are the published values, then those of 32 and of 8.
@@ -112,7 +112,7 @@ def projector_files(paths: Iterable[str], model: str) -> list[str]:
 
 
 def rivals(path: str, paths: Iterable[str], model: str) -> list[str]:
-    """The towers among ``paths`` that are named as much after the model as that at ``path``, and
+    """The encoders among ``paths`` that are named as much after the model as that at ``path``, and
     otherwise than it.
     """
     own, common = _own_words(path), words_in_common(path, model)
@@ -135,8 +135,8 @@ def projectors_beside(path: Path) -> list[Path]:
 
 
 def words_in_common(path: str, model: str) -> int:
-    """How many words of a vision tower's name the model's has; -1 if it lacks one of them, so that
-    the tower is not named after it. ``mmproj-F16.gguf`` has none.
+    """How many words of a vision encoder's name the model's has; -1 if it lacks one, since the
+    encoder is then not named after it. ``mmproj-F16.gguf`` has none.
     """
     own = _own_words(path)
     return len(own) if own <= set(_words(model)) else -1
@@ -160,8 +160,8 @@ def index_shards(folder: Path) -> frozenset[str] | None:
 
 
 def files_nbytes(path: Path) -> int:
-    """Bytes of a model's file, or of the files in its folder and in a store's of its tower."""
+    """Bytes of a model's file, or of the files in its folder and in a store's of its encoder."""
     if path.is_file():
         return path.stat().st_size
-    files = (*path.iterdir(), *(path / STORED_TOWER).glob("*"))
+    files = (*path.iterdir(), *(path / STORED_ENCODER).glob("*"))
     return sum(each.stat().st_size for each in files if each.is_file())

@@ -109,7 +109,7 @@ def make_ops(
 
 
 def vision_steps(ops: Ops) -> VisionSteps:
-    """The steps of vision towers on ``ops``: by our kernels, else numpy between products."""
+    """The steps of vision encoders on ``ops``: by our kernels, else numpy between products."""
     if ops.name == "cuda":
         from localrt.quant.cuda.ops import CudaOps
         from localrt.quant.cuda.vision import CudaVision
@@ -124,7 +124,7 @@ def vision_steps(ops: Ops) -> VisionSteps:
 
 
 def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
-    """The steps that a model's vision tower may take, best first: those of a GPU that our kernels
+    """The steps that a model's vision encoder may take, best first: those of a GPU that our kernels
     run on, and what is left when it has no room for a picture, the CPU.
     """
     on_gpu = [ops for ops in implementations if ops.name == "cuda"]

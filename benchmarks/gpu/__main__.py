@@ -47,7 +47,7 @@ PHASES = {
     "experts": ("grouped", "check_grouped"),
     "recurrent": ("recurrent", "check_recurrent"),
     "pictures": ("pictures", "check_pictures"),
-    "towers": ("towers", "check_towers"),
+    "towers": ("encoders", "check_encoders"),
     "logits": ("models", "check_logits"),
     "packed": ("models", "check_packed"),
     "adapters": ("adapters", "check_adapters"),

@@ -35,7 +35,7 @@ class ModelDescription:
     ``parameters`` are the model's generation defaults, ``context`` is its trained length in
     tokens. ``notes`` say how quantized weights are stored in memory, and what drafts for it.
     ``draft`` is the draft that ``auto`` uses if the weights are in memory; empty if there is none.
-    ``vision_bytes`` is the size of the vision tower, 0 without one; ``picture_tokens`` are about
+    ``vision_bytes`` is the size of the vision encoder, 0 without one; ``picture_tokens`` are about
     those of a picture of 896 x 896 pixels, ``picture_bytes`` the memory while it is read.
     """
 
@@ -111,7 +111,7 @@ def describe_model(
             packed_bytes=0 if listed is None else listed.packed_bytes,
             notes=(*checkpoint.notes, *blind, *([] if draft is None else [draft.line])),
             draft="" if draft is None else draft.name,
-            vision_bytes=0 if picture is None else picture.tower_bytes,
+            vision_bytes=0 if picture is None else picture.encoder_bytes,
             picture_tokens=0 if picture is None else picture.tokens,
             picture_bytes=0 if picture is None else picture.room_bytes,
         )

@@ -72,5 +72,5 @@ def _row(model: LocalModel) -> tuple[str, ...]:
 
 def _record(model: LocalModel) -> dict[str, object]:
     packed = [str(path) for path in model.packed]
-    tower = None if model.projector is None else str(model.projector)
-    return {**asdict(model), "path": str(model.path), "packed": packed, "projector": tower}
+    encoder = None if model.projector is None else str(model.projector)
+    return {**asdict(model), "path": str(model.path), "packed": packed, "projector": encoder}

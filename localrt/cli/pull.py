@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
             raise ModelNotFoundError(f"{found.name} is here; no head was found that drafts for it")
         if args.draft and draft is not None and not draft.here:
             head = pull(draft.name, progress=line)
-    towers = _tower(found.path) if found.path.suffix == ".gguf" else []
+    encoders = _encoder(found.path) if found.path.suffix == ".gguf" else []
     if args.json:
         result = {
             "name": found.name,
             "path": str(found.path),
             "revision": found.revision,
             "source": found.source,
-            "vision": [str(tower) for tower in towers],
+            "vision": [str(encoder) for encoder in encoders],
             "downloaded_bytes": line.downloaded,
             "draft": draft and {"name": draft.name, "here": draft.here or head is not None},
         }
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         done = "is here" if line.downloaded else "is up to date"
         done = "is yours, there is nothing to download" if found.source == "local" else done
         print(f"{found.name} {done}: {found.path}")
-        for tower in towers:
-            print(f"{tower.name}, {format_bytes(tower.stat().st_size)}, lets it see pictures")
+        for encoder in encoders:
+            print(f"{encoder.name}, {format_bytes(encoder.stat().st_size)}, lets it see pictures")
         if head is not None:
             print(f"{head.name} drafts for it: {head.path}")
         elif draft is not None:
@@ -78,15 +78,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tower(path: Path) -> list[Path]:
-    """The vision tower with which the model would see; another model's file beside it is none."""
+def _encoder(path: Path) -> list[Path]:
+    """The vision encoder with which the model would see; another model's file beside it is none."""
     from localrt.models.vision.source import vision_source  # which takes time to import
 
     try:
-        tower = vision_source(path)
+        encoder = vision_source(path)
     except LocalrtError:  # it is told when a picture is sent
         return projectors_beside(path)[:1]
-    if tower is None:
+    if encoder is None:
         return []
-    tower.close()
-    return [tower.path]
+    encoder.close()
+    return [encoder.path]

@@ -34,7 +34,7 @@ from localrt.quant.ops.protocol import Check
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
-    from localrt.models.vision.sight import Sight
+    from localrt.models.vision.encoder_cache import VisionState
     from localrt.planning.forecast import Forecast
     from localrt.quant.ops.kv import BlockCache, FillBlocks
     from localrt.quant.ops.states import SavedState
@@ -83,10 +83,10 @@ Forecaster = Callable[[Rates], Speeds]
 """Makes a forecast from the current rates."""
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, sight: Sight | None = None) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, vision: VisionState | None = None) -> None:
     """Raise ``OptionError`` if one of ``ids`` is not in the vocabulary, nor a picture's row."""
-    if sight is not None:
-        ids = [token for token in ids if token >= 0 or not sight.knows(token)]
+    if vision is not None:
+        ids = [token for token in ids if token >= 0 or not vision.has_row(token)]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
 
@@ -157,7 +157,7 @@ class EngineSession(ABC):
         """Free the cache."""
 
     def check_tokens(
-        self, tokens: Sequence[int], vocab_size: int, sight: Sight | None = None
+        self, tokens: Sequence[int], vocab_size: int, vision: VisionState | None = None
     ) -> None:
         """Raise an error unless ``tokens`` can be appended.
 
@@ -167,7 +167,7 @@ class EngineSession(ABC):
         """
         if not tokens:
             raise OptionError("there are no tokens to compute")
-        check_ids(tokens, vocab_size, sight)
+        check_ids(tokens, vocab_size, vision)
         length = len(self.tokens) + len(tokens)
         if length > self.capacity:
             raise ContextOverflowError(
@@ -243,7 +243,7 @@ class Engine(ABC):
     A pass has at most ``pass_rows`` rows, of several sessions if it ``shares_passes``. ``plan`` is
     the placement of the weights, ``weights`` reports on them while they exist. ``ram`` and
     ``gpu_memory`` are the user's budgets in bytes; None: no budget was given. ``turn`` is a
-    batch's: see ``background``. ``sight`` is what it sees pictures with, if it does. ``recurrent``:
+    batch's: see ``background``. ``vision`` is its image state, if it takes images. ``recurrent``:
     its sessions go back only to where a pass ended.
     """
 
@@ -256,14 +256,14 @@ class Engine(ABC):
     ram: int | None = None
     gpu_memory: int | None = None
     turn: Callable[[], AbstractContextManager[int]] | None = None
-    sight: Sight | None = None
+    vision: VisionState | None = None
 
     def uncut(self, tokens: Sequence[int], first: int, most: int) -> int:
         """Up to which of ``tokens`` a pass computes that begins with number ``first``: ``most`` of
         them, or as many as a picture asks for.
         """
         end = min(first + most, len(tokens))
-        return end if self.sight is None else self.sight.uncut(tokens, first, end)
+        return end if self.vision is None else self.vision.pass_end(tokens, first, end)
 
     def background(self) -> AbstractContextManager[int]:
         """Hold it for a pass that nobody waits for; it yields how many others have work that is

@@ -24,7 +24,7 @@ from localrt.engine.types import ToolCall
 from localrt.quant.ops.adapters import Mix
 
 if TYPE_CHECKING:
-    from localrt.models.vision.sight import Sight
+    from localrt.models.vision.encoder_cache import VisionState
 
 
 class Constraint(Protocol):
@@ -104,7 +104,9 @@ class Request:
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 
-    def check(self, *, ctx: int, vocab_size: int | None = None, sight: Sight | None = None) -> None:
+    def check(
+        self, *, ctx: int, vocab_size: int | None = None, vision: VisionState | None = None
+    ) -> None:
         """Raise an error unless it can run in ``ctx`` tokens; a session knows its ``vocab_size``
         and pictures.
 
@@ -115,7 +117,7 @@ class Request:
         if not self.prompt:
             raise OptionError("the prompt is empty: there is nothing to continue")
         if vocab_size is not None:
-            check_ids(self.prompt, vocab_size, sight)
+            check_ids(self.prompt, vocab_size, vision)
         if len(self.prompt) >= ctx:
             raise ContextOverflowError(
                 f"the prompt has {len(self.prompt)} tokens and the context holds {ctx}: "

@@ -153,13 +153,13 @@ def head_variant(variants: Iterable[GgufVariant], label: str) -> str:
 
 
 def variant_projectors(variant: GgufVariant, paths: Iterable[str]) -> list[str]:
-    """The vision tower among ``paths``, at the top or beside the model, and those that may be it as
-    well; none for what only drafts.
+    """The vision encoder among ``paths``, at the top or beside the model, and files that rival it;
+    none for a model that only drafts.
     """
     folders = ("", variant.files[0].rpartition("/")[0])
     beside = [] if variant.drafts else [p for p in paths if p.rpartition("/")[0] in folders]
-    towers = projector_files(beside, variant.files[0])
-    return towers[:1] + (rivals(towers[0], towers, variant.files[0]) if towers else [])
+    encoders = projector_files(beside, variant.files[0])
+    return encoders[:1] + (rivals(encoders[0], encoders, variant.files[0]) if encoders else [])
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:

@@ -56,7 +56,7 @@ class LocalModel:
     ``"localrt"``, ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or
     ``"yours"``. ``packed`` are folders with packed copies that localrt streams from, finished or
     not; ``packed_bytes`` is their size. ``aliases`` are the user's names for it (``config.toml``).
-    ``projector`` is the vision tower's file of a GGUF model in the hub's cache; ``bytes`` include
+    ``projector`` is the vision encoder's file of a GGUF model in the hub's cache; ``bytes`` include
     it.
     """
 
@@ -162,10 +162,10 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
             paths = [snapshot / file for file in variant.files]
             full_name = f"{name}:{variant_name(variant, variants)}"
             label = variant.label if variant.is_labelled else None
-            tower = next(iter(variant_projectors(variant, files)), "")
-            own = [*paths, snapshot / tower] if tower else paths
+            encoder = next(iter(variant_projectors(variant, files)), "")
+            own = [*paths, snapshot / encoder] if encoder else paths
             found = _local(full_name, paths[0], own, "gguf", label, "hub cache")
-            yield replace(found, projector=snapshot / tower if tower else None)
+            yield replace(found, projector=snapshot / encoder if encoder else None)
 
 
 def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:

@@ -46,7 +46,7 @@ _OPTIONS = {
 @dataclass(frozen=True, slots=True)
 class Extras:
     """Settings that Ollama keeps for a model. ``go_template``: a chat template in Go's syntax;
-    ``projectors``: its vision towers.
+    ``projectors``: its vision encoders.
     """
 
     go_template: str | None = None

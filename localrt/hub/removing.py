@@ -77,10 +77,10 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
 
 
 def _counted_twice(gone: Sequence[LocalModel], listed: Sequence[LocalModel]) -> int:
-    """Bytes of vision towers that models share: all but one of each, or all where it stays."""
+    """Bytes of vision encoders that models share: all but one of each, or all where it stays."""
     kept = {model.projector for model in listed if model not in gone}
-    towers = Counter(model.projector for model in gone if model.projector is not None)
-    return sum((n - (t not in kept)) * t.stat().st_size for t, n in towers.items())
+    encoders = Counter(model.projector for model in gone if model.projector is not None)
+    return sum((n - (t not in kept)) * t.stat().st_size for t, n in encoders.items())
 
 
 def remove_model(name: str, settings: Settings, *, packed_only: bool = False) -> int:

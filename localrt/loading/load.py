@@ -79,7 +79,7 @@ def load_model(
     """Open, check, and load the model at ``path``.
 
     ``go_template``, in Ollama's language, is used if the model has no template of its own;
-    ``system``, in conversations without a system prompt. ``projectors`` are vision towers that do
+    ``system``, in conversations without a system prompt. ``projectors`` are vision encoders that do
     not lie beside it.
     """
     checkpoint = open_checkpoint(path)

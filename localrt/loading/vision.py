@@ -9,10 +9,10 @@ from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine
 from localrt.models.tokenizers import Tokenizer
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import Sight
+from localrt.models.vision.encoder import VisionEncoder
+from localrt.models.vision.encoder_cache import VisionState
+from localrt.models.vision.registry import read_encoder
 from localrt.models.vision.source import VisionSource, vision_source
-from localrt.models.vision.tower import Tower
 from localrt.quant.choose import all_vision_steps
 
 _MOST_ROWS = 4096  # of an image: a photo of 12 megapixels has 12,000 by Qwen's own settings
@@ -27,7 +27,7 @@ class VisionLoader:
 
     def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
         self.problem = ""
-        self.tower: Tower | None = None
+        self.encoder: VisionEncoder | None = None
         self._source: VisionSource | None = None
         try:
             self._source = vision_source(path, projectors)
@@ -37,32 +37,34 @@ class VisionLoader:
             from PIL import Image
 
             Image.preinit()
-            self.tower = read_tower(self._source.config, self._source.processor)
+            self.encoder = read_encoder(self._source.config, self._source.processor)
         except LocalrtError as error:
             self._refuse(error)
 
     @property
     def notes(self) -> list[str]:
         """Notes for the user about image support."""
-        note = self.problem or (self.tower.note if self.tower is not None else "")
+        note = self.problem or (self.encoder.note if self.encoder is not None else "")
         return [note] if note else []
 
     def attach(self, engine: Engine, tokenizer: Tokenizer | None, ctx: int) -> None:
         """Enable images on ``engine``, each limited to half of a context of ``ctx`` tokens."""
-        tower, source = self.tower, self._source
-        if tower is None or source is None:
+        encoder, source = self.encoder, self._source
+        if encoder is None or source is None:
             return
         if not isinstance(engine, NativeEngine) or tokenizer is None:
             self.close()
-            self.tower = None
+            self.encoder = None
             return
         try:
-            name = tower.row_token or tower.placeholder
+            name = encoder.row_token or encoder.placeholder
             token = tokenizer.token_id(name)
             if token is None:
                 raise UnsupportedModelError(f"the vocabulary has no token {name!r}")
-            bounded = tower.within(min(_MOST_ROWS, ctx // 2))
-            engine.see(lambda ops, take: Sight(bounded, source, all_vision_steps(ops), token, take))
+            bounded = encoder.with_max_rows(min(_MOST_ROWS, ctx // 2))
+            engine.attach_vision(
+                lambda ops, take: VisionState(bounded, source, all_vision_steps(ops), token, take)
+            )
         except LocalrtError as error:
             self._refuse(error)
 
@@ -73,4 +75,4 @@ class VisionLoader:
 
     def _refuse(self, error: LocalrtError) -> None:
         self.close()
-        self.problem, self.tower = f"pictures are refused: {error}", None
+        self.problem, self.encoder = f"pictures are refused: {error}", None

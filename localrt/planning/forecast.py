@@ -67,7 +67,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
     """What a picture of ``side`` pixels square costs: ``tokens``, the ``seconds`` until they are
-    read, the ``nbytes`` of RAM, or ``on_gpu`` of its memory, that the vision tower takes meanwhile.
+    read, the ``nbytes`` of RAM, or ``on_gpu`` of its memory, that the encoder takes meanwhile.
     """
 
     side: int

@@ -70,7 +70,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
-_MANY_ROWS = 512  # a tower's products have
+_MANY_ROWS = 512  # an encoder's products have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _chosen_file(
 
 
 def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
-    """Return what a picture costs, if the model sees: its tower's passes, and its tokens like any
+    """Return what a picture costs, if the model sees: its encoder's passes, and its tokens like any
     others.
 
     Raises:
@@ -231,18 +231,18 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
     machine, on_gpu = plan.request.machine, False
     if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
         on_gpu = True
-        tower = 2 * cost.products / (gpu.attention_flops or gpu.flops)
-        tower += cost.tower_bytes / machine.link_bytes_s  # which weights cross for each picture
+        encoder = 2 * cost.products / (gpu.attention_flops or gpu.flops)
+        encoder += cost.encoder_bytes / machine.link_bytes_s  # which weights cross for each picture
     else:
         rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
-        tower = cost.products * rate * _tower_slowness()
-    seconds = tower + cost.tokens / plan.prefill_tok_s
+        encoder = cost.products * rate * _encoder_slowness()
+    seconds = encoder + cost.tokens / plan.prefill_tok_s
     return PlannedPicture(SIDE, cost.tokens, seconds, cost.room_bytes, on_gpu=on_gpu)
 
 
 @cache
-def _tower_slowness() -> float:
-    """The time of a tower's products, of that of a decoder's with the same weights: measured, as
+def _encoder_slowness() -> float:
+    """The time of an encoder's products, of that of a decoder's with the same weights: measured, as
     it depends on the instruction set.
     """
     if find_library() is None:
@@ -250,12 +250,12 @@ def _tower_slowness() -> float:
     ops, shape = NativeOps(), (1024, 1024)
     weight = ops.weight(shape, [pack(np.full(shape, 0.01, np.float32), FORMATS["f16"], name="w")])
     x, out = np.ones((_MANY_ROWS, 1024), np.float32), np.empty((_MANY_ROWS, 1024), np.float32)
-    tower = NativeVision(ops)
-    as_tower, as_decoder = (
+    encoder = NativeVision(ops)
+    as_encoder, as_decoder = (
         min(timeit.repeat(call, number=1, repeat=9))
-        for call in (lambda: tower.linear(x, weight), lambda: ops.linear(x, weight, out))
+        for call in (lambda: encoder.linear(x, weight), lambda: ops.linear(x, weight, out))
     )
-    return as_tower / as_decoder
+    return as_encoder / as_decoder
 
 
 def _command(command: str, model: str, options: Mapping[str, object], *, runs: bool) -> str:

@@ -43,7 +43,7 @@ from localrt.quant.methods import (
 from localrt.quantize.calibration import Calibration, calibration_ops
 from localrt.quantize.layer import ROUTERS, LayerQuantizer, common_names, folded_rotation
 from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
-from localrt.quantize.tower import KeptTower
+from localrt.quantize.vision import StoredEncoder
 
 CALIBRATION_TOKENS = 16_384
 
@@ -85,7 +85,7 @@ class QuantizeReport:
     ``formats`` counts the layers' matrices by format. ``fallbacks`` has the format of each tensor
     whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
     the source's, in nats, on text not used for calibration; None without a text. ``vision_bytes``
-    are those of the vision tower, which is kept as published and not in ``nbytes``; 0 without one.
+    are the vision encoder's, which is stored as published and not in ``nbytes``; 0 without one.
     ``blind`` says why a model that sees has none here.
     """
 
@@ -135,7 +135,7 @@ def quantize_model(
         threads: CPU threads of the calibration passes and of the search for scales.
         search: finds the scales of groups; None takes the fastest one on this machine.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
-        projectors: the model's vision towers that do not lie beside it.
+        projectors: the model's vision encoders that do not lie beside it.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix first
             with that of the stage ``"losses"``, in layers.
         cancel: set it from another thread to stop with ``CancelledError``.
@@ -222,19 +222,19 @@ def quantize_model(
 
         files = plan_files(units, infos | own)
         loss: float | None = None
-        tower = opened.enter_context(closing(KeptTower(source.path, projectors)))
+        encoder = opened.enter_context(closing(StoredEncoder(source.path, projectors)))
         with StoreWriter(
             out,
             manifest,
             files,
-            beside=tower.nbytes,
+            beside=encoder.nbytes,
             progress=show,
             note=note_to(progress),
             cancel=cancel,
         ) as writer:
             for text_name, data in text_files(source):
                 writer.write_bytes(text_name, data)
-            tower.write(writer)
+            encoder.write(writer)
             if calibration is not None:
                 _write_calibrated_layers(writer, files, weights, calibration)
             for file in writer.pending:
@@ -264,8 +264,8 @@ def quantize_model(
             },
             formats=dict(Counter(info.format.name for info in changed)),
             loss=loss,
-            vision_bytes=tower.nbytes,
-            blind=tower.problem,
+            vision_bytes=encoder.nbytes,
+            blind=encoder.problem,
         )
 
 

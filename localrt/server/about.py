@@ -133,7 +133,7 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
 
 
 def _picture(path: Path) -> PictureCost | None:
-    with suppress(LocalrtError):  # its tower is damaged: the decoder may be whole
+    with suppress(LocalrtError):  # its encoder is damaged: the decoder may be whole
         return picture_cost(path)
     return None
 

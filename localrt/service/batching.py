@@ -58,7 +58,7 @@ def stream_batch(
             request = core.requests.make(
                 prompt, token_ids=ids, raw=raw, tools=tools, cancel=cancel, **options
             )
-            request.check(ctx=core.ctx, vocab_size=core.info.vocab_size, sight=core.engine.sight)
+            request.check(ctx=core.ctx, vocab_size=core.info.vocab_size, vision=core.engine.vision)
             requests.append((index, _with_seed(request, index)))
         except LocalrtError as error:
             if errors == "raise":

@@ -158,7 +158,7 @@ class Core:
             has_chat_template=not parts.template.is_plain,
             notes=parts.notes,
             pooling=parts.pooling,
-            sees=parts.engine.sight is not None,
+            sees=parts.engine.vision is not None,
             quantization=parts.quantization or parts.engine.info.format,
         )
         self.saver = CacheSaver(parts.engine, prompts)

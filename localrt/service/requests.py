@@ -267,14 +267,14 @@ class RequestBuilder:
         segments: Callable[[Sequence[Message]], list[Segment]],
         watch: Watch,
     ) -> list[int]:
-        """Encode the messages; of a picture's rows, the ids are those that ``Sight`` gives them."""
-        sight, tokenizer = self._engine.sight, self.tokenizer
-        if sight is None or not (pictures := pictures_of(messages)):
+        """Encode the messages; a picture's rows have the ids that ``VisionState`` makes."""
+        vision, tokenizer = self._engine.vision, self.tokenizer
+        if vision is None or not (pictures := pictures_of(messages)):
             check_text_only(messages, blind=self._parts.vision_problem)
             return encode_chat(tokenizer, segments(messages), watch)
-        tower = sight.tower
-        placed = [sight.place(picture) for picture in pictures]
-        row = tower.row_token or tower.placeholder
+        encoder = vision.encoder
+        placed = [vision.prompt_picture(picture) for picture in pictures]
+        row = encoder.row_token or encoder.placeholder
         texts = [
             "".join(piece if isinstance(piece, str) else piece * row for piece in each.pieces)
             for each in (one.prepared for one in placed)
@@ -283,26 +283,26 @@ class RequestBuilder:
         if self._shows_pictures:
             plain = without_pictures(messages)
             check_text_only(plain, pictures=True)
-            shown = put_in(segments(plain), tower.placeholder, texts, control=True)
+            shown = put_in(segments(plain), encoder.placeholder, texts, control=True)
         if shown is None:  # the template has no place for them, or not for all
-            mark, written = new_mark(), tower.written or tower.placeholder
+            mark, written = new_mark(), encoder.picture_text or encoder.placeholder
             plain = without_pictures(messages, mark)
             check_text_only(plain)
-            texts = [written.replace(tower.placeholder, text) for text in texts]
+            texts = [written.replace(encoder.placeholder, text) for text in texts]
             shown = put_in(segments(plain), mark, texts, control=False)
         if shown is None:
             raise TemplateError("the chat template leaves a picture out, or repeats it")
         ids = encode_chat(tokenizer, shown, watch)
         rows = iter([number for one in placed for number in one.ids])
-        seen = [next(rows, None) if token == sight.token else token for token in ids]
+        seen = [next(rows, None) if token == vision.token else token for token in ids]
         if None in seen or next(rows, None) is not None:
             raise TemplateError("the chat template leaves a picture out, or repeats it")
         return [token for token in seen if token is not None]
 
     @cached_property
     def _shows_pictures(self) -> bool:
-        sight = self._engine.sight
-        return sight is not None and shows_pictures(self._template, sight.tower.placeholder)
+        vision = self._engine.vision
+        return vision is not None and shows_pictures(self._template, vision.encoder.placeholder)
 
     # -- parts -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A ``Checkpoint`` maps Hugging Face tensor names to shapes and formats, has a config with Hugging
 Face's keys, and reads ranges of rows. It presents only the decoder:
-``models/checkpoints/text_model.py`` strips prefixes of multimodal models and leaves out towers and
+``models/checkpoints/text_model.py`` strips prefixes of multimodal models and omits encoders and
 prediction blocks, which are never read, packed or planned for. One table translates GGUF's tensor
 names, another its keys. GGUF files of Llama and ERNIE's folders store rotary rows in another order;
 Qwen3-Next groups rows by key head. Reading undoes this by moving whole packed rows, so no value

@@ -81,7 +81,7 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _gguf_models(names: list[str]) -> list[str]:
-    """One file name for each GGUF model; vision towers (``mmproj``) are not models, nor are
+    """One file name for each GGUF model; vision encoders (``mmproj``) are not models, nor are
     draft heads beside one.
     """
     models: dict[tuple[str, int], str] = {}

@@ -1,7 +1,7 @@
 """Which tensors of a published model belong to its decoder, and their names without prefixes;
 which files hold only a draft head.
 
-Multimodal models keep the decoder below a prefix, next to vision and audio towers. Blocks of
+Multimodal models keep the decoder below a prefix, next to vision and audio encoders. Blocks of
 multi-token prediction (MTP) have a prefix, or are numbered as layers after the last one: they are
 a model of one layer of their own, here ``model.layers.0``. Other tensors are never read. Knows
 names, no files.
@@ -71,7 +71,7 @@ _BESIDE_LAYER = {
     "shared_head_head": "lm_head",
     "embed_tokens": "model.embed_tokens",
 }
-_GGUF_TOWERS = ("v.", "a.", "mm.")
+_GGUF_ENCODERS = ("v.", "a.", "mm.")
 
 
 class DraftHeadError(UnsupportedModelError):
@@ -196,5 +196,5 @@ def as_first_block(name: str) -> str:
 
 
 def is_beside_decoder(name: str) -> bool:
-    """Whether a GGUF tensor belongs to a vision or audio tower."""
-    return name.startswith(_GGUF_TOWERS)
+    """Whether a GGUF tensor belongs to a vision or audio encoder."""
+    return name.startswith(_GGUF_ENCODERS)

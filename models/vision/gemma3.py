@@ -1,4 +1,4 @@
-"""Gemma 3's tower: SigLIP over a square picture; of the encoded patches, squares are averaged."""
+"""Gemma 3's encoder: SigLIP over a square picture, then averages of squares of patches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localrt.models.vision.encoder import (
+    EncodedPicture,
+    Linear,
+    Norm,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (
-    VISION_TOWER,
-    Encoder,
+    TENSOR_PREFIXES,
+    SiglipEncoder,
     pixels,
-    read_encoder,
+    read_siglip,
     text_size,
 )
-from localrt.models.vision.tower import Linear, Norm, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionSteps
@@ -24,16 +31,16 @@ from localrt.quant.ops.vision import VisionSteps
 _NO_CROPS = "pictures are seen as a whole: this model's setting to pan and scan is not followed"
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
-    """See ``registry.read_tower``."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+    """See ``registry.read_encoder``."""
     vision = config["vision_config"]
     size = pixels(vision, "image_size", 224)
     side = size // pixels(vision, "patch_size", 16)
     rows = math.isqrt(integer(config, "mm_tokens_per_image", 256))
     if side % rows:
         raise ValueError(f"{side} patches a side are no multiple of {rows} rows a side")
-    return Gemma3Tower(
-        encoder=read_encoder(vision, side=side, prefixes=VISION_TOWER),
+    return Gemma3Encoder(
+        siglip=read_siglip(vision, side=side, prefixes=TENSOR_PREFIXES),
         size=size,
         rows=rows,
         out=text_size(config),
@@ -44,10 +51,10 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3Tower(Tower):
-    """See above. ``size`` is a picture's side in pixels, ``rows`` that in the decoder's rows."""
+class Gemma3Encoder(VisionEncoder):
+    """See above. A picture is ``size`` pixels square, and ``rows`` squared rows of the decoder."""
 
-    encoder: Encoder
+    siglip: SiglipEncoder
     size: int
     rows: int
     out: int  # columns of the decoder's rows
@@ -57,26 +64,28 @@ class Gemma3Tower(Tower):
 
     placeholder = "<start_of_image>"
     row_token = "<image_soft_token>"
-    both_ways = True
+    bidirectional = True
 
-    def prepare(self, picture: Picture) -> Prepared:
+    def prepare(self, picture: Picture) -> PreparedPicture:
         image = resize(picture, self.size, self.size, self.resample)
-        return Prepared(
-            patches=self.scaling(cut(image, self.encoder.patch)),
-            grid=((self.encoder.side,) * 2,),
+        return PreparedPicture(
+            patches=self.scaling(cut(image, self.siglip.patch)),
+            grid=((self.siglip.side,) * 2,),
             pieces=(f"\n\n{self.placeholder}", self.rows**2, "<end_of_image>\n\n"),
         )
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
-        (x,) = self.encoder(prepared.patches, prepared.grid, units, steps, check)
-        x = x.reshape(self.rows, self.encoder.side // self.rows, self.rows, -1, x.shape[-1])
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        (x,) = self.siglip(picture.patches, picture.grid, units, steps, check)
+        x = x.reshape(self.rows, self.siglip.side // self.rows, self.rows, -1, x.shape[-1])
         norm, projector = units.read(self._projector)
-        return Seen(projector(norm(x.mean((1, 3)).reshape(self.rows**2, -1), steps), steps))
+        return EncodedPicture(
+            projector(norm(x.mean((1, 3)).reshape(self.rows**2, -1), steps), steps)
+        )
 
     def _projector(self, weights: WeightLoader) -> tuple[Norm, Linear]:
-        hidden, eps = self.encoder.block.hidden, self.encoder.block.eps
+        hidden, eps = self.siglip.block.hidden, self.siglip.block.eps
         norm = weights.vector(hidden, "multi_modal_projector.mm_soft_emb_norm.weight", offset=1.0)
         matrix = weights.transposed(
             (self.out, hidden), "multi_modal_projector.mm_input_projection_weight"

@@ -1,8 +1,8 @@
-"""Gemma 4's tower: Gemma's blocks with tables of positions and a rotation by rows and columns.
+"""Gemma 4's encoder: Gemma's blocks with learned positions and two-dimensional rotary positions.
 
-A picture keeps its shape and gets as many patches as its budget of rows allows; squares of them
-become one row. In the decoder, these rows count as padding where it looks up per-layer inputs. The
-larger models let them see one another, in layers that have a window.
+A picture keeps its shape and gets as many patches as its budget of rows allows; a square of patches
+becomes one row. The decoder's per-layer inputs of these rows are those of padding. In the larger
+models, a picture's rows attend to one another in layers with a window.
 """
 
 from __future__ import annotations
@@ -16,6 +16,16 @@ from typing import Any
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
+from localrt.models.vision.encoder import (
+    Block,
+    BlockConfig,
+    BlockNames,
+    EncodedPicture,
+    Linear,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
     BICUBIC,
@@ -26,20 +36,10 @@ from localrt.models.vision.pixels import (
     resampling,
     resize,
 )
-from localrt.models.vision.tower import (
-    Block,
-    BlockConfig,
-    BlockNames,
-    Linear,
-    Prepared,
-    Seen,
-    Tower,
-    Units,
-)
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Check
-from localrt.quant.ops.vision import Places, VisionSteps
+from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
 _BEGIN, _ROW, _END = "<|image>", "<|image|>", "<image|>"
 _NAMES = BlockNames(
@@ -58,8 +58,8 @@ _NAMES = BlockNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4VisionConfig:
-    """``pool`` patches in each direction become one row of the decoder, ``out`` wide; a picture has
-    at most ``rows`` of them. ``positions`` are those of each table.
+    """``pool`` patches in each direction become one row of the decoder with ``out`` columns; a
+    picture has at most ``rows`` of them. Each table has ``positions`` rows.
     """
 
     block: BlockConfig
@@ -74,12 +74,12 @@ class Gemma4VisionConfig:
 
     @property
     def longest(self) -> int:
-        """The most patches in one direction."""
+        """The largest number of patches in one direction."""
         return self.rows * self.pool
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Tower:
-    """See ``registry.read_tower``."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Encoder:
+    """See ``registry.read_encoder``."""
     vision = config["vision_config"]
     text = with_default_values(config["text_config"], "Gemma4ForConditionalGeneration")
     rope = vision.get("rope_parameters") or {}
@@ -127,38 +127,38 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma
     largest = own.rows * (own.pool * own.patch) ** 2
     if largest > MOST_PIXELS:
         raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
-    return Gemma4Tower(own, processor, text.get("use_bidirectional_attention") == "vision")
+    return Gemma4Encoder(own, processor, text.get("use_bidirectional_attention") == "vision")
 
 
-class Gemma4Tower(Tower):
-    """See above. The ``grid`` of a ``Prepared`` picture are its rows and columns of patches."""
+class Gemma4Encoder(VisionEncoder):
+    """See above. The ``grid`` of a picture is its (rows, columns) of patches."""
 
     placeholder = _ROW
-    row_token = "<pad>"  # whose per-layer inputs a row gets
+    row_token = "<pad>"  # a row has the per-layer inputs of padding
     full_layers_causal = True
 
     def __init__(
-        self, config: Gemma4VisionConfig, processor: Mapping[str, Any], both_ways: bool
+        self, config: Gemma4VisionConfig, processor: Mapping[str, Any], bidirectional: bool
     ) -> None:
-        self.config, self.both_ways = config, both_ways
+        self.config, self.bidirectional = config, bidirectional
         # Most processors of other models normalize by default; this one does not.
         self._scaling = Scaling.read({"do_normalize": False, **processor})
         self._resample = resampling(processor, BICUBIC)
 
-    def prepare(self, picture: Picture) -> Prepared:
+    def prepare(self, picture: Picture) -> PreparedPicture:
         patch, pool = self.config.patch, self.config.pool
         lines, columns = self._squares(picture.height, picture.width)
         rows, across = lines * pool, columns * pool
         pixels = resize(picture, rows * patch, across * patch, self._resample)
         patches = pixels.reshape(rows, patch, across, patch, 3).swapaxes(1, 2)
-        return Prepared(
+        return PreparedPicture(
             patches=self._scaling(patches.reshape(rows * across, -1), by_colour=False),
             grid=(rows, across),
             pieces=(_BEGIN, lines * columns, _END),
         )
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
-        """Lines and columns of the largest grid of the picture's shape within the budget."""
+        """The largest grid (rows, columns) of the picture's shape within the budget."""
         config = self.config
         factor = math.sqrt(config.rows * (config.pool * config.patch) ** 2 / (height * width))
         side = config.pool * config.patch
@@ -169,46 +169,46 @@ class Gemma4Tower(Tower):
             return min(height // width, config.rows), 1
         return lines, columns
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
         config = self.config
         embed = units.read(partial(_Embedding.load, config))
-        rows, columns = prepared.grid
+        rows, columns = picture.grid
         row, column = np.divmod(np.arange(rows * columns), columns)
-        x = embed.patches(2 * prepared.patches[:] - 1, steps)
+        x = embed.patches(2 * picture.patches[:] - 1, steps)
         x += embed.columns[column] + embed.rows[row]
-        places = self._places(row, column)
+        layout = self._layout(row, column)
         x = steps.put(x)
         for layer in range(config.layers):
             if check is not None:
                 check()
             prefix = f"vision_tower.encoder.layers.{layer}."
-            x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
+            x = units.read(partial(Block.load, config.block, prefix))(x, layout, steps)
         project = units.read(partial(_Projector.load, config))
-        return Seen(project(steps.get(x), prepared.grid, steps))
+        return EncodedPicture(project(steps.get(x), picture.grid, steps))
 
-    def _places(self, row: Any, column: Any) -> Places:
-        """Columns turn one half of a head, rows the other."""
+    def _layout(self, row: Any, column: Any) -> PatchLayout:
+        """Rotary positions: the column rotates the first half of a head, the row the second."""
         half = self.config.block.size // 2
         frequencies = self.config.theta ** -(np.arange(0, half, 2, dtype=np.float32) / half)
         angles = np.hstack(
             [each[:, None] * frequencies for each in (column, row)], dtype=np.float32
         )
-        return Places(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
+        return PatchLayout(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Embedding:
     patches: Linear
-    columns: Floats  # (most, D)
+    columns: Floats  # (longest, D)
     rows: Floats
 
     @classmethod
     def load(cls, config: Gemma4VisionConfig, weights: WeightLoader) -> _Embedding:
         prefix, hidden = "vision_tower.patch_embedder.", config.block.hidden
         shape = (hidden, 3 * config.patch**2)
-        # The table of columns, then that of rows; pictures have far fewer than published.
+        # The table of columns, then that of rows; only the part that pictures reach is read.
         tables = (2 * config.positions, hidden), f"{prefix}position_embedding_table"
         columns, rows = (
             weights.array(*tables, first, first + config.longest) for first in (0, config.positions)
@@ -235,7 +235,7 @@ class _Projector:
         return cls(config, mean, factor, out)
 
     def __call__(self, x: Floats, grid: tuple[int, int], steps: VisionSteps) -> Floats:
-        """The decoder's rows for those of patches (rows * columns, D)."""
+        """The decoder's rows from encoded patches (rows * columns, D)."""
         (rows, columns), pool = grid, self.config.pool
         x = x.reshape(rows // pool, pool, columns // pool, pool, -1).mean((1, 3))
         x = x.reshape(-1, x.shape[-1]) * np.float32(math.sqrt(x.shape[-1]))

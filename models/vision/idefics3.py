@@ -1,5 +1,5 @@
-"""The tower of Idefics3, SmolVLM and SmolVLM2: SigLIP over square tiles of a picture, and over the
-whole of it in one more tile. Squares of encoded patches become one row of the decoder.
+"""The encoder of Idefics3, SmolVLM and SmolVLM2: SigLIP over square tiles of a picture, and over
+the whole picture as one more tile. A square of encoded patches becomes one row of the decoder.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from localrt.models.vision.encoder import (
+    EncodedPicture,
+    Linear,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import LANCZOS, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (
-    Encoder,
+    SiglipEncoder,
     merged,
     pixels,
-    read_encoder,
+    read_siglip,
     text_size,
 )
-from localrt.models.vision.tower import Linear, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionSteps
@@ -28,8 +34,8 @@ from localrt.quant.ops.vision import VisionSteps
 _AROUND = "<fake_token_around_image>"
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
-    """See ``registry.read_tower``."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+    """See ``registry.read_encoder``."""
     vision = config["vision_config"]
     patch = pixels(vision, "patch_size", 32)
     size = pixels(vision, "image_size", 224)
@@ -37,8 +43,8 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
     scale, edges = integer(config, "scale_factor", 2), processor.get("size")
     if tile < patch or tile // patch % scale:
         raise ValueError(f"{tile // patch} patches a side are no multiple of scale_factor {scale}")
-    return Idefics3Tower(
-        encoder=read_encoder(
+    return Idefics3Encoder(
+        siglip=read_siglip(
             vision,
             side=size // patch,
             prefixes=("vision_model.",),
@@ -57,22 +63,22 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idefics3Tower(Tower):
-    """See above. ``edge`` is a picture's longest edge, ``tile`` a tile's, in pixels."""
+class Idefics3Encoder(VisionEncoder):
+    """See above. ``edge`` is a picture's longest edge in pixels, ``tile`` a tile's edge."""
 
-    encoder: Encoder
+    siglip: SiglipEncoder
     edge: int
     tile: int
     split: bool
-    scale: int  # patches of a row of the decoder, in each direction
+    scale: int  # patches per row of the decoder, in each direction
     out: int  # columns of the decoder's rows
     resample: int
     scaling: Scaling
 
     placeholder = "<image>"
 
-    def prepare(self, picture: Picture) -> Prepared:
-        tile, side, tiles = self.tile, self.tile // self.encoder.patch, []
+    def prepare(self, picture: Picture) -> PreparedPicture:
+        tile, side, tiles = self.tile, self.tile // self.siglip.patch, []
         picture = self._resized(picture, *self._whole(picture.height, picture.width))
         lines = columns = 0
         if self.split:
@@ -81,14 +87,14 @@ class Idefics3Tower(Tower):
             squares = picture.pixels.reshape(lines, tile, columns, tile, 3).swapaxes(1, 2)
             tiles = list(squares.reshape(-1, tile, tile, 3))
         if len(tiles) == 1:
-            lines = 0  # the tile is the whole
+            lines = 0  # the tile is the whole picture
         else:
             tiles.append(self._resized(picture, tile, tile).pixels)
-        used = side * self.encoder.patch
-        patches = [cut(each[:used, :used], self.encoder.patch) for each in tiles]
-        return Prepared(
+        used = side * self.siglip.patch
+        patches = [cut(each[:used, :used], self.siglip.patch) for each in tiles]
+        return PreparedPicture(
             patches=self.scaling(np.concatenate(patches)),
-            together=side**2,
+            chunk_patches=side**2,
             grid=((side, side),) * len(tiles),
             pieces=self._pieces(lines, columns, (side // self.scale) ** 2),
         )
@@ -97,7 +103,7 @@ class Idefics3Tower(Tower):
         return Picture(resize(picture, height, width, self.resample))
 
     def _whole(self, height: int, width: int) -> tuple[int, int]:
-        """The size whose longer edge is ``edge``; the other one is even."""
+        """The size whose longer edge is ``edge``; the shorter one is even."""
         shape = width / height
         if width >= height:
             short = int(self.edge / shape)
@@ -106,7 +112,7 @@ class Idefics3Tower(Tower):
         return self.edge, max(short + short % 2, 1)
 
     def _tiled(self, height: int, width: int) -> tuple[int, int]:
-        """The size in whole tiles: the longer edge decides."""
+        """The size rounded up to whole tiles, the longer edge first."""
 
         def whole(length: int) -> int:
             return max(math.ceil(length / self.tile), 1) * self.tile
@@ -129,14 +135,14 @@ class Idefics3Tower(Tower):
         text += "\n" if lines else ""
         return (*pieces, f"{text}{_AROUND}<global-img>", rows, _AROUND)
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
-        encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        encoded = self.siglip(picture.patches, picture.grid, units, steps, check)
         project = units.read(self._projector)
-        squares = (merged(*each, self.scale) for each in zip(encoded, prepared.grid, strict=True))
-        return Seen(np.concatenate([project(x, steps) for x in squares]))
+        squares = (merged(*each, self.scale) for each in zip(encoded, picture.grid, strict=True))
+        return EncodedPicture(np.concatenate([project(x, steps) for x in squares]))
 
     def _projector(self, weights: WeightLoader) -> Linear:
-        shape = self.out, self.encoder.block.hidden * self.scale**2
+        shape = self.out, self.siglip.block.hidden * self.scale**2
         return Linear.load(weights, shape, "connector.modality_projection.proj", bias=False)

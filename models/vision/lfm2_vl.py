@@ -1,5 +1,5 @@
-"""LFM2-VL's tower: SigLIP 2 (NaFlex) over a picture in its own shape, or over tiles of a large one
-and a smaller picture of the whole. Squares of encoded patches become one row of the decoder.
+"""LFM2-VL's encoder: SigLIP 2 (NaFlex) over a whole picture, or over tiles and a thumbnail of a
+large one. A square of encoded patches becomes one row of the decoder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError
+from localrt.models.vision.encoder import (
+    EncodedPicture,
+    Linear,
+    Norm,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
 from localrt.models.vision.pixels import (
     BILINEAR,
@@ -25,14 +33,13 @@ from localrt.models.vision.pixels import (
     resize,
 )
 from localrt.models.vision.siglip import (
-    VISION_TOWER,
-    Encoder,
+    TENSOR_PREFIXES,
+    SiglipEncoder,
     merged,
     pixels,
-    read_encoder,
+    read_siglip,
     text_size,
 )
-from localrt.models.vision.tower import Linear, Norm, Prepared, Seen, Tower, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
@@ -40,18 +47,18 @@ from localrt.quant.ops.vision import VisionActivation, VisionSteps
 _EPS = 1e-5  # of the projector's norm; configs do not say it
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
-    """See ``registry.read_tower``."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+    """See ``registry.read_encoder``."""
     vision, factor = config["vision_config"], integer(config, "downsample_factor", 2)
-    places = integer(vision, "num_patches", 256)
-    side = math.isqrt(places)
-    if side**2 != places:
-        raise ValueError(f"num_patches must be a square, is {places}")
-    encoder = read_encoder(vision, side=side, prefixes=VISION_TOWER, stretched=True)
-    for key, own in (("encoder_patch_size", encoder.patch), ("downsample_factor", factor)):
+    patches = integer(vision, "num_patches", 256)
+    side = math.isqrt(patches)
+    if side**2 != patches:
+        raise ValueError(f"num_patches must be a square, is {patches}")
+    siglip = read_siglip(vision, side=side, prefixes=TENSOR_PREFIXES, stretched=True)
+    for key, own in (("encoder_patch_size", siglip.patch), ("downsample_factor", factor)):
         if integer(processor, key, own) != own:
             raise ValueError(f"the image processor's {key} must be {own}, is {processor[key]}")
-    square, tile = encoder.patch * factor, pixels(processor, "tile_size", 512)
+    square, tile = siglip.patch * factor, pixels(processor, "tile_size", 512)
     if tile % square:
         raise ValueError(f"tile_size must be a multiple of {square}, is {tile}")
     tiles = integer(processor, "min_tiles", 2), integer(processor, "max_tiles", 10)
@@ -61,8 +68,8 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
             raise ValueError(f"min_{key} must be at most max_{key} ({most}), is {least}")
     if max(tiles[1] * tile**2, rows[1] * square**2) > MOST_PIXELS:
         raise ValueError(f"max_tiles and max_image_tokens exceed {MOST_PIXELS} pixels")
-    return Lfm2VlTower(
-        encoder=encoder,
+    return Lfm2VlEncoder(
+        siglip=siglip,
         factor=factor,
         tile=tile,
         tiles=tiles if processor.get("do_image_splitting") is not False else (1, 1),
@@ -71,7 +78,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
         tolerance=number(processor, "max_pixels_tolerance", 2.0),
         marked=processor.get("use_image_special_tokens") is not False,
         projector=Projector(
-            factor**2 * encoder.block.hidden,
+            factor**2 * siglip.block.hidden,
             integer(config, "projector_hidden_size", 2560),
             text_size(config),
             activation(config, "projector_hidden_act"),
@@ -85,7 +92,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """The sizes of the projector: a matrix, an activation, a matrix, and before them a norm."""
+    """Sizes of the projector: an optional norm, a matrix, an activation, a matrix."""
 
     size: int
     inner: int
@@ -95,7 +102,7 @@ class Projector:
     normed: bool
 
     def load(self, weights: WeightLoader) -> list[Norm | Linear]:
-        """Its steps."""
+        """The projector's layers in order."""
         prefix, inner, bias = "multi_modal_projector.", self.inner, self.bias
         first, second = (inner, self.size), (self.out, inner)
         steps: list[Norm | Linear] = [
@@ -108,15 +115,14 @@ class Projector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lfm2VlTower(Tower):
-    """See above. A picture has ``rows`` of the decoder from the first number to the second one; one
-    with ``tolerance`` times as many pixels has ``tiles`` of ``tile`` pixels square, from the first
-    number to the second one, and if ``whole`` the picture is seen too. If ``marked``, special
-    tokens begin and end the picture, and stand before each tile.
+class Lfm2VlEncoder(VisionEncoder):
+    """See above. ``rows`` and ``tiles`` are (least, most) of a picture. One with more than
+    ``tolerance`` times the pixels of the most rows becomes tiles of ``tile`` pixels square, plus
+    a thumbnail if ``whole``. If ``marked``, special tokens surround the picture and name each tile.
     """
 
-    encoder: Encoder
-    factor: int  # patches of a row of the decoder, in each direction
+    siglip: SiglipEncoder
+    factor: int  # patches per row of the decoder, in each direction
     tile: int
     tiles: tuple[int, int]
     whole: bool
@@ -129,8 +135,8 @@ class Lfm2VlTower(Tower):
 
     placeholder = "<image>"
 
-    def prepare(self, picture: Picture) -> Prepared:
-        tile, patch, height, width = self.tile, self.encoder.patch, picture.height, picture.width
+    def prepare(self, picture: Picture) -> PreparedPicture:
+        tile, patch, height, width = self.tile, self.siglip.patch, picture.height, picture.width
         parts: list[tuple[str, Pixels]] = []
         lines, columns = self._layout(height, width)
         if lines * columns > 1:
@@ -149,46 +155,46 @@ class Lfm2VlTower(Tower):
             pieces += [text + name, rows * columns // self.factor**2]
             text = ""
         pieces.append("<|image_end|>")
-        return Prepared(
+        return PreparedPicture(
             patches=self.scaling(
                 np.concatenate([self._patches(pixels) for _, pixels in parts]), by_colour=False
             ),
-            together=max(rows * columns for rows, columns in grids),
+            chunk_patches=max(rows * columns for rows, columns in grids),
             grid=tuple(grids),
             pieces=tuple(p for p in pieces if self.marked or isinstance(p, int)),
         )
 
     def _patches(self, pixels: Pixels) -> Pixels:
-        """Patches whose columns are pixel by pixel: (N, patch * patch * 3)."""
-        patches = cut(pixels, self.encoder.patch)
+        """Patches with channels last: (N, patch * patch * 3)."""
+        patches = cut(pixels, self.siglip.patch)
         return patches.reshape(len(patches), 3, -1).swapaxes(1, 2).reshape(len(patches), -1)
 
     @property
     def _square(self) -> int:
-        """The side of what becomes one row of the decoder, in pixels."""
-        return self.encoder.patch * self.factor
+        """Side in pixels of the square that becomes one row of the decoder."""
+        return self.siglip.patch * self.factor
 
     def _layout(self, height: int, width: int) -> tuple[int, int]:
-        """Lines and columns of tiles: those whose shape is nearest to the picture's. Of the same
-        shape, the most that the picture's pixels fill by more than half.
+        """The grid (rows, columns) of tiles whose shape is nearest to the picture's; of the same
+        shape, the largest that the picture's pixels fill by more than half.
         """
-        least, square = self.encoder.patch, self._square
+        least, square = self.siglip.patch, self._square
         area = math.prod(max(least, round(x / square) * square) for x in (height, width))
         if area <= self.rows[1] * square**2 * self.tolerance:
             return 1, 1
         few, many = self.tiles
         every = itertools.product(range(1, many + 1), repeat=2)
-        known = sorted((c * r, r, c) for r, c in every if few <= c * r <= many)
-        differences = [abs(width / height - c / r) for _, r, c in known]
-        nearest = [k for k, d in zip(known, differences, strict=True) if d == min(differences)]
-        filled = [k for k in nearest[1:] if height * width > 0.5 * self.tile**2 * k[0]]
+        grids = sorted((c * r, r, c) for r, c in every if few <= c * r <= many)
+        differences = [abs(width / height - c / r) for _, r, c in grids]
+        nearest = [g for g, d in zip(grids, differences, strict=True) if d == min(differences)]
+        filled = [g for g in nearest[1:] if height * width > 0.5 * self.tile**2 * g[0]]
         return (filled or nearest[:1])[-1][1:]
 
     def _fitting(self, height: int, width: int) -> tuple[int, int]:
-        """The nearest size in whole rows of the decoder, as many as a picture may have.
+        """The nearest size in whole rows of the decoder, within ``rows``.
 
         Raises:
-            OptionError: it is too narrow.
+            OptionError: the picture is too narrow.
         """
         square = self._square
         least, most = (count * square**2 for count in self.rows)
@@ -203,14 +209,14 @@ class Lfm2VlTower(Tower):
             raise OptionError(f"a picture of {width} x {height} pixels is too narrow for the model")
         return h, w
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
-        encoded = self.encoder(prepared.patches, prepared.grid, units, steps, check)
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        encoded = self.siglip(picture.patches, picture.grid, units, steps, check)
         projector, rows = units.read(self.projector.load), []
-        for x, grid in zip(encoded, prepared.grid, strict=True):
+        for x, grid in zip(encoded, picture.grid, strict=True):
             x = merged(x, grid, self.factor)
             for step in projector:
                 x = step(x, steps)
             rows.append(x)
-        return Seen(np.concatenate(rows))
+        return EncodedPicture(np.concatenate(rows))

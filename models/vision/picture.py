@@ -1,6 +1,6 @@
-"""A picture, decoded: bounds before anything is decoded, then RGB pixels the right way up.
+"""Decodes pictures: checks their size first, then makes upright RGB pixels.
 
-Pillow decodes and resizes. Transparent pixels lie on white, of an animation the first frame counts.
+Pillow decodes and resizes. Transparent pixels become white; an animation is its first frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8]
 
 MOST_BYTES = 64 << 20
-"""The largest file of a picture."""
+"""The largest size of a picture's file."""
 
 MOST_PIXELS = 64_000_000
 """The most pixels of a picture: more would be a decompression bomb."""
@@ -53,37 +53,37 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that name its contents."""
-        found = hashlib.sha256(repr(self.pixels.shape).encode())
-        found.update(np.ascontiguousarray(self.pixels).data)
-        return found.digest()
+        """SHA-256 of the shape and the pixels."""
+        digest = hashlib.sha256(repr(self.pixels.shape).encode())
+        digest.update(np.ascontiguousarray(self.pixels).data)
+        return digest.digest()
 
     def image(self) -> Image.Image:
-        """As Pillow takes it."""
+        """The picture as Pillow's type."""
         from PIL import Image
 
         return Image.fromarray(self.pixels)
 
 
-def open_picture(given: Any, name: str = "the picture") -> Picture:
-    """The picture in a file (a path), in bytes, in a ``data:`` URI, or that Pillow has opened.
+def open_picture(source: Any, name: str = "the picture") -> Picture:
+    """Decode a picture: a file's path, bytes, a ``data:`` URI or a PIL image.
 
     Raises:
         OptionError: there is no such file, or it is no picture, damaged or too large.
     """
-    if isinstance(given, Picture):
-        return given
+    if isinstance(source, Picture):
+        return source
     from PIL import Image
 
-    if isinstance(given, Image.Image):
-        return Picture(_upright(given, name))
-    if isinstance(given, str | Path):
-        given, name = read_picture(given), _named(given)
-    return Picture(_upright(_opened(given, name), name))
+    if isinstance(source, Image.Image):
+        return Picture(_upright(source, name))
+    if isinstance(source, str | Path):
+        source, name = read_picture(source), _display_name(source)
+    return Picture(_upright(_open(source, name), name))
 
 
-def _opened(data: Any, name: str) -> Image.Image:
-    """The picture, not decoded yet."""
+def _open(data: Any, name: str) -> Image.Image:
+    """Read the picture's header and check its size; Pillow decodes the pixels later."""
     from PIL import Image
 
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -93,9 +93,9 @@ def _opened(data: Any, name: str) -> Image.Image:
             f"{name} has {format_bytes(len(data))}: the most is {format_bytes(MOST_BYTES)}"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about bombs, of which ours is the bound
+        warnings.simplefilter("ignore")  # of decompression bombs: our own bound is checked below
         try:
-            opened = Image.open(io.BytesIO(data), formats=_KINDS)
+            image = Image.open(io.BytesIO(data), formats=_KINDS)
         except Image.DecompressionBombError as error:
             raise OptionError(
                 f"{name} has too many pixels: the most is {MOST_PIXELS // 1_000_000} million"
@@ -104,31 +104,31 @@ def _opened(data: Any, name: str) -> Image.Image:
             raise OptionError(
                 f"{name} cannot be read: it is not a PNG, JPEG, WebP or GIF picture"
             ) from error
-    width, height = opened.size
+    width, height = image.size
     if width * height > MOST_PIXELS:
         raise OptionError(
             f"{name} has {width} x {height} pixels: the most is {MOST_PIXELS // 1_000_000} million"
         )
-    return opened
+    return image
 
 
-def _named(given: str | Path) -> str:
-    return "the picture" if str(given).startswith("data:") else str(given)
+def _display_name(source: str | Path) -> str:
+    return "the picture" if str(source).startswith("data:") else str(source)
 
 
-def picture_bytes(given: Any) -> bytes:
-    """What ``open_picture`` takes as the bytes of a file; what is opened already as PNG.
+def picture_bytes(source: Any) -> bytes:
+    """The bytes of a picture's file; ``source`` as for ``open_picture``. A PIL image becomes PNG.
 
     Raises:
-        OptionError: it cannot be read, or is nothing of this kind.
+        OptionError: ``source`` cannot be read, or is no picture.
     """
-    if isinstance(given, str | Path):
-        data, name = read_picture(given), _named(given)
-    elif isinstance(given, bytes | bytearray | memoryview):
-        data, name = bytes(given), "the picture"
+    if isinstance(source, str | Path):
+        data, name = read_picture(source), _display_name(source)
+    elif isinstance(source, bytes | bytearray | memoryview):
+        data, name = bytes(source), "the picture"
     else:
-        return _png(open_picture(given))
-    _opened(data, name)
+        return _png(open_picture(source))
+    _open(data, name)
     return data
 
 
@@ -139,27 +139,27 @@ def _png(picture: Picture) -> bytes:
 
 
 def data_uri(data: bytes) -> str:
-    """The bytes of a picture's file as text."""
+    """A picture's file as a ``data:`` URI."""
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
-def read_picture(given: str | Path) -> bytes:
+def read_picture(source: str | Path) -> bytes:
     """The bytes of a picture's file, or those in a ``data:`` URI.
 
     Raises:
-        OptionError: it cannot be read.
+        OptionError: ``source`` cannot be read.
     """
-    if isinstance(given, str) and given.startswith("data:"):
-        _, comma, text = given.partition(";base64,")
+    if isinstance(source, str) and source.startswith("data:"):
+        _, comma, text = source.partition(";base64,")
         try:
             return base64.b64decode(text if comma else "-", validate=True)
         except ValueError as error:
-            raise OptionError(f"{given[:60]!r}... is not a picture in base64") from error
-    return read_bytes(given, MOST_BYTES)
+            raise OptionError(f"{source[:60]!r}... is not a picture in base64") from error
+    return read_bytes(source, MOST_BYTES)
 
 
 def _upright(image: Image.Image, name: str) -> Pixels:
-    """RGB pixels of the first frame, turned as its EXIF data say, on white."""
+    """RGB pixels of the first frame, rotated by its EXIF data, on white."""
     from PIL import Image, ImageOps
 
     try:
@@ -171,5 +171,5 @@ def _upright(image: Image.Image, name: str) -> Pixels:
             ground = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(ground, image)
         return np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow's decoders raise anything
+    except Exception as error:  # Pillow's decoders raise exceptions of any type
         raise OptionError(f"{name} is damaged: {error}") from error

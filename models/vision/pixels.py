@@ -1,4 +1,4 @@
-"""What families share to prepare pictures: checked settings, resizing, float pixels, patches."""
+"""Shared preparation of pictures: checked settings, resizing, normalization, patches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionActivation
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
-"""Pillow's numbers of its filters."""
+"""Pillow's numbers for its resampling filters."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -34,7 +34,7 @@ def integer(settings: Mapping[str, Any], key: str, default: int | None = None) -
     """A positive integer of a vision config or an image processor.
 
     Raises:
-        ValueError: the value is none, or too large for any real model.
+        ValueError: the value is not one, or too large for any real model.
     """
     value = settings.get(key)
     value = default if value is None else value
@@ -44,10 +44,10 @@ def integer(settings: Mapping[str, Any], key: str, default: int | None = None) -
 
 
 def number(settings: Mapping[str, Any], key: str, default: float) -> float:
-    """A finite positive number.
+    """A finite positive number of a vision config or an image processor.
 
     Raises:
-        ValueError: the value is none.
+        ValueError: the value is not one.
     """
     value = settings.get(key)
     value = default if value is None else value
@@ -57,10 +57,10 @@ def number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def activation(settings: Mapping[str, Any], key: str, default: str = "gelu") -> VisionActivation:
-    """What a config names.
+    """The activation that a config names.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: the activation is not supported.
     """
     name = settings.get(key, default)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -70,10 +70,10 @@ def activation(settings: Mapping[str, Any], key: str, default: str = "gelu") -> 
 
 
 def resampling(processor: Mapping[str, Any], default: int) -> int:
-    """Which of Pillow's filters resizes pictures.
+    """The number of Pillow's filter that resizes pictures.
 
     Raises:
-        ValueError: it is none.
+        ValueError: no filter has this number.
     """
     value = integer(processor, "resample", default)
     if value > _FILTERS:
@@ -83,7 +83,7 @@ def resampling(processor: Mapping[str, Any], default: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """What makes a tower's numbers of bytes: ``byte * factor + offset`` for each channel."""
+    """Pixel normalization: ``byte * factor + offset`` for each channel."""
 
     factor: Floats
     offset: Floats
@@ -95,7 +95,7 @@ class Scaling:
         mean: Sequence[float] = (0.5, 0.5, 0.5),
         std: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> Scaling:
-        """As an image processor's settings say; without one, by the publisher's mean and deviation.
+        """Read an image processor's settings; ``mean`` and ``std`` are the publisher's defaults.
 
         Raises:
             ValueError: a value makes no sense.
@@ -109,14 +109,14 @@ class Scaling:
             np.asarray(own if (own := processor.get(key)) is not None else default, np.float64)
             for key, default in (("image_mean", mean), ("image_std", std))
         )
-        sound = means.shape == deviations.shape == (3,) and (deviations > _LEAST_STD).all()
-        if not sound or not (np.abs(means) < _MOST_MEAN).all():
+        valid = means.shape == deviations.shape == (3,) and (deviations > _LEAST_STD).all()
+        if not valid or not (np.abs(means) < _MOST_MEAN).all():
             raise ValueError("image_mean and image_std must be three numbers each")
         factor, offset = scale / deviations, -means / deviations
         return cls(factor.astype(np.float32), offset.astype(np.float32))
 
     def __call__(self, pixels: Pixels, *, by_colour: bool = True) -> Patches:
-        """A tower's input: patches (N, P), channel by channel as ``cut`` has them, or by pixels."""
+        """Patches (N, P) for an encoder: channel by channel as from ``cut``, or pixel by pixel."""
         spread = np.repeat if by_colour else np.tile
         factor, offset = (spread(each, pixels.shape[1] // 3) for each in (self.factor, self.offset))
         return Patches(pixels, factor, offset)
@@ -124,8 +124,8 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
-    """A tower's input (N, P) as the bytes of a picture, of which rows become float32 numbers where
-    they are read: ``byte * factor + offset`` (P,).
+    """Patches (N, P) as bytes; indexing rows converts them to float32: ``byte * factor + offset``,
+    both of shape (P,).
     """
 
     pixels: Pixels
@@ -134,9 +134,9 @@ class Patches:
 
     @classmethod
     def none(cls) -> Patches:
-        """Those of a picture that is not needed any more."""
-        nothing = np.empty(0, np.float32)
-        return cls(np.empty((0, 0), np.uint8), nothing, nothing)
+        """Empty patches, for a picture that is encoded already."""
+        empty = np.empty(0, np.float32)
+        return cls(np.empty((0, 0), np.uint8), empty, empty)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -148,7 +148,7 @@ class Patches:
 
     @property
     def nbytes(self) -> int:
-        """What they take until they are read."""
+        """Size in bytes, before conversion to float32."""
         return self.pixels.nbytes
 
 

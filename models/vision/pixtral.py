@@ -1,7 +1,7 @@
-"""Pixtral's tower: Llama's blocks over patches, turned by their rows and columns.
+"""Pixtral's encoder: Llama's blocks over patches, with two-dimensional rotary positions.
 
 Pixtral 12B (``llava``) projects every patch; Mistral Small 3 and Ministral 3 (``mistral3``) merge
-squares of patches first. In a prompt, a token follows every line of a picture.
+squares of patches first. In a prompt, a special token ends each line of a picture.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ import numpy as np
 
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.raw_config import with_default_values
+from localrt.models.vision.encoder import (
+    Block,
+    BlockConfig,
+    BlockNames,
+    EncodedPicture,
+    Linear,
+    Norm,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
     BICUBIC,
@@ -30,21 +41,10 @@ from localrt.models.vision.pixels import (
     resampling,
     resize,
 )
-from localrt.models.vision.tower import (
-    Block,
-    BlockConfig,
-    BlockNames,
-    Linear,
-    Norm,
-    Prepared,
-    Seen,
-    Tower,
-    Units,
-)
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Check
-from localrt.quant.ops.vision import Places, VisionActivation, VisionSteps
+from localrt.quant.ops.vision import PatchLayout, VisionActivation, VisionSteps
 
 _EPS = 1e-5  # whatever the config says, as in transformers
 _ARCHITECTURES = {
@@ -63,10 +63,10 @@ _NAMES = BlockNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralConfig:
-    """``merge`` patches in each direction become one row of the decoder, ``out`` wide.
+    """``merge`` patches in each direction become one row of the decoder with ``out`` columns.
 
-    ``edges`` are the largest height and width of a picture, ``tokens`` those of a row, of a line's
-    end and of a picture's end.
+    ``edges`` are the largest height and width of a picture; ``tokens`` are for a row, the end of a
+    line and the end of a picture.
     """
 
     block: BlockConfig
@@ -74,7 +74,7 @@ class PixtralConfig:
     patch: int
     theta: float
     merge: int
-    norm_eps: float | None  # of the norm before patches are merged; None: they are not
+    norm_eps: float | None  # of the norm before merging; None: patches are not merged
     out: int
     activation: VisionActivation  # of the projector
     bias: bool  # of the projector
@@ -82,8 +82,8 @@ class PixtralConfig:
     tokens: tuple[str, str, str]
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> PixtralTower:
-    """See ``registry.read_tower``."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> PixtralEncoder:
+    """See ``registry.read_encoder``."""
     family = str(config["model_type"])
     vision, merging = config["vision_config"], family == "mistral3"
     text = with_default_values(config["text_config"], _ARCHITECTURES[family])
@@ -130,7 +130,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pixtr
     largest = math.prod(edge + own.patch * own.merge for edge in own.edges)
     if largest > MOST_PIXELS:
         raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
-    return PixtralTower(own, processor)
+    return PixtralEncoder(own, processor)
 
 
 def _edges(size: Mapping[str, Any]) -> tuple[int, int]:
@@ -139,8 +139,8 @@ def _edges(size: Mapping[str, Any]) -> tuple[int, int]:
     return integer(size, "height"), integer(size, "width")
 
 
-class PixtralTower(Tower):
-    """See above. The ``grid`` of a ``Prepared`` picture are its rows and columns of patches."""
+class PixtralEncoder(VisionEncoder):
+    """See above. The ``grid`` of a picture is its (rows, columns) of patches."""
 
     def __init__(self, config: PixtralConfig, processor: Mapping[str, Any]) -> None:
         self.config = config
@@ -148,14 +148,14 @@ class PixtralTower(Tower):
         self._scaling = Scaling.read(processor, CLIP_MEAN, CLIP_STD)
         self._resample = resampling(processor, BICUBIC)
 
-    def within(self, rows: int) -> PixtralTower:
+    def with_max_rows(self, rows: int) -> PixtralEncoder:
         side = max(math.isqrt(rows), 1) * self.config.patch * self.config.merge
         height, width = (min(edge, side) for edge in self.config.edges)
-        tower = copy(self)
-        tower.config = replace(self.config, edges=(height, width))
-        return tower
+        encoder = copy(self)
+        encoder.config = replace(self.config, edges=(height, width))
+        return encoder
 
-    def prepare(self, picture: Picture) -> Prepared:
+    def prepare(self, picture: Picture) -> PreparedPicture:
         config = self.config
         _, line_end, end = config.tokens
         square = config.patch * config.merge
@@ -170,35 +170,35 @@ class PixtralTower(Tower):
             )
         lines, columns = -(-height // square), -(-width // square)
         pixels = resize(picture, lines * square, columns * square, self._resample)
-        return Prepared(
+        return PreparedPicture(
             patches=self._scaling(cut(pixels, config.patch)),
             grid=(lines * config.merge, columns * config.merge),
             pieces=(*((columns, line_end) * lines)[:-1], end),
         )
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
         config = self.config
         embed = units.read(partial(_Embedding.load, config))
-        x = embed.norm(embed.patches(prepared.patches[:], steps), steps)
-        places = self._places(*prepared.grid)
+        x = embed.norm(embed.patches(picture.patches[:], steps), steps)
+        layout = self._layout(*picture.grid)
         x = steps.put(x)
         for layer in range(config.layers):
             if check is not None:
                 check()
             prefix = f"vision_tower.transformer.layers.{layer}."
-            x = units.read(partial(Block.load, config.block, prefix))(x, places, steps)
+            x = units.read(partial(Block.load, config.block, prefix))(x, layout, steps)
         project = units.read(partial(_Projector.load, config))
-        return Seen(project(steps.get(x), prepared.grid, steps))
+        return EncodedPicture(project(steps.get(x), picture.grid, steps))
 
-    def _places(self, rows: int, columns: int) -> Places:
-        """Of the frequencies, every other one turns by a patch's row, the rest by its column."""
+    def _layout(self, rows: int, columns: int) -> PatchLayout:
+        """Rotary positions: even frequencies rotate by the patch's row, odd ones by its column."""
         size = self.config.block.size
         frequencies = self.config.theta ** -(np.arange(0, size, 2, dtype=np.float32) / size)
         row, column = np.divmod(np.arange(rows * columns, dtype=np.float32)[:, None], columns)
         angles = np.hstack([row * frequencies[0::2], column * frequencies[1::2]])
-        return Places(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
+        return PatchLayout(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,11 +248,11 @@ class _Projector:
         )
 
     def __call__(self, x: Floats, grid: tuple[int, int], steps: VisionSteps) -> Floats:
-        """The decoder's rows for those of patches (rows * columns, D)."""
+        """The decoder's rows from encoded patches (rows * columns, D)."""
         if self.norm is not None and self.merging is not None:
             (rows, columns), side = grid, self.merge
             x = self.norm(x, steps).reshape(rows // side, side, columns // side, side, -1)
-            # Of a square, all patches' values of a column are side by side.
+            # Order of a merged row: column by column, and in it the square's patches.
             x = x.transpose(0, 2, 4, 1, 3).reshape(len(x) * x.shape[2], -1)
             x = self.merging(x, steps)
         return self.second(self.first(x, steps), steps)

@@ -1,9 +1,9 @@
-"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+"""The vision encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-A picture keeps its shape: it is resized to whole squares of a few patches, which lie together in
-all arrays, and each of which becomes one row of the decoder. Its rows have rotary positions in two
-dimensions, in the tower and in the decoder (M-RoPE). Towers were trained on videos: a patch is of
-several frames, which are all the same in a picture.
+A picture keeps its shape: it is resized to whole squares of a few patches. A square's patches are
+adjacent in all arrays and become one row of the decoder. Rotary positions are two-dimensional, in
+the encoder and in the decoder (M-RoPE). The encoders also take videos, so a patch spans several
+frames; a picture repeats its only frame.
 
 Shapes below: N patches, C colours, D columns; a picture of (h, w) patches.
 """
@@ -20,6 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
+from localrt.models.vision.encoder import (
+    Block,
+    BlockConfig,
+    BlockNames,
+    EncodedPicture,
+    Linear,
+    Norm,
+    PreparedPicture,
+    Units,
+    VisionEncoder,
+)
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
     BICUBIC,
@@ -32,23 +43,12 @@ from localrt.models.vision.pixels import (
     number,
     resize,
 )
-from localrt.models.vision.tower import (
-    Block,
-    BlockConfig,
-    BlockNames,
-    Linear,
-    Norm,
-    Prepared,
-    Seen,
-    Tower,
-    Units,
-)
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Check
-from localrt.quant.ops.vision import Places, VisionSteps
+from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
-_EPS = 1e-6  # of all norms; configs do not say it
+_EPS = 1e-6  # of all norms; configs do not name it
 _COLOURS = 3
 _MOST_ASPECT = 200
 _MOST_FRAMES = 16
@@ -58,10 +58,10 @@ _QKV = ("attn.qkv",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenConfig:
-    """A tower. Blocks see windows of ``window`` patches square, those in ``full`` everything; 0:
-    all blocks do. ``side`` is that of the grid of learned positions (0: none), ``deep`` the blocks
-    behind which the decoder gets rows too. A picture has ``pixels`` from the first number to the
-    second one.
+    """Sizes of an encoder. Blocks attend within windows of ``window`` squares a side, those in
+    ``full`` to the whole picture; 0: all blocks do. Positions are learned for a square of ``side``
+    patches a side (0: none). The blocks ``deep`` give the decoder rows too. ``pixels`` are (least,
+    most) of a picture.
     """
 
     blocks: BlockConfig
@@ -69,7 +69,7 @@ class QwenConfig:
     out: int  # columns of the decoder's rows
     patch: int
     frames: int
-    merge: int  # patches of a row of the decoder, in each direction
+    merge: int  # patches per row of the decoder, in each direction
     theta: float
     pixels: tuple[int, int]
     scaling: Scaling
@@ -101,21 +101,17 @@ class QwenConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether it has Qwen2-VL's names."""
+        """Whether tensors have Qwen2-VL's names."""
         return not self.side
 
     @property
     def square(self) -> int:
-        """Patches of a row of the decoder."""
+        """Patches per row of the decoder."""
         return self.merge**2
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenTower:
-    """The tower of a published ``config.json``. Defaults are the publisher's.
-
-    Raises:
-        ValueError: a value makes no sense, or does not fit the decoder.
-    """
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenEncoder:
+    """See ``registry.read_encoder``. Defaults are the publisher's."""
     vision, kind = config["vision_config"], config["model_type"]
     if kind == "qwen2_vl":
         hidden = integer(vision, "embed_dim", 1280)
@@ -123,7 +119,7 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenT
         names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
         blocks = _blocks(vision, hidden, inner, "quick_gelu", names)
         out = integer(vision, "hidden_size", 3584)
-        return _tower(config, processor, blocks, out, depth=32, patch=14)
+        return _encoder(config, processor, blocks, out, depth=32, patch=14)
     if kind == "qwen2_5_vl":
         hidden = integer(vision, "hidden_size", 3584)
         inner = integer(vision, "intermediate_size", 3420)
@@ -134,20 +130,22 @@ def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenT
         full = frozenset(_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31)))
         square = integer(vision, "patch_size", 14) * integer(vision, "spatial_merge_size", 2)
         window = max(1, integer(vision, "window_size", 112) // square)
-        return _tower(config, processor, blocks, out, depth=32, patch=14, window=window, full=full)
+        return _encoder(
+            config, processor, blocks, out, depth=32, patch=14, window=window, full=full
+        )
     hidden = integer(vision, "hidden_size", 1152)
     inner = integer(vision, "intermediate_size", 4304)
     names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
     blocks = _blocks(vision, hidden, inner, "gelu_pytorch_tanh", names)
     out = integer(vision, "out_hidden_size", 3584)
-    places = integer(vision, "num_position_embeddings", 2304)
-    side = math.isqrt(places)
-    if side**2 != places:
-        raise ValueError(f"num_position_embeddings must be a square, is {places}")
+    positions = integer(vision, "num_position_embeddings", 2304)
+    side = math.isqrt(positions)
+    if side**2 != positions:
+        raise ValueError(f"num_position_embeddings must be a square, is {positions}")
     deep: tuple[int, ...] = ()
     if kind.startswith("qwen3_vl"):
         deep = _indexes(vision, "deepstack_visual_indexes", (8, 16, 24))
-    return _tower(config, processor, blocks, out, depth=27, patch=16, side=side, deep=deep)
+    return _encoder(config, processor, blocks, out, depth=27, patch=16, side=side, deep=deep)
 
 
 def _blocks(
@@ -163,7 +161,7 @@ def _blocks(
     )
 
 
-def _tower(
+def _encoder(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
     blocks: BlockConfig,
@@ -173,11 +171,11 @@ def _tower(
     patch: int,
     side: int = 0,
     **options: Any,
-) -> QwenTower:
+) -> QwenEncoder:
     vision = config["vision_config"]
-    wanted = (config.get("text_config") or config).get("hidden_size", out)
-    if out != wanted:
-        raise ValueError(f"the tower's rows have {out} columns, the decoder's {wanted}")
+    columns = (config.get("text_config") or config).get("hidden_size", out)
+    if out != columns:
+        raise ValueError(f"the tower's rows have {out} columns, the decoder's {columns}")
     colours = vision.get("in_channels", vision.get("in_chans", _COLOURS))
     if colours != _COLOURS:
         raise ValueError(f"a picture has {_COLOURS} colours, the vision tower has {colours!r:.60}")
@@ -185,7 +183,7 @@ def _tower(
     least = size.get("shortest_edge", size.get("min_pixels", 256**2 if side else 56**2))
     most = size.get("longest_edge", size.get("max_pixels", 4096**2 if side else 1280 * 28**2))
     scaling = Scaling.read(processor) if side else Scaling.read(processor, CLIP_MEAN, CLIP_STD)
-    return QwenTower(
+    return QwenEncoder(
         QwenConfig(
             blocks=blocks,
             depth=integer(vision, "depth", depth),
@@ -205,23 +203,23 @@ def _tower(
     )
 
 
-class QwenTower(Tower):
-    """See ``Tower``. A picture's ``grid`` is (h, w)."""
+class QwenEncoder(VisionEncoder):
+    """See ``VisionEncoder``. A picture's ``grid`` is (h, w)."""
 
     placeholder = "<|image_pad|>"
-    written = f"<|vision_start|>{placeholder}<|vision_end|>"
+    picture_text = f"<|vision_start|>{placeholder}<|vision_end|>"
 
     def __init__(self, config: QwenConfig) -> None:
         self.config = config
         self.deep_layers = len(config.deep)
 
-    def within(self, rows: int) -> QwenTower:
+    def with_max_rows(self, rows: int) -> QwenEncoder:
         least, most = self.config.pixels
         most = min(most, max(rows, 1) * (self.config.patch * self.config.merge) ** 2)
-        return QwenTower(replace(self.config, pixels=(min(least, most), most)))
+        return QwenEncoder(replace(self.config, pixels=(min(least, most), most)))
 
-    def prepare(self, picture: Picture) -> Prepared:
-        """``patches`` (N, C * patch * patch) are of one frame."""
+    def prepare(self, picture: Picture) -> PreparedPicture:
+        """``patches`` (N, C * patch * patch) hold one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge
         height, width = self._size(picture.height, picture.width)
         pixels = resize(picture, height, width, BICUBIC)
@@ -230,7 +228,7 @@ class QwenTower(Tower):
         rows, columns = h // merge, w // merge
         offsets = np.zeros((rows * columns, 3), np.int64)
         offsets[:, 1:] = np.indices((rows, columns)).reshape(2, -1).T
-        return Prepared(
+        return PreparedPicture(
             patches=patches,
             grid=(h, w),
             pieces=(rows * columns,),
@@ -239,7 +237,7 @@ class QwenTower(Tower):
         )
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
-        """The nearest size of whole squares, with as many pixels as the tower takes."""
+        """The nearest size in whole squares, within the encoder's range of pixels."""
         if max(height, width) > _MOST_ASPECT * min(height, width):
             raise OptionError(
                 f"the picture has {width} x {height} pixels: the model sees none that is more than "
@@ -256,51 +254,51 @@ class QwenTower(Tower):
             sides = [math.ceil(each * grow / side) * side for each in (height, width)]
         return sides[0], sides[1]
 
-    def attended(self, prepared: Prepared) -> float:
-        config, patches = self.config, len(prepared.patches)
+    def attended_patches(self, picture: PreparedPicture) -> float:
+        config, patches = self.config, len(picture.patches)
         if not config.window:
             return patches
         full, inside = len(config.full), min(patches, config.square * config.window**2)
         return (full * patches + (config.depth - full) * inside) / config.depth
 
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
-        config, (h, w) = self.config, prepared.grid
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        config, (h, w) = self.config, picture.grid
         order, ends = self._windows(h // config.merge, w // config.merge)
         rows = (config.square * order[:, None] + np.arange(config.square)).reshape(-1)
-        cos, sin = (values[rows] for values in self._turns(h, w))
-        x = units.read(self._load_patches)(self._frames(prepared.patches[rows]), steps)
+        cos, sin = (values[rows] for values in self._rotations(h, w))
+        x = units.read(self._load_patches)(self._frames(picture.patches[rows]), steps)
         if config.side:
             x += self._positions(units.read(self._load_positions), h, w)[rows]
-        windows = Places(ends=ends, cos=cos, sin=sin)
-        everything = Places(ends=[len(x)], cos=cos, sin=sin)
+        windows = PatchLayout(ends=ends, cos=cos, sin=sin)
+        whole = PatchLayout(ends=[len(x)], cos=cos, sin=sin)
         x, deep = steps.put(x), []
         for n in range(config.depth):
             if check is not None:
                 check()
-            places = windows if config.window and n not in config.full else everything
-            x = units.read(partial(self._load_block, n))(x, places, steps)
+            layout = windows if config.window and n not in config.full else whole
+            x = units.read(partial(self._load_block, n))(x, layout, steps)
             if n in config.deep:
                 name = f"deepstack_merger_list.{config.deep.index(n)}"
                 deep.append(self._merged(name, x, units, steps))
         merged = np.empty((len(order), config.out), np.float32)
         merged[order] = self._merged("merger", x, units, steps)
-        return Seen(merged, tuple(deep))
+        return EncodedPicture(merged, tuple(deep))
 
     def _in_squares(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """(h, w, ...) as (N, ...), the patches of a square one after another."""
+        """(h, w, ...) as (N, ...), square by square."""
         (h, w), merge = values.shape[:2], self.config.merge
         squares = values.reshape(h // merge, merge, w // merge, merge, *values.shape[2:])
         return squares.swapaxes(1, 2).reshape(h * w, *values.shape[2:])
 
     def _frames(self, patches: Floats) -> Floats:
-        """Patches of equal frames, (N, C * frames * patch * patch)."""
+        """Repeat the only frame: (N, C * frames * patch * patch)."""
         one = patches.reshape(len(patches), _COLOURS, 1, -1)
         return np.repeat(one, self.config.frames, axis=2).reshape(len(patches), -1)
 
     def _windows(self, rows: int, columns: int) -> tuple[npt.NDArray[np.intp], Sequence[int]]:
-        """The squares, window by window, and the patches at which windows end."""
+        """The squares in order of windows, and the index of the patch at which each window ends."""
         window = self.config.window or max(rows, columns)
         row, column = np.indices((rows, columns)).reshape(2, -1)
         number = row // window * columns + column // window
@@ -308,17 +306,19 @@ class QwenTower(Tower):
         counts = np.unique(number, return_counts=True)[1]
         return order, (self.config.square * counts.cumsum()).tolist()
 
-    def _turns(self, h: int, w: int) -> tuple[Floats, Floats]:
-        """Cosines and sines (N, E / 2): half of them turn by a patch's row, half by its column."""
+    def _rotations(self, h: int, w: int) -> tuple[Floats, Floats]:
+        """Cosines and sines (N, E / 2): the first half rotates by a patch's row, the rest by its
+        column.
+        """
         quarter = self.config.blocks.size // 4
         exponents = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
         frequencies = 1 / np.float32(self.config.theta) ** exponents
-        places = self._in_squares(np.indices((h, w)).transpose(1, 2, 0)).astype(np.float32)
-        angles = (places[:, :, None] * frequencies).reshape(h * w, -1)
+        patches = self._in_squares(np.indices((h, w)).transpose(1, 2, 0)).astype(np.float32)
+        angles = (patches[:, :, None] * frequencies).reshape(h * w, -1)
         return np.cos(angles), np.sin(angles)
 
     def _positions(self, table: Floats, h: int, w: int) -> Floats:
-        """The learned positions, a square grid, stretched to the picture's: (N, D)."""
+        """The learned positions, interpolated to the picture's grid: (N, D)."""
         rows = _stretched(table, h)
         return np.asarray(self._in_squares(_stretched(rows.swapaxes(0, 1), w).swapaxes(0, 1)))
 
@@ -358,7 +358,9 @@ class QwenTower(Tower):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Merger:
-    """Makes a row of a square of patches, ``wide`` columns, normed each or ``joined``."""
+    """Turns a square of patches into one row; the norm is over each patch, or over all ``wide``
+    columns if ``joined``.
+    """
 
     norm: Norm
     first: Linear
@@ -372,7 +374,7 @@ class _Merger:
 
 
 def _stretched(table: Floats, size: int) -> Floats:
-    """``size`` rows of a table (n, ...), from the first to the last, linearly in between."""
+    """Interpolate a table (n, ...) linearly to ``size`` rows."""
     last = len(table) - 1
     at = np.arange(size, dtype=np.float32) * np.float32(last) / np.float32(max(size - 1, 1))
     low = np.minimum(at.astype(np.int64), last)
@@ -381,7 +383,7 @@ def _stretched(table: Floats, size: int) -> Floats:
 
 
 def _indexes(values: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    found = values.get(key, default)
-    if not isinstance(found, list | tuple) or any(type(each) is not int for each in found):
-        raise ValueError(f"{key} must be a list of integers, is {found!r:.60}")
-    return tuple(found)
+    value = values.get(key, default)
+    if not isinstance(value, list | tuple) or any(type(each) is not int for each in value):
+        raise ValueError(f"{key} must be a list of integers, is {value!r:.60}")
+    return tuple(value)

@@ -1,4 +1,4 @@
-"""Vision towers by the ``model_type`` of the models that have them."""
+"""Vision encoders by the ``model_type`` of the models that have them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.vision.tower import Tower
+from localrt.models.vision.encoder import VisionEncoder
 
 _FILES = {
     "qwen2_vl": "qwen_vl",
@@ -24,36 +24,34 @@ _FILES = {
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
 }
-"""The file in this folder of each ``model_type``; its ``read_tower`` takes what ``read_tower``
-here does.
-"""
+"""The module in this folder for each ``model_type``. Each has a ``read_encoder`` as below."""
 
-_TOWERS = {"llava": "pixtral"}
-"""The only ``model_type`` of a tower that is known, where models may have several."""
+_ENCODERS = {"llava": "pixtral"}
+"""The supported ``model_type`` of the encoder, for models that are published with several."""
 
 
-def has_tower(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this published config sees, and localrt knows how."""
+def has_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this published config has a vision encoder that localrt supports."""
     kind, vision = config.get("model_type"), config.get("vision_config")
     if kind not in _FILES or not isinstance(vision, dict):
         return False
-    return vision.get("model_type") == _TOWERS.get(kind, vision.get("model_type"))
+    return vision.get("model_type") == _ENCODERS.get(kind, vision.get("model_type"))
 
 
-def read_tower(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Tower:
-    """The tower of a model: its published ``config.json`` and its image processor's settings.
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+    """Build a model's encoder from its published ``config.json`` and image processor settings.
 
     Raises:
-        UnsupportedModelError: localrt does not know it, or a value makes no sense.
+        UnsupportedModelError: localrt does not support the encoder, or a value makes no sense.
     """
     kind = config.get("model_type")
-    if not has_tower(config):
+    if not has_encoder(config):
         known = ", ".join(_FILES)
         raise UnsupportedModelError(f"the pictures of {kind!r} are not known (known: {known})")
     module = import_module(f"localrt.models.vision.{_FILES[str(kind)]}")
     try:
-        tower: Tower = module.read_tower(config, processor)
+        encoder: VisionEncoder = module.read_encoder(config, processor)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        found = error if isinstance(error, ValueError) else repr(error)
-        raise UnsupportedModelError(f"the vision config makes no sense: {found}") from error
-    return tower
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise UnsupportedModelError(f"the vision config makes no sense: {reason}") from error
+    return encoder

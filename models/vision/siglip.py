@@ -1,7 +1,7 @@
-"""SigLIP's encoder, which is in the towers of several families: patches, learnt positions, blocks,
-a norm. The families' files prepare pictures, and say what makes rows of the encoded patches.
+"""SigLIP, the core of several families' encoders: patches, learned positions, blocks, a norm.
 
-A grid is (rows, columns) of patches: a picture, or a tile of one, whose patches see one another.
+The families' files prepare pictures and project the encoded patches to rows. A grid is the (rows,
+columns) of patches of a picture or a tile, within which patches attend to one another.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
+from localrt.models.vision.encoder import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.vision.pixels import Patches, activation, integer, number
-from localrt.models.vision.tower import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.protocol import Check
-from localrt.quant.ops.vision import Places, VisionSteps
+from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
 Grid = tuple[int, int]
 
-VISION_TOWER = ("vision_tower.vision_model.", "vision_tower.")
-"""What the tensors' names of most towers begin with: in files on the hub, and of transformers 5."""
+TENSOR_PREFIXES = ("vision_tower.vision_model.", "vision_tower.")
+"""Prefixes of tensor names: in files on the hub, and in those that transformers 5 writes."""
 
-_LARGEST_SIDE = 4096  # of a picture, in pixels, and a square of positions
+_LARGEST_SIDE = 4096  # of a picture, in pixels
 
 _NAMES = BlockNames(
     norm1="layer_norm1",
@@ -41,11 +41,11 @@ _NAMES = BlockNames(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
-    """An encoder whose tensors' names begin with the first of ``prefixes`` that there is.
+class SiglipEncoder:
+    """A SigLIP model whose tensor names begin with one of ``prefixes``.
 
-    ``patch`` is the side of a patch in pixels. Positions are a square of ``side`` * ``side``, for
-    other grids ``stretched``, or without it the nearest ones.
+    ``patch`` is the side of a patch in pixels. Positions are learned for a square of ``side``
+    patches a side; other grids interpolate them if ``stretched``, else use the nearest.
     """
 
     block: BlockConfig
@@ -64,7 +64,7 @@ class Encoder:
         check: Check | None,
     ) -> list[Floats]:
         """The encoded patches (n, D) of each grid."""
-        # One grid after another, and all in one array: what a step makes on its way is large.
+        # Grid by grid, because a step's intermediate results are large; results share one array.
         ends = list(accumulate(rows * columns for rows, columns in grids))
         x = large_floats((ends[-1], self.block.hidden))
         encoded = [x[first:end] for first, end in pairwise([0, *ends])]
@@ -99,7 +99,7 @@ class Encoder:
         return next(there, self.prefixes[0])
 
     def _positions(self, table: Floats, grid: Grid) -> Floats:
-        """(rows * columns, D) of ``table`` (side, side, D)."""
+        """The positions of a grid, (rows * columns, D), from ``table`` (side, side, D)."""
         rows, columns = grid
         if self.stretched:
             table = np.tensordot(_stretch(self.side, rows), table, 1)
@@ -114,12 +114,12 @@ def _pass(block: Block, encoded: Sequence[Floats], steps: VisionSteps, check: Ch
     for rows in encoded:
         if check is not None:
             check()
-        rows[:] = block(rows, Places(ends=(len(rows),)), steps)
+        rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
 
 
 def _stretch(size: int, count: int) -> Floats:
-    """Weights (count, size) that make ``count`` values of ``size`` along a line: each is of those
-    under a triangle, whose half is a step wide, and at least one value.
+    """Weights (count, size) of linear interpolation from ``size`` values to ``count``, antialiased:
+    the half width of the triangle is one step, and at least one value.
     """
     step = size / count
     width = max(step, 1.0)
@@ -129,7 +129,7 @@ def _stretch(size: int, count: int) -> Floats:
 
 
 def merged(x: Floats, grid: Grid, factor: int) -> Floats:
-    """Squares of ``factor`` * ``factor`` patches side by side in one row, top left first:
+    """Concatenate each square of ``factor`` * ``factor`` patches to one row, top left first:
     (n, D) to (n / factor**2, factor**2 * D).
     """
     rows, columns = grid
@@ -137,7 +137,7 @@ def merged(x: Floats, grid: Grid, factor: int) -> Floats:
     return x.transpose(0, 2, 1, 3, 4).reshape(rows * columns // factor**2, -1)
 
 
-def read_encoder(
+def read_siglip(
     vision: Mapping[str, Any],
     *,
     side: int,
@@ -146,8 +146,8 @@ def read_encoder(
     heads: int = 12,
     patch: int = 16,
     stretched: bool = False,
-) -> Encoder:
-    """The encoder of a ``vision_config``; the numbers are the publisher's defaults.
+) -> SiglipEncoder:
+    """The SigLIP model of a ``vision_config``; the arguments are the publisher's defaults.
 
     Raises:
         ValueError: a value makes no sense.
@@ -170,7 +170,7 @@ def read_encoder(
     )
     layers = integer(vision, "num_hidden_layers", 12)
     patch = pixels(vision, "patch_size", patch)
-    return Encoder(
+    return SiglipEncoder(
         block=block, layers=layers, patch=patch, side=side, stretched=stretched, prefixes=prefixes
     )
 
@@ -179,7 +179,7 @@ def pixels(settings: Mapping[str, Any], key: str, default: int | None = None) ->
     """A number of pixels.
 
     Raises:
-        ValueError: it is none, or too large for any real model.
+        ValueError: the value is not one, or too large for any real model.
     """
     value = integer(settings, key, default)
     if value > _LARGEST_SIDE:

@@ -27,7 +27,7 @@ written. What has no gate is written once.
 Matrices of floats become float32 panels for many rows (``blocks.h``): 80 % of the processor's peak,
 three times what few rows' loop gives, in the same order of sums.
 
-Vision towers (``vision.py``, ``csrc/vision.h``). Rows are few thousands at once, and nothing is
+Vision encoders (``vision.py``, ``csrc/vision.h``). Rows are few thousands at once, and nothing is
 cached between passes: attention lays a head's keys and values out for the products and goes over
 blocks of keys with an online softmax. AMX multiplies in bf16 there, six times as fast as float32,
 and so does AVX-512 where it has products of bf16 (``kernels_bf16.cpp``), nearly twice as fast:
@@ -37,8 +37,8 @@ Instruction sets. The kernels are templates over sixteen lanes (``vec_*.h``: AVX
 plain arrays), compiled once per instruction set with a target pragma; the library picks one at run
 time. These files use no shared inline function of the standard library: the linker might take the
 copy that was compiled for the newest instruction set. All of them give the same bits (but for
-vision towers in bf16): lanes are summed in one order, and the compiler may not fuse a product and a
-sum that are written apart (``-ffp-contract=off``), which costs nothing, since the kernels name
+vision encoders in bf16): lanes are summed in one order, and the compiler may not fuse a product and
+a sum that are written apart (``-ffp-contract=off``), which costs nothing, since the kernels name
 their fused ones. ``scripts/neon`` shows it for ARM, emulated.
 
 Batch invariance. Every output is summed over the columns in one fixed order. The number of rows

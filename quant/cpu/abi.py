@@ -175,7 +175,7 @@ class HeadArgs(Structure):
 
 @_CPP.struct("VisionArgs")
 class VisionArgs(Structure):
-    """A step of a vision tower."""
+    """A step of a vision encoder."""
 
 
 @_CPP.struct("Step")

@@ -1,9 +1,8 @@
-"""The steps of vision towers through the compiled kernels, on all threads (``csrc/vision.h``).
+"""The steps of vision encoders by the compiled kernels, on all threads (``csrc/vision.h``).
 
-Packed matrices take activations in int8, those of floats as they are. Where the processor has AMX,
-all matrices but those of float32, and attention, are multiplied in bf16 and summed in float32;
-where it has AVX-512's products of bf16, attention and those of 16 bits. A row's bits depend neither
-on the other rows nor on the threads.
+Packed matrices take activations in int8, float matrices in float32. With AMX, attention and all
+matrices except float32 ones are multiplied in bf16 and summed in float32; with AVX-512's bf16
+products, attention and 16-bit matrices are. A row's bits do not depend on other rows or on threads.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class NativeVision(VisionSteps[NativeWeight, NativeVector]):
         self, x: Floats, weight: NativeVector, bias: NativeVector | None, eps: float
     ) -> Floats:
         args = VisionArgs(weight=weight.address, bias=address_of(bias), eps=eps)
-        return self._of_heads("norm", x, args)
+        return self._run_by_head("norm", x, args)
 
     def rms_norm(self, x: Floats, weight: NativeVector | None, eps: float) -> Floats:
-        return self._of_heads("norm", x, VisionArgs(weight=address_of(weight), eps=eps, rms=1))
+        return self._run_by_head("norm", x, VisionArgs(weight=address_of(weight), eps=eps, rms=1))
 
     def gated(self, x: Floats, activation: VisionActivation) -> Floats:
         x, out = _dense(x), large_floats((len(x), x.shape[-1] // 2))
@@ -70,7 +69,7 @@ class NativeVision(VisionSteps[NativeWeight, NativeVector]):
 
     def rotate(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
         cos, sin = _dense(cos), _dense(sin)
-        return self._of_heads("rotate", x, VisionArgs(y=locate(cos), z=locate(sin)))
+        return self._run_by_head("rotate", x, VisionArgs(y=locate(cos), z=locate(sin)))
 
     def attention(
         self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
@@ -82,10 +81,10 @@ class NativeVision(VisionSteps[NativeWeight, NativeVector]):
         args = VisionArgs(y=locate(k), z=locate(v), ends=locate(segments), scale=scale)
         args.segments = len(segments)
         args.strides[1], args.strides[2] = k.strides[0] // 4, v.strides[0] // 4
-        return self._of_heads("attention", q, args).reshape(len(q), -1)
+        return self._run_by_head("attention", q, args).reshape(len(q), -1)
 
-    def _of_heads(self, step: str, x: Floats, args: VisionArgs) -> Floats:
-        """A step over the last axis of x (R, E) or (R, H, E)."""
+    def _run_by_head(self, step: str, x: Floats, args: VisionArgs) -> Floats:
+        """Run a step over the last axis of x (R, E) or (R, H, E)."""
         x, out = _with_heads(x), large_floats(x.shape)
         args.x, args.out, args.strides[0] = locate(x), locate(out), x.strides[0] // 4
         args.rows, args.heads, args.size = (
@@ -102,6 +101,6 @@ def _dense(x: Floats) -> Floats:
 
 
 def _with_heads(x: Floats) -> Floats:
-    """Float32 rows that lie anywhere, but whose heads lie side by side."""
-    apart = x.strides[1:] != np.empty((1, *x.shape[1:]), np.float32).strides[1:]
-    return _dense(x) if x.dtype != np.float32 or apart or x.strides[0] % 4 else x
+    """Rows in float32 of any stride, each of them contiguous."""
+    scattered = x.strides[1:] != np.empty((1, *x.shape[1:]), np.float32).strides[1:]
+    return _dense(x) if x.dtype != np.float32 or scattered or x.strides[0] % 4 else x

@@ -29,7 +29,7 @@ MOST_ROWS = 64
 """A pass of more rows is a prompt's."""
 GATES = {
     **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
-    **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision towers
+    **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision encoders
 }
 _MOST_CHAINS = declarations("results.cuh").constants["MOST_CHAINS"]
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results

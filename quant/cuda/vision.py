@@ -1,9 +1,8 @@
-"""The steps of vision towers on a GPU, by our kernels, on rows that ``put`` has moved there.
+"""The steps of vision encoders on a GPU, by our kernels, over rows that ``put`` has copied there.
 
-Rows are float32; what a product reads is rounded to bf16 (packed matrices take it in 8 bits), and
-so are queries, keys and values, and results of cuBLAS. A picture's bits are always the same.
-Attention is that of the decoder: each segment is a cache of its own, in which a row sees all rows
-ahead.
+Rows are float32. Inputs of products are rounded to bf16 (to 8 bits for packed matrices), as are
+queries, keys, values and cuBLAS's results. A picture's result is the same bits every time.
+Attention uses the decoder's kernels: each segment is a KV cache in which rows attend to all others.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from localrt.quant.cuda.tensor import (
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.vision import Heads, Places, Rows, VisionActivation, VisionSteps
+from localrt.quant.ops.vision import Heads, PatchLayout, Rows, VisionActivation, VisionSteps
 
 _THREADS = 256
-_ROWS = 4096  # of a product at once: what comes between its steps stays small
+_ROWS = 4096  # of a product at once, so that its intermediate results stay small
 
 _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
 
 
 class CudaVision(VisionSteps[CudaWeight, Tensor]):
-    """See ``VisionSteps``. Rows on the host are computed there, but for their products."""
+    """See ``VisionSteps``. Rows on the host are computed there, except their products."""
 
     on_gpu = True
 
     def __init__(self, ops: CudaOps) -> None:
         super().__init__(ops)
         self._device = device_of(ops.device)
-        self._turns: tuple[Floats, Tensor, Tensor] | None = None
-        # Where decoders' products are of 8 bits, no budget counts cuBLAS.
+        self._rotations: tuple[Floats, Tensor, Tensor] | None = None
+        # If the decoder's products are in int8, cuBLAS's workspace is in no budget.
         self._ours = prefers_int8(self._device)
 
     def put(self, x: Floats) -> Tensor:
@@ -63,7 +62,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         return x.to_host() if isinstance(x, Tensor) else x
 
     def end(self) -> None:
-        self._turns = None
+        self._rotations = None
         self._device.trim()
         if not self._ours and self._device.is_gpu:
             cublas.trim()
@@ -82,8 +81,8 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         out = empty(len(x), weight.shape[0], dtype=kind, device=self._device)
         for first in range(0, len(x), _ROWS):
             rows, y = converted(x[first : first + _ROWS], BFLOAT16), out[first : first + _ROWS]
-            to = y if activation is None else None
-            product = linear(rows, weight, bias, dtype=FLOAT32, out=to, ours=self._ours)
+            target = y if activation is None else None
+            product = linear(rows, weight, bias, dtype=FLOAT32, out=target, ours=self._ours)
             if activation is not None:
                 _activate(product, activation, y)
         return out
@@ -130,27 +129,27 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         y = empty(len(x), x.shape[1] // 2, dtype=BFLOAT16, device=self._device)
         return _activate(x, activation, y, gated=True)
 
-    def heads(self, qkv: Rows, heads: Heads[Tensor], places: Places) -> Rows:
+    def heads(self, qkv: Rows, heads: Heads[Tensor], layout: PatchLayout) -> Rows:
         if not isinstance(qkv, Tensor):
-            return super().heads(qkv, heads, places)
+            return super().heads(qkv, heads, layout)
         if not takes_heads(heads.size):
-            return self.put(super().heads(self.get(qkv), heads, places))
+            return self.put(super().heads(self.get(qkv), heads, layout))
         count, size = heads.count, heads.size
-        cos, sin = self._turning(places)
-        longest = max(np.diff(places.ends, prepend=0).tolist())
-        # Segments come one after another, so one cache serves them all.
-        rows = 2 * count * size  # bytes of the keys of a token
-        nbytes = 2 * rows * BLOCK_TOKENS
+        cos, sin = self._rotation(layout)
+        longest = max(np.diff(layout.ends, prepend=0).tolist())
+        # Segments are computed one after another, so they share one cache.
+        key_nbytes = 2 * count * size  # of a token
+        nbytes = 2 * key_nbytes * BLOCK_TOKENS
         room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
         addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)
         blocks = upload(addresses, self._device)
-        place = LayerPlace(0, rows * BLOCK_TOKENS, count, size, size)
-        held = zeros(1, dtype=INT64, device=self._device)
+        place = LayerPlace(0, key_nbytes * BLOCK_TOKENS, count, size, size)
+        cached = zeros(1, dtype=INT64, device=self._device)
         positions = upload(np.arange(longest, dtype=np.int64), self._device)
         q = empty(longest, count, size, dtype=BFLOAT16, device=self._device)
         out = empty(len(qkv), count * size, dtype=BFLOAT16, device=self._device)
         first, ahead = 0, dict[int, Tensor]()
-        for end in places.ends:
+        for end in layout.ends:
             n = end - first
             if n not in ahead:
                 ahead[n] = upload(np.arange(n, dtype=np.int32)[::-1], self._device)
@@ -159,7 +158,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
                 q[:n],
                 blocks,
                 place,
-                held,
+                cached,
                 cos=None if cos is None else cos[first:end],
                 sin=None if sin is None else sin[first:end],
                 q_norm=heads.q_norm,
@@ -172,7 +171,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
                 q[:n],
                 blocks,
                 place,
-                held,
+                cached,
                 positions[:n],
                 scale=heads.scale,
                 window=None,
@@ -185,13 +184,13 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
             first = end
         return out
 
-    def _turning(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
-        """The picture's cosines and sines, which all blocks read."""
-        if places.cos is None or places.sin is None:
+    def _rotation(self, layout: PatchLayout) -> tuple[Tensor | None, Tensor | None]:
+        """The picture's cosines and sines on the GPU, shared by all blocks."""
+        if layout.cos is None or layout.sin is None:
             return None, None
-        if self._turns is None or self._turns[0] is not places.cos:
-            self._turns = places.cos, self.put(places.cos), self.put(places.sin)
-        return self._turns[1:]
+        if self._rotations is None or self._rotations[0] is not layout.cos:
+            self._rotations = layout.cos, self.put(layout.cos), self.put(layout.sin)
+        return self._rotations[1:]
 
 
 def _activate(
@@ -203,7 +202,7 @@ def _activate(
     low: float = 0.0,
     high: float = 0.0,
 ) -> Tensor:
-    """``kind`` of the numbers of x (R, F), float32, or gated (R, 2F), to out (R, F)."""
+    """Apply ``kind`` to x (R, F), or gated (R, 2F), in float32; returns out (R, F)."""
     rows, width = out.shape
     assert x.dtype is FLOAT32
     assert x.is_contiguous

@@ -1,12 +1,10 @@
-"""The steps of a vision tower, over the rows of one picture.
+"""The steps of a vision encoder over the rows of one picture.
 
-Rows are float32 arrays on the host, (R, D), or those that ``put`` has moved to a device, which look
-the same to a tower's blocks. ``VisionSteps`` computes the products on any ``Ops`` and the rest with
-numpy, which says what each step is; the kernels of the CPU (``quant/cpu/vision.py``) and of GPUs
-(``quant/cuda/vision.py``) replace them.
+Rows are float32 arrays (R, D): numpy's, or on a GPU those that ``put`` returns. ``VisionSteps``
+computes products with any ``Ops`` and the rest with numpy, which defines each step; the kernels of
+the CPU (``quant/cpu/vision.py``) and of GPUs (``quant/cuda/vision.py``) replace them.
 
-Shapes below: R rows (patches of a picture, in the order of its tower), D columns, H heads, E head
-size.
+Shapes below: R rows (patches of a picture in the encoder's order), D columns, H heads, E head size.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 
 
 def activate(x: Floats, activation: VisionActivation) -> Floats:
-    """An activation of every value of ``x``: the exact GELU, its two approximations, SiLU."""
+    """Apply exact GELU, one of its two approximations, or SiLU to every value of ``x``."""
     if activation == "gelu":
         scaled = (x * np.float32(0.7071067811865476)).ravel().tolist()
         erf = np.fromiter(map(math.erf, scaled), x.dtype, x.size).reshape(x.shape)
@@ -42,9 +40,9 @@ def activate(x: Floats, activation: VisionActivation) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """Where the patches of a picture lie: the rows at which segments of attention end, and the
-    cosines and sines (R, E / 2) that turn queries and keys, if the tower turns them.
+class PatchLayout:
+    """Segments and positions of a picture's patches: the row at which each segment of attention
+    ends, and the rotary cosines and sines (R, E / 2), if the encoder has rotary positions.
     """
 
     ends: Sequence[int]
@@ -54,9 +52,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Heads(Generic[VectorT]):
-    """``count`` heads of ``size`` numbers, whose queries are times ``scale``. Queries and keys may
-    be normed (RMSNorm), values without a weight. Each of ``axes`` turns an equal part of a head,
-    one half of it against the other.
+    """``count`` heads of ``size`` numbers. Queries are multiplied by ``scale``. RMSNorm of queries
+    and keys is optional, that of values has no weight. With several ``axes`` of rotary positions,
+    each rotates an equal part of a head, the part's first half against its second.
     """
 
     count: int
@@ -69,11 +67,11 @@ class Heads(Generic[VectorT]):
     axes: int = 1
 
 
-Rows: TypeAlias = Any  # (R, ...) float32, on the host; behind ``put`` where the steps want them
+Rows: TypeAlias = Any  # (R, ...) float32: numpy's array, or what ``put`` returns
 
 
 class VisionSteps(Generic[WeightT, VectorT]):
-    """Every step returns a new array; what it was given stays as it is.
+    """Every step returns a new array and leaves its inputs unchanged.
 
     ``on_gpu``: weights and rows are in a GPU's memory.
     """
@@ -84,19 +82,19 @@ class VisionSteps(Generic[WeightT, VectorT]):
         self.ops = ops
 
     def put(self, x: Floats) -> Rows:
-        """Rows as the steps of many blocks read them fastest."""
+        """Copy rows to the device that computes the blocks."""
         return x
 
     def get(self, x: Rows) -> Floats:
-        """Rows that came from ``put``, on the host again."""
+        """Copy rows to the host."""
         rows: Floats = x
         return rows
 
     def end(self) -> None:
-        """A picture is done: give back what was kept for it."""
+        """Free what the steps cache for a picture, after its last step."""
 
     def begin_unit(self) -> None:
-        """Weights that are loaded from now on may go back to the system before earlier ones."""
+        """Start a unit of weights, whose memory can be freed before that of earlier units."""
 
     def linear(
         self,
@@ -121,11 +119,11 @@ class VisionSteps(Generic[WeightT, VectorT]):
         return x + y
 
     def clip(self, x: Floats, low: float, high: float) -> Floats:
-        """Every value, at least ``low`` and at most ``high``."""
+        """Clip every value to ``low`` and ``high``."""
         return np.clip(x, low, high)
 
     def joined(self, parts: Sequence[Floats]) -> Floats:
-        """Columns of all parts (R, ...) side by side."""
+        """Concatenate the columns of all parts (R, ...)."""
         return np.concatenate(parts, -1)
 
     def values(self, vector: VectorT, size: int) -> Floats:
@@ -142,7 +140,7 @@ class VisionSteps(Generic[WeightT, VectorT]):
         return out if bias is None else out + self.values(bias, x.shape[-1])
 
     def rms_norm(self, x: Floats, weight: VectorT | None, eps: float) -> Floats:
-        """RMSNorm over the last axis, times ``weight``, if there is one: the shape of ``x``."""
+        """RMSNorm over the last axis, with an optional ``weight``: the shape of ``x``."""
         out: Floats = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
         return out if weight is None else out * self.values(weight, x.shape[-1])
 
@@ -152,14 +150,14 @@ class VisionSteps(Generic[WeightT, VectorT]):
         return activate(x[:, :inner], activation) * x[:, inner:]
 
     def rotate(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
-        """x (R, H, E) turned, its second half against the first, by ``cos``, ``sin`` (R, E / 2)."""
+        """Rotate the halves of x (R, H, E) against each other by ``cos``, ``sin`` (R, E / 2)."""
         half = x.shape[-1] // 2
         first, second = x[..., :half], x[..., half:]
         cos, sin = cos[:, None], sin[:, None]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-    def heads(self, qkv: Floats, heads: Heads[VectorT], places: Places) -> Floats:
-        """Attention of qkv (R, 3 * H * E), all heads' queries before keys and values: (R, H * E).
+    def heads(self, qkv: Floats, heads: Heads[VectorT], layout: PatchLayout) -> Floats:
+        """Attention of qkv (R, 3 * H * E), ordered queries, keys, values of all heads: (R, H * E).
 
         See ``attention``, ``rotate`` and ``rms_norm``.
         """
@@ -171,17 +169,18 @@ class VisionSteps(Generic[WeightT, VectorT]):
             k = self.rms_norm(k, heads.k_norm, heads.eps)
         if heads.value_norm:
             v = self.rms_norm(v, None, heads.eps)
-        if places.cos is not None and places.sin is not None:
+        if layout.cos is not None and layout.sin is not None:
             q, k = (
-                self.rotate(_halved(each, heads.axes), places.cos, places.sin) for each in (q, k)
+                self.rotate(_halved(each, heads.axes), layout.cos, layout.sin) for each in (q, k)
             )
-        return self.attention(q, k, v, heads.scale, places.ends)
+        return self.attention(q, k, v, heads.scale, layout.ends)
 
     def attention(
         self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
     ) -> Floats:
-        """Attention within each of the segments that end before the rows ``ends``, in which every
-        row sees every other: q, k, v (R, H, E), the queries times ``scale``; returns (R, H * E).
+        """Bidirectional attention within each segment; segments end before the rows ``ends``.
+
+        q, k, v are (R, H, E), and queries are multiplied by ``scale``; returns (R, H * E).
         """
         out, first = np.empty_like(q), 0
         for end in ends:
@@ -195,7 +194,7 @@ class VisionSteps(Generic[WeightT, VectorT]):
 
 
 def _halved(x: Floats, axes: int) -> Floats:
-    """x (R, H, E) with the first halves of all axes' parts before the second ones."""
+    """Reorder x (R, H, E): the first halves of all axes' parts before the second halves."""
     if axes == 1:
         return x
     return x.reshape(*x.shape[:-1], axes, 2, -1).swapaxes(-3, -2).reshape(x.shape)

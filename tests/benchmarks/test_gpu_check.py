@@ -16,10 +16,10 @@ import pytest
 from benchmarks import tables
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import loaded
+from benchmarks.gpu.encoders import check_encoders
 from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result, results_of
-from benchmarks.gpu.towers import check_towers
 from tests.driver import rehearsal
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
@@ -168,8 +168,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
 
 
-def test_towers(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [asdict(result) for result in results_of("towers", lambda: check_towers("cpu"))]
+def test_encoders(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [asdict(result) for result in results_of("towers", lambda: check_encoders("cpu"))]
     assert results
     assert all(result["ok"] for result in results), capsys.readouterr().err
     about = {"machine": {"device": "a GPU", "cuda": "13", "driver": "1"}, "versions": {}}

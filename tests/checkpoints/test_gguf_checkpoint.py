@@ -162,7 +162,7 @@ def test_block_lists(tmp_path, blocks, told, heads, found):
         open_model(*given)
 
 
-def test_towers(tmp_path):
+def test_encoders(tmp_path):
     names = ("blk.0.attn_norm.weight", "v.blk.0.ln1.weight", "mm.0.weight", "a.blk.0.ln1.weight")
     model = open_model(tmp_path, "qwen3vl", {name: (values(8), "f32") for name in names})
     assert set(model.tensors) == {"model.layers.0.input_layernorm.weight"}

@@ -1,4 +1,4 @@
-"""Folders with vision towers whose files are damaged."""
+"""Folders with vision encoders whose files are damaged."""
 
 from __future__ import annotations
 

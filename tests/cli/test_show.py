@@ -70,7 +70,7 @@ def test_mtp_block(
         assert line.endswith("with --draft mtp-m.gguf")
 
 
-def test_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random_model(MODELS["gemma3"]()).save_pretrained(tmp_path / "folder")
     model = write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", "gemma3")
     assert main(["show", str(model)]) == 0

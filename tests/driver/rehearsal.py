@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu import disk, facts, loaded, loaded_child, pictures, towers
+from benchmarks.gpu import disk, encoders, facts, loaded, loaded_child, pictures
 from benchmarks.gpu.__main__ import interruptible, main
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
@@ -59,7 +59,7 @@ def begin() -> bool:
     torch.set_num_threads(1)  # small work, for which threads of busy cores wait
     _set(disk, _SAMPLE=4 * MIB, _PART=MIB)
     _set(pictures, _SIDE=2, _TEXT=24)
-    _set(towers, _TOWERS={})  # seconds each, and tested without a rehearsal
+    _set(encoders, _ENCODERS={})  # seconds each, and tested without a rehearsal
     if not has_driver():
         return False
     from tests.driver.standin import image

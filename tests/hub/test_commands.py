@@ -108,10 +108,10 @@ def test_pull_of_a_model_that_sees(capsys: pytest.CaptureFixture[str]) -> None:
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "mmproj-seer-bf16.gguf, 9 kB, lets it see pictures"
     assert call(pull_command, "org/seeing:Q8_0", "--json") == 0
-    (tower,) = json.loads(capsys.readouterr().out)["vision"]
-    assert tower.endswith("mmproj-seer-bf16.gguf")
+    (encoder,) = json.loads(capsys.readouterr().out)["vision"]
+    assert encoder.endswith("mmproj-seer-bf16.gguf")
     assert call(list_command, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["models"][0]["projector"] == tower
+    assert json.loads(capsys.readouterr().out)["models"][0]["projector"] == encoder
 
 
 def searches(hub: FakeHub) -> int:

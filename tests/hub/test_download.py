@@ -280,7 +280,7 @@ def test_a_quantization_that_is_not_there(settings: Settings) -> None:
         resolve("org/seeing:BF16", settings=settings)
 
 
-def test_a_vision_tower_comes_along(settings: Settings) -> None:
+def test_a_vision_encoder_comes_along(settings: Settings) -> None:
     found = resolve("org/seeing:Q8_0", settings=settings, vision=False)
     assert files_below(found.path.parent) == {"seer-Q8_0.gguf"}
     found = resolve("org/seeing:Q8_0", settings=settings, refresh=True)

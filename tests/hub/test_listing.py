@@ -144,12 +144,12 @@ def test_remove_one_quantization(settings: Settings) -> None:
     assert not list(settings.hub_cache.glob("models--*"))
 
 
-def test_a_vision_tower_goes_with_the_last_model(settings: Settings) -> None:
+def test_a_vision_encoder_goes_with_the_last_model(settings: Settings) -> None:
     resolve("org/seeing:Q4_K_M", settings=settings)
     resolve("org/seeing:Q8_0", settings=settings)
-    model, tower = (len(SEEING[name]) for name in ("seer-Q8_0.gguf", "mmproj-seer-bf16.gguf"))
+    model, encoder = (len(SEEING[name]) for name in ("seer-Q8_0.gguf", "mmproj-seer-bf16.gguf"))
     listed = {each.name: each for each in list_models(settings)}
-    assert listed["org/seeing:Q8_0"].bytes == model + tower
+    assert listed["org/seeing:Q8_0"].bytes == model + encoder
     assert str(listed["org/seeing:Q8_0"].projector).endswith("mmproj-seer-bf16.gguf")
     assert plan_removal("org/seeing", settings).bytes == blob_bytes(settings)
 

@@ -135,7 +135,7 @@ def test_lm_studio_and_llama_cpp(here: Settings, tmp_path: Path) -> None:
         "lmstudio:maker/Model-GGUF:Q8_0",
     ]
     sizes = {each.name: each.bytes for each in list_models(here)}
-    assert sizes["lmstudio:maker/Model-GGUF:Q8_0"] == 8  # with its vision tower
+    assert sizes["lmstudio:maker/Model-GGUF:Q8_0"] == 8  # with its vision encoder
     found = resolve("lmstudio:maker/model-gguf:q8_0", settings=here, download=False)
     assert found.path == home / "Model-Q8_0.gguf"
     assert resolve("llamacpp:alone", settings=here, download=False).path == flat / "alone.gguf"

@@ -1,4 +1,4 @@
-"""Vision towers as ``mmproj`` GGUF files, as llama.cpp's converter writes them, from folders of
+"""Vision encoders as ``mmproj`` GGUF files, as llama.cpp's converter writes them, from folders of
 Hugging Face's.
 
 Tensors' names are the gguf package's.
@@ -50,7 +50,7 @@ def write_mmproj(
     changes: Mapping[str, Any] = MappingProxyType({}),
     named: Callable[[str], str | None] = str,
 ) -> Path:
-    """The tower of the model in ``folder`` as the file ``path``.
+    """The encoder of the model in ``folder`` as the file ``path``.
 
     ``changes`` are other metadata (None: without it), ``named`` gives a tensor another name, or
     leaves it out. Matrices are of the ggml type ``kind`` where the converter lets them, and where

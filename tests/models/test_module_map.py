@@ -79,7 +79,7 @@ def adapted(checkpoint: Checkpoint, ops: Ops, adapter: Adapter[LowRank]) -> np.n
         ("qwen3-next", {}),  # rows of a key head lie together
         ("qwen3-next", {"use_dora": True}),
         ("kimi-linear", {}),
-        ("gemma3-images", {}),  # modules of the tower are left out
+        ("gemma3-images", {}),  # modules of the encoder are left out
     ],
 )
 def test_logits_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where vision towers are found."""
+"""Where vision encoders are found."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_projector_of_another_model(smolvlm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "towers", "found"),
+    ("model", "encoders", "found"),
     [
         ("Model-Q8_0", "Model-f16 Model-heretic-f16", "Model-f16"),
         ("Model-heretic-Q8_0", "Model-f16 Model-heretic-f16", "Model-heretic-f16"),
@@ -135,12 +135,12 @@ def test_projector_of_another_model(smolvlm: Path, tmp_path: Path) -> None:
         ("C-Q8_0", "A-f16 B-f16", None),
     ],
 )
-def test_towers_of_several_models(
-    model: str, towers: str, found: str | None, smolvlm: Path, tmp_path: Path
+def test_encoders_of_several_models(
+    model: str, encoders: str, found: str | None, smolvlm: Path, tmp_path: Path
 ) -> None:
     """The one with most words of the model's name; of equal ones none is guessed."""
     path = _model(tmp_path / "here" / f"{model}.gguf")
-    for name in towers.split():
+    for name in encoders.split():
         write_mmproj(smolvlm, path.parent / f"mmproj-{name}.gguf")
     if found is not None:
         assert _found(path) == f"here/mmproj-{found}.gguf"

@@ -342,7 +342,7 @@ _NGRAMS: dict[str, Any] = {
     "split_ngram_parts": 4,
 }
 
-_TOWER: dict[str, Any] = {
+_VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 2,
@@ -439,7 +439,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": True,
         },
-        **_TOWER,
+        **_VISION_CONFIG,
         model_type="siglip2_vision_model",
         num_patches=16,
     ),
@@ -453,7 +453,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
             "sliding_window": 8,
             "tie_word_embeddings": False,
         },
-        **_TOWER,
+        **_VISION_CONFIG,
         num_key_value_heads=1,
     ),
     "olmo-hybrid": lambda: hf.OlmoHybridConfig(

@@ -1,4 +1,4 @@
-"""The steps of vision towers on the CPU's kernels: numpy in float64 as the oracle."""
+"""The steps of vision encoders on the CPU's kernels: numpy in float64 as the oracle."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class Live:
         """
         limits, goal = self._limits, goal_of(request_class)
         request.check(
-            ctx=limits.ctx, vocab_size=self._engine.info.vocab_size, sight=self._engine.sight
+            ctx=limits.ctx, vocab_size=self._engine.info.vocab_size, vision=self._engine.vision
         )
         answer = LiveAnswer(request, limits.buffer, wake=self._wake, notify=notify)
         with self._changed:

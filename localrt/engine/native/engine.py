@@ -44,13 +44,13 @@ from localrt.quant.ops.protocol import Batch, Check, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
-    from localrt.models.vision.sight import Sight, Take
+    from localrt.models.vision.encoder_cache import Take, VisionState
     from localrt.planning.forecast import Forecast
 
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _ROWS_BESIDE = 64
-_SIGHT = 16 << 20  # what decoding, the steps and the rows of some pictures take
+_VISION_NBYTES = 16 << 20  # for decoding pictures, the encoder's steps and some cached rows
 _BESIDE = "adapters lie beside the weights"
 
 
@@ -113,12 +113,12 @@ class NativeEngine(Engine):
             reserve=self._reserve,
         )
 
-    def see(self, make: Callable[[Sequence[Ops], Take], Sight]) -> None:
-        """See pictures by what ``make`` returns for the ``Ops`` and the memory budgets."""
+    def attach_vision(self, make: Callable[[Sequence[Ops], Take], VisionState]) -> None:
+        """Take pictures, with the state that ``make`` returns for the ``Ops`` and the budgets."""
         budgeted = self.weights.memory.streams or self.ram is not None
         if budgeted:
             with self._turn:
-                self._take_within(_SIGHT)
+                self._take_within(_VISION_NBYTES)
 
         def take(nbytes: int, on_gpu: bool) -> None:
             if on_gpu:
@@ -127,7 +127,7 @@ class NativeEngine(Engine):
                 self._take_within(nbytes)
 
         self._loaded()
-        self.sight = make(self.weights.implementations, take)
+        self.vision = make(self.weights.implementations, take)
 
     def _take_within(self, nbytes: int) -> None:
         """``take_ram`` within a turn."""
@@ -153,9 +153,9 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            if self.sight is not None:
-                self.sight.close()
-            self.sight = None
+            if self.vision is not None:
+                self.vision.close()
+            self.vision = None
             self.weights.close()
             self.weights = WeightStore()  # an empty store
             self._decoder = self._forward = self._forecaster = None
@@ -310,8 +310,8 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             assert self._forward is not None, "there is one as long as there is a decoder"
-            if self.sight is not None and (given := self.sight.given(batch.tokens, check)):
-                tokens = np.where(batch.tokens < 0, self.sight.token, batch.tokens)
+            if self.vision is not None and (given := self.vision.picture_rows(batch.tokens, check)):
+                tokens = np.where(batch.tokens < 0, self.vision.token, batch.tokens)
                 batch = replace(batch, tokens=tokens, given=given)
             logits: Logits = self._forward(batch, rows=rows, check=check, features=features)
             self._ram.passed(len(batch.tokens), len(logits))
@@ -431,16 +431,16 @@ class NativeEngine(Engine):
             if not alone:
                 at = held - shift
                 places = np.concatenate([[at], tree.positions(at)])
-            elif self.sight is None:
+            elif self.vision is None:
                 places = np.arange(held, held + len(ids))
             else:
-                own, places, shift = self.sight.places(ids, held, shift)
-                ahead = self.sight.ahead(ids)
+                own, places, shift = self.vision.positions(ids, held, shift)
+                ahead = self.vision.ahead(ids)
             positions.append(places)
             axes.append(own)
             shifts.append(shift)
             mask = None if alone else tree.pass_mask()
-            windows = self.sight is not None and self.sight.tower.full_layers_causal
+            windows = self.vision is not None and self.vision.encoder.full_layers_causal
             spans.append(Span(session.cache, len(ids), mask, ahead, windows))
         ends = list(accumulate(map(len, tokens)))
         features = self._features(sessions, ends[-1])

@@ -145,10 +145,10 @@ class NativeSession(EngineSession):
             self.cache.mix = mix
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
-        sight = self._engine.sight
-        if sight is None or not tokens or min(tokens) >= 0:
+        vision = self._engine.vision
+        if vision is None or not tokens or min(tokens) >= 0:
             return tokens
-        return [sight.token if token < 0 else token for token in tokens]
+        return [vision.token if token < 0 else token for token in tokens]
 
     @property
     def tree_rows(self) -> int | None:
@@ -172,7 +172,7 @@ class NativeSession(EngineSession):
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
         """Append ``tokens`` in passes of the engine's size; return logits after the last."""
-        self.check_tokens(tokens, self._engine.info.vocab_size, self._engine.sight)
+        self.check_tokens(tokens, self._engine.info.vocab_size, self._engine.vision)
         most = self._engine.pass_rows
         done = 0
         while done < len(tokens):
@@ -246,9 +246,9 @@ class NativeSession(EngineSession):
 
     def _recount(self) -> None:
         """Find the shift of the tokens held anew."""
-        sight = self._engine.sight
-        if sight is not None:
-            *_, self.shift = sight.places(np.asarray(self._tokens, np.int64), 0, 0)
+        vision = self._engine.vision
+        if vision is not None:
+            *_, self.shift = vision.positions(np.asarray(self._tokens, np.int64), 0, 0)
 
     @property
     def blocks(self) -> BlockCache | None:

@@ -37,8 +37,8 @@ from localrt.quant.methods.rotation import restored_rows
 from localrt.quant.ops.adapters import Adapter, LowRank
 
 Numbers = npt.NDArray[np.intp]
-# Modules of towers for images and sounds, as transformers calls them.
-_TOWERS = re.compile(
+# Modules of encoders for images and sounds, as transformers calls them.
+_ENCODERS = re.compile(
     r"(.+\.)?(visual|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model"
     r"|multi_modal_projector|embed_vision|embed_audio)(\..+)?",
     re.DOTALL,
@@ -81,8 +81,8 @@ class Place:
 
 
 def is_beside_text(module: str) -> bool:
-    """Whether a module belongs to a vision or audio tower, not to the decoder."""
-    return _TOWERS.fullmatch(module) is not None
+    """Whether a module belongs to a vision or audio encoder, not to the decoder."""
+    return _ENCODERS.fullmatch(module) is not None
 
 
 def text_module(module: str, base: Checkpoint) -> str:

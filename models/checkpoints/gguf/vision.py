@@ -1,4 +1,4 @@
-"""The vision tower in an ``mmproj`` GGUF file, as the publisher's folder would have it.
+"""The vision encoder in an ``mmproj`` GGUF file, as the publisher's folder would have it.
 
 llama.cpp's converter gives the tensors short names; it splits some, adds 1 to Gemma's norm, makes
 pairs of the halves of Pixtral's rotary rows, and lets a patch's columns begin with the colour.
@@ -42,7 +42,7 @@ ARCHITECTURE = "clip"
 
 _COLOURS = 3
 _KINDS = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:weight|bias|(?:in|out)put_(?:min|max)))?")
-_LEFT_OUT = ("a.", "mm.a.", "v.token_embd.")  # audio towers; a row of the decoder's embeddings
+_LEFT_OUT = ("a.", "mm.a.", "v.token_embd.")  # audio encoders; a row of the decoder's embeddings
 _QKV = ("attn_q", "attn_k", "attn_v")
 
 
@@ -53,7 +53,7 @@ class VisionGguf(SourcedCheckpoint):
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed.
-        UnsupportedModelError: it is no vision tower, or one that localrt does not know.
+        UnsupportedModelError: it is no vision encoder, or one that localrt does not know.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class VisionGguf(SourcedCheckpoint):
         return family
 
     def _stored(self) -> dict[str, RowSource]:
-        """The tower's tensors by the file's names."""
+        """The encoder's tensors by the file's names."""
         found: dict[str, RowSource] = {}
         for name, tensor in self._file.tensors.items():
             if name.startswith(_LEFT_OUT):

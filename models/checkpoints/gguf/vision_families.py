@@ -1,4 +1,4 @@
-"""What ``mmproj`` GGUF files call the towers and tensors of each family, and say of its config.
+"""What ``mmproj`` GGUF files call the encoders and tensors of each family, and say of its config.
 
 ``vision.py`` handles differences in values.
 """
@@ -40,7 +40,7 @@ class Family:
     """What a projector type stands for: ``kind`` is the ``model_type`` of the published config, and
     ``decoders`` are the architectures of GGUF files that go with it.
 
-    ``names`` are the tower's tensors, ``block`` those of a block below ``prefix``; a name's ending
+    ``names`` are the encoder's tensors, ``block`` a block's below ``prefix``; a name's ending
     follows. ``out`` is the last matrix, whose rows are the decoder's columns. ``keys`` makes the
     config's further keys, and those of its image processor.
     """

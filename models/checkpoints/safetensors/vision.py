@@ -1,4 +1,4 @@
-"""The vision tower in a Hugging Face folder: the tensors that are not the decoder's.
+"""The vision encoder in a Hugging Face folder: the tensors that are not the decoder's.
 
 They keep the publisher's names, without a leading ``model.``, and have two axes at most (see
 ``matrix_shape``).
@@ -24,7 +24,7 @@ from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _OTHERS = ("mtp.", "mtp_", "audio_tower.", "embed_audio.", "audio_model.")
-"""How names begin of what is neither the decoder nor a vision tower."""
+"""How names begin of what is neither the decoder nor a vision encoder."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 

@@ -1,1 +1,1 @@
-"""Tests of vision towers against transformers' own."""
+"""Tests of vision encoders against transformers' own."""

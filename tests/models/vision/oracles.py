@@ -1,4 +1,4 @@
-"""Pictures, folders of tiny random models that see, and what our towers make of them."""
+"""Pictures, folders of tiny random models that see, and what our encoders make of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
+from localrt.models.vision.encoder_cache import UnitReader, VisionState
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits, Sight
+from localrt.models.vision.registry import read_encoder
 from localrt.models.vision.source import vision_source
-from localrt.models.vision.tower import Prepared, Seen, Tower
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -40,25 +40,25 @@ def picture(width: int, height: int, seed: int = 0) -> Picture:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a folder's tower is and makes of pictures, computed in float32."""
+    """What a folder's encoder is and makes of pictures, computed in float32."""
 
-    tower: Tower
-    prepared: list[Prepared]
-    seen: list[Seen]
+    encoder: VisionEncoder
+    prepared: list[PreparedPicture]
+    seen: list[EncodedPicture]
 
 
-def look(folder: Path, *pictures: Picture | Prepared) -> Opened:
-    """Open the folder's tower and encode the pictures."""
+def look(folder: Path, *pictures: Picture | PreparedPicture) -> Opened:
+    """Open the folder's encoder and encode the pictures."""
     ops = TorchOps(compute_format="f32", device="cpu")
     with closing(VisionFolder(folder)) as source:
-        tower = read_tower(source.config, source.processor)
+        encoder = read_encoder(source.config, source.processor)
         steps = VisionSteps(ops)
-        units = ReadUnits(source, steps)
-        prepared = [p if isinstance(p, Prepared) else tower.prepare(p) for p in pictures]
-        return Opened(tower, prepared, [tower.see(each, units, steps) for each in prepared])
+        units = UnitReader(source, steps)
+        prepared = [p if isinstance(p, PreparedPicture) else encoder.prepare(p) for p in pictures]
+        return Opened(encoder, prepared, [encoder.encode(each, units, steps) for each in prepared])
 
 
-def expanded(prepared: Prepared, row: str) -> str:
+def expanded(prepared: PreparedPicture, row: str) -> str:
     """The text of a picture's pieces, each row of which is written ``row``."""
     return "".join(piece if isinstance(piece, str) else row * piece for piece in prepared.pieces)
 
@@ -95,8 +95,10 @@ class Seeing:
         assert isinstance(engine, NativeEngine)
         source = vision_source(folder)
         assert source is not None
-        tower = read_tower(source.config, source.processor)
-        engine.see(lambda ops, take: Sight(tower, source, all_vision_steps(ops), token, take))
+        encoder = read_encoder(source.config, source.processor)
+        engine.attach_vision(
+            lambda ops, take: VisionState(encoder, source, all_vision_steps(ops), token, take)
+        )
         engine.pass_rows = rows
         self.engine, self.tokens = engine, tokens
 
@@ -104,8 +106,8 @@ class Seeing:
         """The ids of a part of a prompt."""
         if not isinstance(part, Picture):
             return list(part)
-        assert self.engine.sight is not None
-        placed = self.engine.sight.place(part)
+        assert self.engine.vision is not None
+        placed = self.engine.vision.prompt_picture(part)
         rows, found = iter(placed.ids), list[int]()
         for piece in placed.prepared.pieces:
             found += [self.tokens[piece]] if isinstance(piece, str) else islice(rows, piece)

@@ -131,15 +131,15 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
         tiny = gemma4.Tiny(tmp_path, own=sizes)
     own.save_pretrained(tmp_path)
     with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
-        sight = engine_of(model).sight
-        assert sight is not None
-        tower = sight.tower
+        vision = engine_of(model).vision
+        assert vision is not None
+        encoder = vision.encoder
         for chat in CHATS.values():
             text = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             pictures = pictures_of(chat)
-            begin, *parts = text.split(tower.placeholder)
+            begin, *parts = text.split(encoder.placeholder)
             for picture, part in zip(pictures, parts, strict=True):
-                begin += expanded(tower.prepare(picture), tower.placeholder) + part
+                begin += expanded(encoder.prepare(picture), encoder.placeholder) + part
             ids = own.encode(begin, add_special_tokens=False)
             assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             inputs = tiny.inputs(*pictures) if pictures else {}

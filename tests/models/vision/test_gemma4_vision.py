@@ -1,4 +1,4 @@
-"""Gemma 4's tower against transformers: pixels, pieces and rows of pictures of odd shapes."""
+"""Gemma 4's encoder against transformers: pixels, pieces and rows of pictures of odd shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
+from localrt.models.vision.registry import read_encoder
 from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import CONFIGS, MIXTURES
 from tests.models.vision.oracles import check_logits, expanded, look, picture
@@ -91,7 +91,7 @@ def test_rows(kind: str, tmp_path: Path) -> None:
     tiny = Tiny(tmp_path, **KINDS[kind])
     pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
     opened = look(tmp_path, *pictures)
-    assert (opened.tower.placeholder, opened.tower.row_token) == ("<|image|>", "<pad>")
+    assert (opened.encoder.placeholder, opened.encoder.row_token) == ("<|image|>", "<pad>")
     tokens = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
     for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
         inputs = tiny.inputs(own)
@@ -135,9 +135,9 @@ def test_logits(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:
 def test_larger_models_see_pictures_both_ways() -> None:
     for own in ({}, BOTH_WAYS):
         config = json.loads(_config(own=own).to_json_string())
-        tower = read_tower(config, {"max_soft_tokens": 70})
-        assert tower.both_ways is bool(own)
-        assert tower.full_layers_causal
+        encoder = read_encoder(config, {"max_soft_tokens": 70})
+        assert encoder.bidirectional is bool(own)
+        assert encoder.full_layers_causal
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
     config["text_config"]["pad_token_id"] = changes.pop("pad", 0)
     config["vision_config"] |= changes
     with pytest.raises(UnsupportedModelError, match=message):
-        read_tower(config, {})
+        read_encoder(config, {})

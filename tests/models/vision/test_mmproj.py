@@ -1,4 +1,4 @@
-"""Towers in ``mmproj`` files against those of the folders that they were made of."""
+"""Encoders in ``mmproj`` files against those of the folders that they were made of."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from safetensors.numpy import load_file, save_file
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture
+from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits
+from localrt.models.vision.registry import read_encoder
 from localrt.models.vision.source import vision_source
-from localrt.models.vision.tower import Prepared, Seen
 from localrt.models.weight_files import files_nbytes
 from localrt.quant.choose import vision_steps
 from localrt.quant.cuda.ops import CudaOps
@@ -128,12 +128,12 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
 
 def _see(
     source: VisionFolder | VisionGguf, *pictures: Picture, ops: Ops | None = None, **processor: Any
-) -> list[tuple[Prepared, Seen]]:
-    tower = read_tower(source.config, {**source.processor, **processor})
+) -> list[tuple[PreparedPicture, EncodedPicture]]:
+    encoder = read_encoder(source.config, {**source.processor, **processor})
     steps = vision_steps(ops or TorchOps(compute_format="f32", device="cpu"))
-    units = ReadUnits(source, steps)
-    prepared = [tower.prepare(each) for each in pictures]
-    return [(each, tower.see(each, units, steps)) for each in prepared]
+    units = UnitReader(source, steps)
+    prepared = [encoder.prepare(each) for each in pictures]
+    return [(each, encoder.encode(each, units, steps)) for each in prepared]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -142,10 +142,10 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     path = write_mmproj(folder, tmp_path / "mmproj-f32.gguf")
     pictures = [picture(60, 60), picture(33, 90)]
     with closing(VisionFolder(folder)) as theirs, closing(VisionGguf(path)) as ours:
-        towers = [read_tower(source.config, source.processor) for source in (theirs, ours)]
-        assert towers[0].placeholder == towers[1].placeholder
-        assert towers[0].both_ways == towers[1].both_ways
-        assert towers[0].deep_layers == towers[1].deep_layers
+        encoders = [read_encoder(source.config, source.processor) for source in (theirs, ours)]
+        assert encoders[0].placeholder == encoders[1].placeholder
+        assert encoders[0].bidirectional == encoders[1].bidirectional
+        assert encoders[0].deep_layers == encoders[1].deep_layers
         for (wanted, rows), (prepared, seen) in zip(
             _see(theirs, *pictures), _see(ours, *pictures), strict=True
         ):
@@ -375,6 +375,6 @@ def test_damaged_metadata(
 
     def use() -> None:
         with closing(VisionGguf(path)) as source:
-            read_tower(source.config, source.processor)
+            read_encoder(source.config, source.processor)
 
     assert is_line(refusal(use))

@@ -1,4 +1,4 @@
-"""Towers in ``mmproj`` files against llama.cpp's own library for them."""
+"""Encoders in ``mmproj`` files against llama.cpp's own library for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from localrt.models.checkpoints.gguf.vision import VisionGguf
+from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits
+from localrt.models.vision.registry import read_encoder
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -28,7 +28,7 @@ CHARACTERS = [chr(code) for code in range(33, 127)]
 
 
 def _text_model(path: Path, columns: int) -> Path:
-    """A model that llama.cpp takes for the one behind the tower."""
+    """A model that llama.cpp takes for the one behind the encoder."""
     random = np.random.default_rng(0)
     tokens = ["<s>", *CHARACTERS]
     metadata = {
@@ -137,11 +137,11 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
         shown = Picture(np.full_like(shown.pixels, (200, 30, 90)))
     with closing(VisionGguf(path)) as source:
         ops = TorchOps(compute_format="f32", device="cpu")
-        tower = read_tower(source.config, source.processor)
+        encoder = read_encoder(source.config, source.processor)
         steps = VisionSteps(ops)
-        units = ReadUnits(source, steps)
-        prepared = tower.prepare(shown)
-        ours = tower.see(prepared, units, steps).rows
+        units = UnitReader(source, steps)
+        prepared = encoder.prepare(shown)
+        ours = encoder.encode(prepared, units, steps).rows
         theirs = _theirs(_text_model(tmp_path / "text.gguf", source.columns), path, shown)
     if kind in ("mistral3", "llava"):  # a row ends each line but the last; our prompts have tokens
         width = prepared.pieces[0]

@@ -1,4 +1,4 @@
-"""Pixtral's tower against transformers: pixels, pieces and rows of pictures of odd shapes."""
+"""Pixtral's encoder against transformers: pixels, pieces and rows of pictures of odd shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.models.pixtral import image_processing_pil_pixtral as pil
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
-from localrt.models.vision.registry import has_tower, read_tower
+from localrt.models.vision.registry import has_encoder, read_encoder
 from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import with_text
 from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed
@@ -123,7 +123,7 @@ def test_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tiny = Tiny(family, tmp_path)
     pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
     opened = look(tmp_path, *pictures)
-    assert opened.tower.placeholder == "[IMG]"
+    assert opened.encoder.placeholder == "[IMG]"
     for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
         inputs = tiny.inputs(own)
         (pixels,), (size,) = inputs["pixel_values"].numpy(), inputs["image_sizes"]
@@ -204,12 +204,12 @@ def test_bad_configs(changes: dict[str, Any], message: str) -> None:
     config["vision_config"] |= changes.pop("vision", {})
     processor = changes.pop("processor", {})
     with pytest.raises(UnsupportedModelError, match=message) as caught:
-        read_tower({**config, **changes}, processor)
+        read_encoder({**config, **changes}, processor)
     assert "\n" not in str(caught.value)
 
 
-def test_other_towers_of_llava_are_not_known() -> None:
+def test_other_encoders_of_llava_are_not_known() -> None:
     config = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
-    assert not has_tower(config)
+    assert not has_encoder(config)
     with pytest.raises(UnsupportedModelError, match="'llava'"):
-        read_tower(config, {})
+        read_encoder(config, {})

@@ -18,9 +18,9 @@ from localrt.engine.protocol import EngineInfo
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.registry import load_decoder, read_config
+from localrt.models.vision.encoder_cache import VisionState
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import Sight
+from localrt.models.vision.registry import read_encoder
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
@@ -56,8 +56,10 @@ def opened(folder: Path, ops: Any) -> Iterator[NativeEngine]:
         config = read_config(checkpoint, context=512)
         engine = NativeEngine(load_decoder(checkpoint, ops, config), INFO)
     source = VisionFolder(folder)
-    tower = read_tower(source.config, source.processor)
-    engine.see(lambda ops, take: Sight(tower, source, all_vision_steps(ops), TOKEN, take))
+    encoder = read_encoder(source.config, source.processor)
+    engine.attach_vision(
+        lambda ops, take: VisionState(encoder, source, all_vision_steps(ops), TOKEN, take)
+    )
     with closing(engine):
         yield engine
 
@@ -68,10 +70,10 @@ def torch_ops() -> TorchOps:
 
 def prompt(engine: NativeEngine, pictures: Sequence[Picture]) -> list[int]:
     """Text, and each picture with text behind it."""
-    assert engine.sight is not None
+    assert engine.vision is not None
     ids = list(TEXTS[0])
     for shown, text in zip(pictures, TEXTS[1:], strict=False):
-        ids += [*engine.sight.place(shown).ids, *text]
+        ids += [*engine.vision.prompt_picture(shown).ids, *text]
     return ids
 
 
@@ -135,7 +137,7 @@ def test_budget(
     tiny_vl: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept of pictures counts; the oldest goes where there is no room."""
-    monkeypatch.setattr("localrt.models.vision.sight._COUNTED_NBYTES", 1000)
+    monkeypatch.setattr("localrt.models.vision.encoder_cache._RESERVED_NBYTES", 1000)
     folder, _ = tiny_vl("qwen3_vl")
     taken, left = 0, 1 << 30
 
@@ -146,29 +148,31 @@ def test_budget(
         taken += nbytes
 
     source = VisionFolder(folder)
-    tower = read_tower(source.config, source.processor)
-    with closing(Sight(tower, source, all_vision_steps([torch_ops()]), TOKEN, take)) as sight:
+    encoder = read_encoder(source.config, source.processor)
+    with closing(
+        VisionState(encoder, source, all_vision_steps([torch_ops()]), TOKEN, take)
+    ) as vision:
         shown = [picture(60, 60, seed=n) for n in range(3)]
-        placed = [sight.place(each) for each in shown]
+        placed = [vision.prompt_picture(each) for each in shown]
         ids = [np.array(each.ids) for each in placed]
         for each in ids:
-            sight.given(each)
+            vision.picture_rows(each)
         assert taken == sum(each.nbytes for each in placed) - 1000
         left = taken + placed[0].nbytes  # less than one on its way takes
-        fourth = sight.place(picture(60, 60, seed=3))
+        fourth = vision.prompt_picture(picture(60, 60, seed=3))
         with pytest.raises(MemoryBudgetError, match="a picture of this size needs"):
-            sight.given(np.array(fourth.ids))
-        monkeypatch.setattr(sight._ways[0], "_take", lambda *_: None)
+            vision.picture_rows(np.array(fourth.ids))
+        monkeypatch.setattr(vision._readers[0], "_take", lambda *_: None)
         left = taken
-        sight.given(np.array(fourth.ids))
+        vision.picture_rows(np.array(fourth.ids))
         assert [each.seen is None for each in (*placed, fourth)] == [True, False, False, False]
         assert taken == 3 * fourth.nbytes - 1000
         with pytest.raises(OptionError, match="too many pictures at once"):
-            sight.given(ids[0])
+            vision.picture_rows(ids[0])
         left = 0
-        sight.place(shown[0])
+        vision.prompt_picture(shown[0])
         with pytest.raises(MemoryBudgetError, match="what the model sees of a picture"):
-            sight.given(ids[0])
+            vision.picture_rows(ids[0])
 
 
 @needs_kernels
@@ -179,7 +183,7 @@ def test_gpu(
     emulator: Emulator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tower is computed there if it has room for the picture, else on the CPU."""
+    """The encoder is computed there if it has room for the picture, else on the CPU."""
     folder, model = tiny_vl("qwen3_vl")
     ops = CudaOps(device=str(DEVICE))
     if not room:
@@ -240,10 +244,10 @@ def test_sessions_together(
         prompts = [prompt(engine, PICTURES), prompt(engine, PICTURES[1:]), TEXTS[2] * 3]
         alone = [said(engine, ids, [len(ids) - 8, len(ids) - 1, len(ids)]) for ids in prompts]
         sessions = [engine.session(512) for _ in prompts]
-        for place, (first, end) in enumerate([(None, -8), (-8, -1), (-1, None)]):
+        for prompt_picture, (first, end) in enumerate([(None, -8), (-8, -1), (-1, None)]):
             parts = [(s, ids[first:end]) for s, ids in zip(sessions, prompts, strict=True)]
             logits = engine.extend_batch(parts, wanted=range(3))
-            np.testing.assert_array_equal(logits, [each[place] for each in alone])
+            np.testing.assert_array_equal(logits, [each[prompt_picture] for each in alone])
 
 
 @needs_kernels

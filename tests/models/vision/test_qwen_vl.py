@@ -1,4 +1,4 @@
-"""Qwen's towers, pictures and positions against transformers' own."""
+"""Qwen's encoders, pictures and positions against transformers' own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.encoder import EncodedPicture, VisionEncoder
+from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits
-from localrt.models.vision.tower import Seen, Tower
+from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error
@@ -25,12 +25,14 @@ from tests.models.vision.tiny_qwen import TINY, picture, processor_of
 SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
 
 
-def see(tower: Tower, source: VisionFolder, *pictures: Picture) -> list[Seen]:
-    """What the tower makes of pictures, in float32."""
+def encode(
+    encoder: VisionEncoder, source: VisionFolder, *pictures: Picture
+) -> list[EncodedPicture]:
+    """What the encoder makes of pictures, in float32."""
     ops = TorchOps(compute_format="f32", device="cpu")
     steps = VisionSteps(ops)
-    units = ReadUnits(source, steps)
-    return [tower.see(tower.prepare(each), units, steps) for each in pictures]
+    units = UnitReader(source, steps)
+    return [encoder.encode(encoder.prepare(each), units, steps) for each in pictures]
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -39,8 +41,8 @@ def test_rows(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     processor = processor_of(folder)
     pictures = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
     with closing(VisionFolder(folder)) as source:
-        tower = read_tower(source.config, source.processor)
-        ours = see(tower, source, *pictures)
+        encoder = read_encoder(source.config, source.processor)
+        ours = encode(encoder, source, *pictures)
     for some in ([0], [1, 2], [3, 4]):
         inputs = processor([pictures[each].image() for each in some], return_tensors="pt")
         with torch.no_grad():
@@ -48,7 +50,7 @@ def test_rows(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
         rows = np.concatenate([ours[each].rows for each in some])
         assert relative_error(rows, torch.cat(list(theirs.pooler_output)).numpy()) < 1e-4
         deep = getattr(theirs, "deepstack_features", None) or []
-        assert tower.deep_layers == len(deep)
+        assert encoder.deep_layers == len(deep)
         for layer, wanted in enumerate(deep):
             found = np.concatenate([ours[each].deep[layer] for each in some])
             assert relative_error(found, torch.cat(list(wanted)).numpy()) < 1e-4
@@ -62,8 +64,8 @@ def test_prepared(
     folder, model = tiny_vl(kind)
     shown = picture(*size)
     with closing(VisionFolder(folder)) as source:
-        tower = read_tower(source.config, source.processor)
-    prepared = tower.prepare(shown)
+        encoder = read_encoder(source.config, source.processor)
+    prepared = encoder.prepare(shown)
     wanted = processor_of(folder)(shown.image(), return_tensors="np")
     _, h, w = wanted["image_grid_thw"][0].tolist()
     assert prepared.grid == (h, w)
@@ -89,9 +91,9 @@ def test_prepared(
 @pytest.mark.parametrize("kind", TINY)
 def test_published_defaults(kind: str) -> None:
     text = {"hidden_size": 3584}
-    tower = read_tower({"model_type": kind, "vision_config": {}, "text_config": text}, {})
+    encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
     theirs = type(TINY[kind]())().vision_config
-    ours: Any = tower.config  # type: ignore[attr-defined]
+    ours: Any = encoder.config  # type: ignore[attr-defined]
     assert ours.depth == theirs.depth
     assert (ours.patch, ours.merge) == (theirs.patch_size, theirs.spatial_merge_size)
     assert ours.deep == tuple(getattr(theirs, "deepstack_visual_indexes", ()))
@@ -101,14 +103,14 @@ def test_published_defaults(kind: str) -> None:
 def test_attended(kind: str) -> None:
     """The products of attention, as the steps are asked for them."""
     text = {"hidden_size": 3584}
-    tower = read_tower({"model_type": kind, "vision_config": {}, "text_config": text}, {})
-    prepared = tower.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
-    config: Any = tower.config  # type: ignore[attr-defined]
-    _, ends = tower._windows(*(n // 2 for n in prepared.grid))  # type: ignore[attr-defined]
+    encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
+    prepared = encoder.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
+    config: Any = encoder.config  # type: ignore[attr-defined]
+    _, ends = encoder._windows(*(n // 2 for n in prepared.grid))  # type: ignore[attr-defined]
     sizes, patches = np.diff([0, *ends]), len(prepared.patches)
     windowed = config.depth - len(config.full) if config.window else 0
     pairs = windowed * (sizes**2).sum() + (config.depth - windowed) * patches**2
-    assert tower.attended(prepared) * patches * config.depth == pytest.approx(pairs)
+    assert encoder.attended_patches(prepared) * patches * config.depth == pytest.approx(pairs)
 
 
 @pytest.mark.parametrize(
@@ -120,21 +122,21 @@ def test_large_photo(kind: str, size: int, most: int) -> None:
     text = {"hidden_size": size, "num_attention_heads": 4}
     config = {"model_type": kind, "vision_config": {}, "text_config": text}
     processor = {"max_pixels": 4096**2, "size": {"longest_edge": 1540}}
-    tower = read_tower(config, processor)
+    encoder = read_encoder(config, processor)
     photo, small = (Picture(np.zeros((h, w, 3), np.uint8)) for h, w in ((3024, 4032), (300, 400)))
     for rows in (2048, 500):
-        bounded = tower.within(rows)
+        bounded = encoder.with_max_rows(rows)
         prepared = bounded.prepare(photo)
         assert 0.6 * rows < prepared.rows <= min(rows, most)
         assert prepared.grid[1] / prepared.grid[0] == pytest.approx(4 / 3, rel=0.06)
-        assert bounded.prepare(small).pieces == tower.prepare(small).pieces
-    assert tower.prepare(photo).rows > 1800
+        assert bounded.prepare(small).pieces == encoder.prepare(small).pieces
+    assert encoder.prepare(photo).rows > 1800
 
 
 def test_aspect() -> None:
-    tower = read_tower({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 3584}, {})
+    encoder = read_encoder({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 3584}, {})
     with pytest.raises(OptionError, match=r"2010 x 10 pixels: .* more than 200 times as long"):
-        tower.prepare(Picture(np.zeros((10, 2010, 3), np.uint8)))
+        encoder.prepare(Picture(np.zeros((10, 2010, 3), np.uint8)))
 
 
 @pytest.mark.parametrize(
@@ -157,5 +159,5 @@ def test_aspect() -> None:
 def test_bad_configs(kind: str, changes: dict[str, Any], message: str) -> None:
     config = {"model_type": kind, "vision_config": changes, "text_config": {"hidden_size": 3584}}
     with pytest.raises(UnsupportedModelError, match=message) as raised:
-        read_tower(config, {})
+        read_encoder(config, {})
     assert "\n" not in str(raised.value)

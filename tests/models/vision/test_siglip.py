@@ -25,10 +25,10 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
+from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import cut
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits
+from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import random_model, relative_error
@@ -308,10 +308,10 @@ def test_pieces_of_many_shapes(name: str, tmp_path: Path) -> None:
         (60, 120),
     ]  # as near to one grid of tiles as to another
     shown = [Picture(np.zeros((h, w, 3), np.uint8)) for w, h in shapes if 1 / 20 < w / h < 20]
-    (tower,) = {look(tmp_path).tower}
+    (encoder,) = {look(tmp_path).encoder}
     for each in shown:
         theirs = family.prepared(each)
-        ours = tower.prepare(each)
+        ours = encoder.prepare(each)
         assert expanded(ours, "<image>") == theirs.text
         assert ours.patches[:].shape == theirs.patches.shape
 
@@ -325,13 +325,13 @@ def test_special_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_publishers_defaults(tmp_path: Path) -> None:
-    """Without a processor's settings, sizes are those of the tower."""
+    """Without a processor's settings, sizes are those of the encoder."""
     text = {"hidden_size": 8}
     small: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
 
     def pieces(kind: str, **vision: Any) -> tuple[str | int, ...]:
         config = {"model_type": kind, "text_config": text, "vision_config": {**small, **vision}}
-        return read_tower(config, {}).prepare(picture(90, 60)).pieces
+        return read_encoder(config, {}).prepare(picture(90, 60)).pieces
 
     assert pieces("gemma3", image_size=896, patch_size=14)[1] == 256
     found = pieces("smolvlm", image_size=384, patch_size=16)  # 4 x 3 tiles and the whole
@@ -343,14 +343,14 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
     """It is asked for beforehand and given back; tiles pass one after another."""
     SmolVlm(tmp_path)
     taken: list[int] = []
-    tower: Any = look(tmp_path).tower
-    whole = replace(tower, split=False).prepare(picture(30, 30))
-    tiled = tower.prepare(picture(250, 131))
+    encoder: Any = look(tmp_path).encoder
+    whole = replace(encoder, split=False).prepare(picture(30, 30))
+    tiled = encoder.prepare(picture(250, 131))
     steps = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
     with closing(VisionFolder(tmp_path)) as source:
-        units = ReadUnits(source, steps, lambda nbytes, on_gpu: taken.append(nbytes))
+        units = UnitReader(source, steps, lambda nbytes, on_gpu: taken.append(nbytes))
         for prepared in (whole, tiled):
-            with units.beside(prepared):
+            with units.reserve(prepared):
                 assert taken[-1] > prepared.patches.nbytes
     assert sum(taken) == 0
     tiles = len(tiled.patches) // len(whole.patches)
@@ -360,23 +360,23 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
         raise MemoryBudgetError("full")
 
     with closing(VisionFolder(tmp_path)) as source:
-        units = ReadUnits(source, steps, take)
-        with pytest.raises(MemoryBudgetError, match="beside the model"), units.beside(whole):
+        units = UnitReader(source, steps, take)
+        with pytest.raises(MemoryBudgetError, match="beside the model"), units.reserve(whole):
             raise AssertionError("there is no room")
 
 
 def test_no_tiles_of_crops() -> None:
     config = {"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}}
     config["mm_tokens_per_image"] = 49
-    assert read_tower(config, {"do_pan_and_scan": None}).note == ""
-    assert "pan and scan" in read_tower(config, {"do_pan_and_scan": True}).note
+    assert read_encoder(config, {"do_pan_and_scan": None}).note == ""
+    assert "pan and scan" in read_encoder(config, {"do_pan_and_scan": True}).note
 
 
 def test_too_narrow(tmp_path: Path) -> None:
     Lfm2Vl(tmp_path)
-    tower = look(tmp_path).tower
+    encoder = look(tmp_path).encoder
     with pytest.raises(OptionError, match="2000 x 2 pixels is too narrow for the model"):
-        tower.prepare(picture(2000, 2))
+        encoder.prepare(picture(2000, 2))
 
 
 @pytest.mark.parametrize(
@@ -407,11 +407,11 @@ def test_bad_configs(
 ) -> None:
     whole = {"model_type": kind, "vision_config": config, "text_config": {"hidden_size": 8}}
     with pytest.raises(UnsupportedModelError, match=message) as raised:
-        read_tower(whole, processor)
+        read_encoder(whole, processor)
     assert "\n" not in str(raised.value)
 
 
 def test_text_config_is_missing() -> None:
     whole = {"model_type": "lfm2_vl", "vision_config": {}}
     with pytest.raises(UnsupportedModelError, match="text_config"):
-        read_tower(whole, {})
+        read_encoder(whole, {})

@@ -194,7 +194,7 @@ def test_many_rows_of_bf16(target: int) -> None:
     check_program(Program.of("dense_many", OUT="float"), target, registers=128)
 
 
-def test_heads_of_towers() -> None:
+def test_heads_of_vision_encoders() -> None:
     for axes in (1, 2):
         program = rope_program(72, "bf16", FLOAT32, axes, norm_values=axes == 2)
         check_program(program, 89, registers=64)

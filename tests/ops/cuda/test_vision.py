@@ -1,4 +1,4 @@
-"""The steps of vision towers on the GPU's kernels: numpy in float64 as the oracle."""
+"""The steps of vision encoders on the GPU's kernels: numpy in float64 as the oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.cuda.vision import CudaVision
 from localrt.quant.formats import unpack
-from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps, activate
+from localrt.quant.ops.vision import Heads, PatchLayout, VisionActivation, VisionSteps, activate
 from localrt.quant.reference.ops import TorchOps
 from tests.ops.cuda.target import DEVICE
 from tests.ops.packed import random_tensor
@@ -90,10 +90,10 @@ def test_attention(size: int, ends: tuple[int, ...]) -> None:
     steps, rows = steps_on_gpu(), ends[-1]
     qkv, angles = floats(rows, 3 * 2 * size, seed=rows), floats(rows, size // 2, seed=1)
     norms = floats(size, seed=2), floats(size, seed=3)
-    for places, axes, normed in (
-        (Places(ends=ends), 1, False),
-        (Places(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 1, True),
-        (Places(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 2, True),
+    for layout, axes, normed in (
+        (PatchLayout(ends=ends), 1, False),
+        (PatchLayout(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 1, True),
+        (PatchLayout(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 2, True),
     ):
         found, expected = (
             own.get(
@@ -109,7 +109,7 @@ def test_attention(size: int, ends: tuple[int, ...]) -> None:
                         value_norm=normed,
                         axes=axes,
                     ),
-                    places,
+                    layout,
                 )
             )
             for own in (steps, NUMPY)

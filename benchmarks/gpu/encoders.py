@@ -1,4 +1,4 @@
-"""Vision towers of real shapes on our kernels, for ``scripts/gpu_check``: their rows beside those
+"""Vision encoders of real shapes on our kernels, for ``scripts/gpu_check``: their rows beside those
 of the CPU's kernels, and seconds for a picture of 896 x 896.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, tensor_info
 from benchmarks.gpu.timing import RUNS, Check, Values
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, Units, VisionEncoder
 from localrt.models.vision.pixels import Patches
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.tower import Prepared, Seen, Tower, Units
+from localrt.models.vision.registry import read_encoder
 from localrt.models.weights import WeightLoader
 from localrt.quant.choose import vision_steps
 from localrt.quant.cpu.ops import NativeOps
@@ -30,7 +30,7 @@ from localrt.quant.ops.vision import VisionSteps
 
 _BOUND = 0.05
 _TEXT = {"hidden_size": 2560, "num_attention_heads": 8, "vocab_size": 512}
-_TOWERS: Mapping[str, Mapping[str, Any]] = {
+_ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "qwen3.5-4b": {
         "model_type": "qwen3_5",
         "vision_config": {
@@ -109,38 +109,38 @@ class _RandomUnits(Units):
         return make(_RandomLoader(self._tensors, self._steps.ops))
 
 
-def check_towers(device: str) -> Iterator[Check]:
-    """Rows, seconds and memory of each tower, with and without cuBLAS."""
-    for name in _TOWERS:
-        yield f"tower {name}", partial(_check_tower, name, device)
+def check_encoders(device: str) -> Iterator[Check]:
+    """Rows, seconds and memory of each encoder, with and without cuBLAS."""
+    for name in _ENCODERS:
+        yield f"tower {name}", partial(_check_encoder, name, device)
 
 
-def _check_tower(name: str, device: str) -> Values:
+def _check_encoder(name: str, device: str) -> Values:
     on_gpu = device_of(device).is_gpu
-    config = {"text_config": _TEXT, **_TOWERS[name]}
+    config = {"text_config": _TEXT, **_ENCODERS[name]}
     if not on_gpu:
         config["text_config"] = {**_TEXT, "hidden_size": 64}
         config["vision_config"] = {**config["vision_config"], **_SMALL}
-    tower = read_tower(config, {})
-    prepared = _prepared(tower, (_GRIDS if on_gpu else _SMALL_GRIDS)[name])
+    encoder = read_encoder(config, {})
+    prepared = _prepared(encoder, (_GRIDS if on_gpu else _SMALL_GRIDS)[name])
     tensors = _RandomTensors()
 
-    def see(steps: VisionSteps) -> tuple[Seen, float]:
+    def encode(steps: VisionSteps) -> tuple[EncodedPicture, float]:
         start = time.perf_counter()
         with steps.ops.scope():
-            seen = tower.see(prepared, _RandomUnits(tensors, steps), steps)
+            seen = encoder.encode(prepared, _RandomUnits(tensors, steps), steps)
         return seen, time.perf_counter() - start
 
     there = vision_steps(opaque(CudaOps(device=device)))
-    see(there)  # makes the weights, compiles the kernels
+    encode(there)  # makes the weights, compiles the kernels
     memory = device_of(device)
     memory.trim()
-    runs = [see(there) for _ in range(RUNS if on_gpu else 1)]
+    runs = [encode(there) for _ in range(RUNS if on_gpu else 1)]
     taken = memory.scratch.nbytes + memory.kept.nbytes
     with patch.object(cublas, "multiplies", lambda device: False):
-        see(there)
-        own = [see(there) for _ in range(RUNS if on_gpu else 1)]
-    wanted, cpu_s = see(vision_steps(opaque(NativeOps())))
+        encode(there)
+        own = [encode(there) for _ in range(RUNS if on_gpu else 1)]
+    wanted, cpu_s = encode(vision_steps(opaque(NativeOps())))
     error = max(_error(found[-1][0].rows, wanted.rows) for found in (runs, own))
     same = all(np.array_equal(seen.rows, own[0][0].rows) for seen, _ in own)
     return {
@@ -156,14 +156,14 @@ def _check_tower(name: str, device: str) -> Values:
     }
 
 
-def _prepared(tower: Tower, grid: Any) -> Prepared:
+def _prepared(encoder: VisionEncoder, grid: Any) -> PreparedPicture:
     tiles = grid if isinstance(grid[0], tuple) else (grid,)
     count = sum(rows * columns for rows, columns in tiles)
     pixels = np.random.default_rng(1).integers(0, 256, (count, 3 * 16 * 16), np.uint8)
-    together = tiles[0][0] * tiles[0][1] if len(tiles) > 1 else 0
+    chunk_patches = tiles[0][0] * tiles[0][1] if len(tiles) > 1 else 0
     scale, shift = np.full((1, 1), 2 / 255, np.float32), np.full((1, 1), -1, np.float32)
-    return Prepared(
-        patches=Patches(pixels, scale, shift), grid=grid, pieces=(1,), together=together
+    return PreparedPicture(
+        patches=Patches(pixels, scale, shift), grid=grid, pieces=(1,), chunk_patches=chunk_patches
     )
 
 

@@ -1,4 +1,4 @@
-"""Whatever is said of a tower and its pictures, seeing one works or ends in one line."""
+"""Whatever is said of an encoder and its pictures, seeing one works or ends in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
-from localrt.models.vision.registry import read_tower
-from localrt.models.vision.sight import ReadUnits
+from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.vision import test_gemma4_vision, test_pixtral, test_siglip, tiny_qwen
@@ -61,11 +61,11 @@ def test_any_settings(opened: Callable[[str], VisionFolder], data: Any, name: st
 
     def seen() -> None:
         ops = TorchOps(compute_format="f32", device="cpu")
-        tower = read_tower(config, own["processor"])
-        prepared = tower.prepare(picture(37, 50))
+        encoder = read_encoder(config, own["processor"])
+        prepared = encoder.prepare(picture(37, 50))
         with np.errstate(all="ignore"):  # pixels times a wrong number may be too large
             steps = VisionSteps(ops)
-            tower.see(prepared, ReadUnits(source, steps), steps)
+            encoder.encode(prepared, UnitReader(source, steps), steps)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

@@ -1,8 +1,8 @@
-"""What every vision tower is: a picture made ready, blocks of a transformer, rows for the decoder.
+"""Base of the vision encoders: prepared pictures, transformer blocks, rows for the decoder.
 
-A family's file reads its config, prepares pictures as its publisher's processor does, and says what
-comes before and behind the blocks. Tensors are named as in the publisher's files, without a leading
-``model.``. It knows no prompts and no sessions.
+A family's file reads its config, prepares pictures as its publisher's processor does, and defines
+the layers before and after the blocks. Tensors are named as in the publisher's files, without a
+leading ``model.``. An encoder knows no prompts and no sessions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector
 from localrt.quant.ops.protocol import Check
-from localrt.quant.ops.vision import Heads, Places, VisionActivation, VisionSteps
+from localrt.quant.ops.vision import Heads, PatchLayout, VisionActivation, VisionSteps
 
 _Unit = TypeVar("_Unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
-    """A picture as its tower reads it, and what stands for it in a prompt.
+class PreparedPicture:
+    """A picture as input of its encoder and as text of a prompt.
 
-    ``patches`` (N, P) are the tower's input, of which ``together`` pass a block at once (0: all);
-    ``grid`` is what else the family needs to know of them (rows and columns of patches, tiles).
+    ``patches`` (N, P) are the encoder's input; a block computes ``chunk_patches`` at once (0: all).
+    ``grid`` is their layout in the family's terms (rows and columns of patches, tiles).
     ``pieces`` replace the template's placeholder: texts, and numbers of rows. ``offsets`` (n, 3)
-    are the rotary positions of the rows (time, height, width) from the first one on; the text
-    behind the picture goes on ``advance`` positions after it. None: a row takes one position like
-    any token.
+    are the rows' rotary positions (time, height, width) relative to the first; the text after the
+    picture continues ``advance`` positions after it. None: a row takes one position, as a token.
     """
 
     patches: Patches
@@ -43,18 +42,18 @@ class Prepared:
     pieces: tuple[str | int, ...]
     offsets: npt.NDArray[np.int64] | None = None
     advance: int = 0
-    together: int = 0
+    chunk_patches: int = 0
 
     @property
     def rows(self) -> int:
-        """How many rows the decoder gets."""
+        """Number of rows for the decoder."""
         return sum(piece for piece in self.pieces if isinstance(piece, int))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """What a tower makes of a picture: ``rows`` (n, D) in the place of embeddings; ``deep`` are
-    added to the residual stream behind the decoder's first layers, one each (n, D).
+class EncodedPicture:
+    """A picture as input of the decoder: ``rows`` (n, D) replace embeddings; each of ``deep``
+    (n, D) is added to the residual stream after one of the decoder's first layers.
     """
 
     rows: Floats
@@ -62,63 +61,63 @@ class Seen:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return self.rows.nbytes + sum(rows.nbytes for rows in self.deep)
 
 
 class Units(ABC):
-    """A tower's weights by units, which are read when they are needed."""
+    """Reads an encoder's weights unit by unit, on demand."""
 
     @abstractmethod
     def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
-        """What ``make`` loads."""
+        """The unit that ``make`` loads."""
 
 
-class Tower(ABC):
-    """A family of vision towers.
+class VisionEncoder(ABC):
+    """A family of vision encoders.
 
-    ``placeholder`` is the text that the chat template writes for a picture, ``row_token`` (the
-    same, if it is empty) the token that stands for one of its rows. ``written`` (the same, if it is
-    empty) is the placeholder with what templates write around it. ``both_ways``: a picture's rows
-    see one another in the decoder too, and belong into one pass; with ``full_layers_causal`` only
-    in layers that have a window. ``deep_layers`` is how many of the decoder's layers ``Seen.deep``
-    is for. ``note`` is what to say when the model is loaded.
+    ``placeholder`` is the text that the chat template writes for a picture; ``row_token`` is the
+    token for one of its rows, ``picture_text`` the placeholder with the text that templates write
+    around it (both default to the placeholder). ``bidirectional``: a picture's rows attend to one
+    another in the decoder too, and must be in one pass; with ``full_layers_causal`` they do so only
+    in layers with a window. ``deep_layers`` is the length of ``EncodedPicture.deep``. ``note`` is
+    shown when the model is loaded.
     """
 
     placeholder: str
     row_token: str = ""
-    written: str = ""
-    both_ways: bool = False
+    picture_text: str = ""
+    bidirectional: bool = False
     full_layers_causal: bool = False
     deep_layers: int = 0
     note: str = ""
 
     @abstractmethod
-    def prepare(self, picture: Picture) -> Prepared:
+    def prepare(self, picture: Picture) -> PreparedPicture:
         """Resize, normalize, cut into patches.
 
         Raises:
-            OptionError: its shape is one that the model cannot see.
+            OptionError: the model does not support the picture's shape.
         """
 
-    def within(self, rows: int) -> Tower:
-        """The tower; if it sees any size, it makes pictures of more than ``rows`` rows smaller."""
+    def with_max_rows(self, rows: int) -> VisionEncoder:
+        """The encoder that shrinks pictures to ``rows`` rows; itself if their number is fixed."""
         return self
 
-    def attended(self, prepared: Prepared) -> float:
-        """How many patches one of them sees, of all blocks' average."""
-        return prepared.together or len(prepared.patches)
+    def attended_patches(self, picture: PreparedPicture) -> float:
+        """How many patches a patch attends to, on average over the blocks."""
+        return picture.chunk_patches or len(picture.patches)
 
     @abstractmethod
-    def see(
-        self, prepared: Prepared, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> Seen:
-        """The decoder's rows of a picture; ``check`` is called between units and may raise."""
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        """Compute the decoder's rows; ``check`` is called between units and may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """A block's tensors, below its prefix. Of several names the rows are stacked."""
+    """Names of a block's tensors below its prefix. Tensors of several names are stacked."""
 
     norm1: str
     norm2: str
@@ -134,7 +133,7 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """A tower's blocks. Two names in ``up`` make a gated MLP: gate, then up."""
+    """Sizes of an encoder's blocks. Two names in ``up`` mean a gated MLP: gate, then up."""
 
     hidden: int
     inner: int
@@ -147,8 +146,8 @@ class BlockConfig:
     mlp_bias: bool = True
     head_dim: int = 0  # 0: hidden / heads
     scale: float | None = None  # of queries; None: the head size ** -0.5
-    value_norm: bool = False  # values are normed, without a weight
-    axes: int = 1  # each turns an equal part of a head, of which halves are turned against another
+    value_norm: bool = False  # RMSNorm of values, without a weight
+    axes: int = 1  # of rotary positions, see ``Heads``
     clipped: bool = False  # see ``Clipped``
 
     @property
@@ -170,7 +169,7 @@ class Norm:
     def load(
         cls, weights: WeightLoader, name: str, size: int, eps: float, *, rms: bool = False
     ) -> Norm:
-        """The norm that ``name`` names."""
+        """The norm ``name``."""
         bias = weights.optional_vector(not rms, size, f"{name}.bias")
         return cls(weights.vector(size, f"{name}.weight"), bias, eps, rms)
 
@@ -182,7 +181,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """A matrix, its bias, an activation."""
+    """A matrix with its bias and activation."""
 
     weight: Any
     bias: Vector | None = None
@@ -197,7 +196,7 @@ class Linear:
         bias: bool = True,
         activation: VisionActivation | None = None,
     ) -> Linear:
-        """The rows of ``names`` stacked: (D, F) in all."""
+        """The matrices ``names``, stacked to (D, F)."""
         matrix = weights.matrix(shape, *(f"{name}.weight" for name in names))
         biases = weights.optional_vector(bias, shape[0], *(f"{name}.bias" for name in names))
         return cls(matrix, biases, activation)
@@ -208,13 +207,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clipped:
-    """Matrices side by side, each with the least and largest value that it takes and gives."""
+    """Matrices whose outputs are concatenated; inputs and outputs of each are clipped."""
 
     parts: tuple[tuple[Linear, float, float, float, float], ...]
 
     @classmethod
     def load(cls, weights: WeightLoader, shape: tuple[int, int], *names: str) -> Clipped:
-        """Of ``names`` that end in ``.linear``, beside which the bounds are; (D, F) in all."""
+        """The matrices ``names``, (D, F) in all, and their bounds; names end in ``.linear``."""
         part = shape[0] // len(names), shape[1]
 
         def load(name: str) -> tuple[Linear, float, float, float, float]:
@@ -239,7 +238,7 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Norm, attention, norm, MLP, each added to the rows."""
+    """Norm, attention, residual; norm, MLP, residual."""
 
     config: BlockConfig
     norm1: Norm
@@ -248,11 +247,11 @@ class Block:
     out: Linear | Clipped
     up: Linear | Clipped
     down: Linear | Clipped
-    beside: dict[str, Vector] = field(default_factory=dict)  # further norms
+    extra_norms: dict[str, Vector] = field(default_factory=dict)  # by the names in ``BlockNames``
 
     @classmethod
     def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
-        """The block whose tensors' names begin with ``prefix``."""
+        """The block whose tensor names begin with ``prefix``."""
         hidden, inner, names = config.hidden, config.inner, config.names
         wide = config.heads * config.size
 
@@ -288,29 +287,29 @@ class Block:
             {n: weights.vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
         )
 
-    def __call__(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
-        """The rows (R, D) behind the block."""
+    def __call__(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
+        """The block's output (R, D)."""
         config, names = self.config, self.config.names
-        x = steps.add(x, self._normed(names.post_norm1, self._attention(x, places, steps), steps))
+        x = steps.add(x, self._normed(names.post_norm1, self._attention(x, layout, steps), steps))
         inner = self.up(self.norm2(x, steps), steps)
         if len(names.up) == 2:
             inner = steps.gated(inner, config.activation)
         return steps.add(x, self._normed(names.post_norm2, self.down(inner, steps), steps))
 
-    def _attention(self, x: Floats, places: Places, steps: VisionSteps) -> Floats:
+    def _attention(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
         config, names = self.config, self.config.names
         heads = Heads(
             count=config.heads,
             size=config.size,
             scale=config.size**-0.5 if config.scale is None else config.scale,
             eps=config.eps,
-            q_norm=self.beside.get(names.q_norm),
-            k_norm=self.beside.get(names.k_norm),
+            q_norm=self.extra_norms.get(names.q_norm),
+            k_norm=self.extra_norms.get(names.k_norm),
             value_norm=config.value_norm,
             axes=config.axes,
         )
         qkv = self.qkv(self.norm1(x, steps), steps)
-        return self.out(steps.heads(qkv, heads, places), steps)
+        return self.out(steps.heads(qkv, heads, layout), steps)
 
     def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
-        return steps.rms_norm(x, self.beside[name], self.config.eps) if name else x
+        return steps.rms_norm(x, self.extra_norms[name], self.config.eps) if name else x

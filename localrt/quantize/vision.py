@@ -1,4 +1,4 @@
-"""Keeps the sight of a model that is quantized: its vision tower, as published, in the store."""
+"""Copies the vision encoder of a model that is quantized into the store, as published."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.source import VisionSource, vision_source
-from localrt.models.weight_files import STORED_TOWER, WEIGHTS_NAME
+from localrt.models.weight_files import STORED_ENCODER, WEIGHTS_NAME
 from localrt.offload.store.writer import StoreWriter
 
 _PIECE = 16 << 20
 
 
-class KeptTower:
-    """The tower of the model at ``path``, if it has one; ``problem`` says why it cannot be used,
-    and such a model answers to text alone. ``projectors`` are those of ``vision_source``.
+class StoredEncoder:
+    """The encoder of the model at ``path``, if it has one; ``problem`` says why it cannot be used,
+    and such a model answers text alone. ``projectors`` are those of ``vision_source``.
     """
 
     def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
@@ -37,7 +37,7 @@ class KeptTower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights' file; 0 without a tower."""
+        """Size of the encoder's file of weights in bytes; 0 without an encoder."""
         if self._source is None:
             return 0
         if isinstance(self._source, VisionGguf):
@@ -46,32 +46,32 @@ class KeptTower:
         return len(self._header) + weights
 
     def write(self, writer: StoreWriter) -> None:
-        """Write it, unless an earlier run of the same packing has.
+        """Write the encoder, unless an earlier run of the same packing has.
 
         Raises:
-            CheckpointError: its files are damaged.
+            CheckpointError: the encoder's files are damaged.
             StorageError: the disk is full, or fails.
             CancelledError: the writer was cancelled.
         """
         source = self._source
         if source is None:
-            shutil.rmtree(writer.folder / STORED_TOWER, ignore_errors=True)
+            shutil.rmtree(writer.folder / STORED_ENCODER, ignore_errors=True)
             return
         if isinstance(source, VisionGguf):
             name, pieces = "mmproj.gguf", _contents(source.path)
         else:
             name, pieces = WEIGHTS_NAME, self._safetensors(source)
-            # One key says all of the settings, which are merged already.
+            # The settings are merged already: the nested copy would say them twice.
             processor = {key: v for key, v in source.processor.items() if key != "image_processor"}
             settings = {"config": source.config, "preprocessor_config": processor}
             for file, values in settings.items():
-                writer.write_bytes(f"{STORED_TOWER}/{file}.json", json.dumps(values).encode())
-        path = writer.folder / STORED_TOWER / name
+                writer.write_bytes(f"{STORED_ENCODER}/{file}.json", json.dumps(values).encode())
+        path = writer.folder / STORED_ENCODER / name
         if not path.is_file() or path.stat().st_size != self.nbytes:
-            writer.write_pieces(f"{STORED_TOWER}/{name}", _reported(pieces, writer, name))
+            writer.write_pieces(f"{STORED_ENCODER}/{name}", _reported(pieces, writer, name))
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the encoder's files."""
         if self._source is not None:
             self._source.close()
 
@@ -89,7 +89,7 @@ def _contents(path: Path) -> Iterator[bytes]:
 
 
 def _header(source: VisionFolder) -> bytes:
-    """Of a safetensors file of all tensors."""
+    """Build the safetensors header of all tensors."""
     entries, position = {}, 0
     for name, info in source.tensors.items():
         end = position + info.nbytes
