@@ -54,7 +54,7 @@ PHASES = {
     "heads": ("heads", "check_heads"),
 }
 # These modules also compute on the CPU.
-_BESIDE = frozenset({"facts", "loaded", "heads", "towers"})
+_BESIDE = frozenset({"facts", "loaded", "heads", "encoders"})
 # These can do without a GPU on the driver of the tests.
 _ON_DRIVER = frozenset({"facts", "loaded"})
 _BUILD_S = 240

@@ -136,7 +136,7 @@ def _cancelled(after: int) -> Callable[[], None]:
 def test_budget(
     tiny_vl: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept of pictures counts; the oldest goes where there is no room."""
+    """Cached pictures are charged to the budget; the oldest is evicted if it has no room."""
     monkeypatch.setattr("localrt.models.vision.encoder_cache._RESERVED_NBYTES", 1000)
     folder, _ = tiny_vl("qwen3_vl")
     taken, left = 0, 1 << 30
@@ -165,7 +165,7 @@ def test_budget(
         monkeypatch.setattr(vision._readers[0], "_take", lambda *_: None)
         left = taken
         vision.picture_rows(np.array(fourth.ids))
-        assert [each.seen is None for each in (*placed, fourth)] == [True, False, False, False]
+        assert [each.encoded is None for each in (*placed, fourth)] == [True, False, False, False]
         assert taken == 3 * fourth.nbytes - 1000
         with pytest.raises(OptionError, match="too many pictures at once"):
             vision.picture_rows(ids[0])
