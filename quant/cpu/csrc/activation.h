@@ -1,4 +1,4 @@
-// Functions of sixteen lanes: exp, tanh, and the gates of an MLP and of experts.
+// Functions of sixteen lanes: exp, tanh, and activations of MLPs and experts.
 #pragma once
 
 namespace {
@@ -39,7 +39,7 @@ inline F16L sigmoid16(F16L x) {
     return one / (one + exp16(F16L::zero() - x));
 }
 
-// log(1 + e^x), to within float32: of e^-|x| by the series of 2 atanh(u / (2 + u)).
+// log(1 + e^x) to float32 precision: from e^-|x| by the series of 2 atanh(u / (2 + u)).
 inline F16L softplus16(F16L x) {
     const F16L u = exp16(x.min(negated(x))), s = u / (u + F16L::set1(2.f)), z = s * s;
     F16L p = F16L::set1(1.f / 15);
@@ -47,7 +47,7 @@ inline F16L softplus16(F16L x) {
     return (s + s).fma(p, x.max(F16L::zero()));
 }
 
-// erf, to within 2e-7 (Abramowitz and Stegun, 7.1.26).
+// erf within 2e-7 (Abramowitz and Stegun, 7.1.26).
 inline F16L erf16(F16L x) {
     const F16L one = F16L::set1(1.f), size = x.max(negated(x)), t = one / F16L::set1(0.3275911f).fma(size, one);
     F16L p = F16L::set1(1.061405429f).fma(t, F16L::set1(-1.453152027f)).fma(t, F16L::set1(1.421413741f));
@@ -56,7 +56,7 @@ inline F16L erf16(F16L x) {
     return x.above(F16L::zero(), y, negated(y));
 }
 
-// A tower's activations: NO_ACTIVATION, GELU, its approximations, SiLU.
+// A vision encoder's activations: NO_ACTIVATION, GELU, its approximations, SiLU.
 inline F16L activate_vision(F16L x, int activation) {
     const F16L one = F16L::set1(1.f);
     if (activation == NO_ACTIVATION) return x;
@@ -67,10 +67,10 @@ inline F16L activate_vision(F16L x, int activation) {
     return x / (one + exp16(negated(z)));
 }
 
-// Whether a stack's first half gates the other; else the activation is that of all.
+// Whether a stack's first half gates the second; if not, the activation applies to all columns.
 inline bool has_gate(int activation) { return activation != RELU2; }
 
-// What joins gates and ups, or makes of ups what has no gate.
+// Activation of an MLP: joins gates and ups, or applies to ups if there are no gates.
 struct Gate {
     int activation;
     float limit;

@@ -1,14 +1,13 @@
-// Activations as the packed products take them: int8, or int16 where precision counts, per group of 32 columns, rows
-// side by side.
+// Activations as inputs of packed products: int8, or int16 for precision, with a scale for each group of 32 columns.
 #pragma once
 #include <cmath>
 
 namespace {
 
-// Rows are taken in runs; a run of n rows is stored together, group by group, so that a kernel reaches
-// all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS
-// (1, 4 or 12) are one run, of one row or an even number (the last one maybe empty); more are runs of PANEL_ROWS
-// and less. AMX takes TILE_ROWS and more in runs of sixteen: a tile costs the same for fewer.
+// Rows form runs; a run of n rows is stored group by group, so that a kernel reaches all of them from one pointer:
+// codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS (1, 4 or 12) are one run, of one row or an
+// even number (the last row may be padding); more rows are runs of at most PANEL_ROWS. AMX has runs of sixteen from
+// TILE_ROWS rows on, since a tile costs the same for fewer.
 constexpr int TILE_ROWS = 32, MOST_RUN = LRT_AMX ? 16 : PANEL_ROWS;
 inline bool in_tiles(int rows) { return LRT_AMX && rows >= TILE_ROWS; }
 inline int longest_run(int rows) { return in_tiles(rows) ? MOST_RUN : PANEL_ROWS; }
@@ -37,8 +36,8 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// -zero * the sum of the codes: what the sums of a symmetric layout start from. With BOTH_SUMS those of both halves,
-// in the halves of a word or, of int16, in two words, which minima are times.
+// -zero * the sum of the codes: the initial value of a symmetric layout's sums. With BOTH_SUMS there is a sum for each
+// half, to multiply by minima: in the halves of a word, or for int16 in two words.
 struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)
@@ -47,11 +46,11 @@ constexpr int MAX_STARTS = 15;
 
 struct Acts {
     const float* x;       // (R, K)
-    int8_t* codes;        // runs: (K / 32, n, 32), or null when no matrix needs them; int16 are `pairs`
+    int8_t* codes;        // runs: (K / 32, n, 32), or null if no matrix needs them; int16 codes are `pairs`
     float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
-    const int32_t* mixes;  // adapters of each row, or null
+    const int32_t* mixes;  // each row's mix of adapters, or null
     int32_t* pairs = nullptr;  // runs: (K / 32, n, 16): int16 of columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ...; or null
 
     const Start* find_start(int zero, int of_halves) const {
@@ -71,7 +70,7 @@ inline float sum16(F16L x) {
     return lanes[0];
 }
 
-// Every n consecutive values times the Hadamard matrix / sqrt(n), in place; n is 16, 32, 64 or 128.
+// Multiplies every n consecutive values by the Hadamard matrix / sqrt(n), in place; n is 16, 32, 64 or 128.
 inline void block_hadamard(float* x, int cols, int n) {
     const F16L factor = F16L::set1(1.f / std::sqrt((float)n));
     alignas(64) float signs[4][16];
@@ -98,8 +97,8 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
-// Columns [column, column + count) of a row, from `x`, to codes with a scale per 32 columns; rounding to
-// nearest, ties to even. `x` null is a row of zeros.
+// Quantizes columns [column, column + count) of the row `x` with a scale per 32 columns, rounding to nearest, ties to
+// even. A null `x` is a row of zeros.
 template <bool PRECISE = false>
 inline void quantize_row(const Acts& acts, const Runs& runs, int row, const float* x, int column, int count) {
     constexpr float MOST = PRECISE ? 32767.f : 127.f;
@@ -143,7 +142,7 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
     }
 }
 
-// Codes of a run's group, as products take them.
+// Codes of a run's group, as inputs of products.
 struct ByteCodes {
     using Code = int8_t;
     static constexpr int GROUP = 32;  // of a row
@@ -161,7 +160,7 @@ struct PairCodes {
     static LRT_INLINE Pairs shared_quad(const Code* p, int v) { return quad(p, v); }
 };
 
-// As Dots, of codes with int16.
+// Like Dots, with int16 activations.
 template <bool STARTED, int CHAINS = 1> struct PairDots {
     struct Weights {
         I16 even, odd;
@@ -181,7 +180,7 @@ template <bool STARTED, int CHAINS = 1> struct PairDots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 
-// What minima of halves are times, both halves' sums, are added.
+// Adds the minima of both halves times the halves' sums.
 template <class Codes> LRT_INLINE F16L add_minima(I16 minima, const int32_t* sums) {
     if (Codes::GROUP == 32) return F16L::from(I16::set1(*sums).dot2(minima));
     const F16L first = F16L::from(minima & I16::set1(0xFFFF)) * F16L::set1((float)sums[0]);

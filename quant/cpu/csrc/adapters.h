@@ -1,17 +1,17 @@
-// What low-rank adapters add to products, row by row: y * factors + B (A x). Each row of a pass has a mix of
-// adapters, or none, and its result is what it would be alone. quant/ops/adapters.py says what they hold.
+// Low-rank adapters, applied to products row by row: y * factors + B (A x). Each row of a pass has a mix of adapters or
+// none, and gets the same bits as alone. See quant/ops/adapters.py for their contents.
 #pragma once
 
 namespace {
 
-// The entry of a row's mix for a matrix; null for none.
+// The entry for a matrix in a row's mix; null if there is none.
 inline const LowRank* low_rank_of(const AdapterArgs& adapters, int mix, const Matrix& m) {
     if (mix < 0 || m.site <= 0 || m.site >= adapters.sites) return nullptr;
     const LowRank* entry = adapters.table + (size_t)mix * adapters.sites + m.site;
     return entry->rank || entry->factors ? entry : nullptr;
 }
 
-// Whether a pass adds to a stack's products.
+// Whether a pass has adapters for a stack.
 inline bool adapted(const Context& context, const Stack& stack) {
     for (int row = 0; row < context.adapters.rows; row++)
         for (int i = 0; i < stack.count; i++)
@@ -56,7 +56,7 @@ template <int ROWS> inline void low_rank_rows(const LowRank& low, int first, int
     for (; k < last; k++) low_rank_dots<ROWS, 1>(low, k, x, columns, t, stride);
 }
 
-// A x of LOW_RANKS ranks as B takes it: pairs of 16 bits, times `scale`.
+// A x of LOW_RANKS ranks as B's input: pairs of 16 bits, times `scale`.
 struct LowCodes {
     int32_t pairs[LOW_RANKS / 2];
     float scale;
@@ -94,7 +94,7 @@ template <int ROWS> inline void low_rank_tile(const LowRank& low, int tile, cons
     }
 }
 
-// What a pass adds to the products of one stack: A x, computed, and where B finds it.
+// A pass's additions to the products of one stack: A x, computed already, and its layout for B.
 struct Additions {
     const AdapterArgs* adapters;
     const int32_t* mixes;  // of each row
@@ -102,14 +102,14 @@ struct Additions {
     int groups = 0;
     const LowCodes* products = nullptr;  // A x (R, parts, groups); null: nothing is added
     const float* sums = nullptr;         // B (A x) (tiles of all parts, R, 16) where rows have several mixes, or null
-    int rows = 0;                        // of them
+    int rows = 0;                        // of `products`
 
     size_t at_sums(int row, int part, int tile) const {
         for (int i = 0; i < part; i++) tile += (stack.parts[i].rows + 15) / 16;
         return ((size_t)tile * rows + row) * 16;
     }
 
-    // How many rows from one on, at most 4, are computed together: 4 of one mix, or 1.
+    // Number of rows to compute together from a row on: 4 of one mix, or 1.
     int together(int row, int rows) const {
         if (rows < 4) return 1;
         for (int i = 1; i < 4; i++)
@@ -123,8 +123,8 @@ struct Additions {
         else low_rank_tile<1>(low, tile, t, stack.count * groups, out);
     }
 
-    // To one tile of the products of some rows with a part, `step` tiles from one row to the next; `of` may be a
-    // piece of the part, from a tile on.
+    // Adds to one tile of some rows' products with a part; rows are `step` tiles apart. `of` may be a piece of the
+    // part, from a tile on.
     void to(F16L* y, int step, int first_row, int rows, int part, const Matrix& of, int tile) const {
         for (int at = 0, count; at < rows; at += count) {
             const int row = first_row + at;
@@ -142,7 +142,7 @@ struct Additions {
         }
     }
 
-    // To rows that lie in `out` already, `stride` floats from one to the next.
+    // Adds to rows in `out`, `stride` floats apart.
     void to_rows(float* out, size_t stride, int first_row, int rows, int part, const Matrix& m, int first_tile, int tiles) const {
         for (int at = 0, count; at < rows; at += count) {
             const int row = first_row + at;
@@ -162,7 +162,7 @@ struct Additions {
 
 constexpr int PIECE_RANKS = 8, LOW_TILES = 64, LOW_ROWS = 64;  // of a task of A x, of B (A x); most rows that have `sums`
 
-// A x of every row, of a stack whose inputs are `acts`.
+// Computes A x of every row for a stack with inputs `acts`.
 inline Additions additions(Context& context, const Stack& stack, const Acts& acts) {
     Additions found = {&context.adapters, acts.mixes, stack};
     if (!acts.mixes || !adapted(context, stack)) return found;
@@ -210,7 +210,7 @@ inline Additions additions(Context& context, const Stack& stack, const Acts& act
     });
     found.products = products;
     if (!several || rows > LOW_ROWS) return found;
-    // Each mix's B in long pieces: in short ones, a tile of each by turns, reading them takes three times as long.
+    // Reads each mix's B in long pieces: tile by tile in turn, reading takes three times as long.
     struct Piece { int part, tile, tiles; };
     Piece* list = scratch<Piece>(context.tasks, parts + stack.rows / (16 * LOW_TILES) + 1);
     int count = 0, all = 0;
@@ -237,7 +237,7 @@ inline Additions additions(Context& context, const Stack& stack, const Acts& act
     return found;
 }
 
-// A and B as the above take them: to nearest, ties to even.
+// Quantizes A and B for the functions above: to nearest, ties to even.
 inline void pack_low_rank(const LowRankPack& from, const LowRank& to) {
     const int columns = from.columns, groups = (columns + LOW_COLUMNS - 1) / LOW_COLUMNS, rank = from.rank;
     auto inverse_of = [](float scale) { return F16L::set1(scale > 1e-30f ? 1.f / scale : 0.f); };

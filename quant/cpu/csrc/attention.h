@@ -1,14 +1,14 @@
 // Attention of new rows over one sequence's cache, in blocks of 256 keys with an online softmax.
-// A row's blocks are computed and joined in one fixed order, however many rows or threads there are.
+// A row's blocks are computed and merged in one fixed order, for any number of rows or threads.
 #pragma once
 #include "attention_keys.h"
 
 namespace {
 
-constexpr int MOST_QUERIES = 32;         // that share a block: of a long prompt, or of a row that gathers it
-constexpr size_t MOST_PIECES = 1u << 23;  // floats of what queries have seen of single blocks, where those are shared out
+constexpr int MOST_QUERIES = 32;         // that share a block: of a long prompt, or of one row with gathered keys
+constexpr size_t MOST_PIECES = 1u << 23;  // floats of partial results, if blocks are divided among threads
 
-struct BlockResult {  // of one query over one block; the E values of the weighted sum follow
+struct BlockResult {  // of one query over one block; followed by the weighted sum (E)
     float peak, total;
 };
 
@@ -20,7 +20,7 @@ inline void score_tiles(const Query* queries, const uint8_t* keys, int size, flo
         for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
     const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
     for (int e = 0; e < size; e++, keys += 16 * Kind::BYTES) {
-        if (N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries wait for memory: the next tiles' line
+        if (N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
             for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
         F16L k[T];
 #pragma GCC unroll 8
@@ -62,7 +62,7 @@ inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int 
         for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
 }
 
-// What is added to the scores of N queries with T tiles: a product with float32 columns (16 tiles, size, 16).
+// Adds to the scores of N queries with T tiles a product with float32 columns (16 tiles, size, 16).
 template <int N, int T>
 inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, int size, float (*scores)[KEYS], int at) {
     F16L sums[N][T];
@@ -92,7 +92,7 @@ struct Codes {
     }
 };
 
-// The same of six-bit codes, whose upper bits are the lowest two of `low` and of `high`.
+// The same for six-bit codes, whose upper bits are the lowest two of `low` and of `high`.
 inline Codes with_uppers(const uint8_t* p, I16 low, I16 high) {
     const I16 both = I16::load_u8(p), bits = I16::set1(48);
     return {F16L::from((both & I16::set1(15)) | (low.shl(4) & bits)), F16L::from(both.shr(4) | (high.shl(4) & bits))};
@@ -160,7 +160,7 @@ inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int fir
         for (int n = 0; n < N; n++) offsets[n][c] = F16L::zero();
         for (int i = 0; i < count; i += 16) {
             F16L scale = F16L::load_bf16((i < from.split ? from.old : from.tail).v_scale + 2 * ((size_t)(first + c) * KEYS + i));
-            if (i + 16 > count) {  // what no token has written yet may be anything
+            if (i + 16 > count) {  // unwritten positions may hold any bits
                 alignas(64) float lanes[16];
                 scale.store(lanes);
                 fill_floats(lanes + count - i, 16 - (count - i), 0.f);
@@ -200,7 +200,7 @@ inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int fir
         }
 }
 
-// Scores of a block's tiles from `tile` on, in one order for any number of queries or tiles at once.
+// Scores of a block's tiles from `tile` on, in the same order for any number of queries or tiles at once.
 template <class Kind, int N>
 inline void score_block(const Query* queries, const Cached& cached, const Piece& piece, int tile, int tiles, float (*scores)[KEYS]) {
     const int size = cached.args.head_dim, from = tile;
@@ -212,12 +212,11 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
                 const F16L sum = size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q);
                 totals[n][c] = CachedInt4::KEY_ZERO * sum16(sum);
             }
-        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
+        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many more registers
         for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
         for (; tile < tiles; tile++) score_int4<N, 1>(queries, totals, piece, size, scores, 16 * tile);
     } else {
-        // As many tiles at once as there are registers for their sums, and ways in a cache set: tiles lie
-        // 4 KB apart.
+        // As many tiles at once as registers hold sums of, and cache sets have ways: tiles are 4 KB apart.
         constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
         const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
         for (; tile + T <= tiles; tile += T) score_tiles<Kind, N, T>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
@@ -229,7 +228,7 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
                 (F16L::load(scores[n] + i) * F16L::load((const float*)piece.k_scale + i)).store(scores[n] + i);
 }
 
-// The part of the keys' bias in the scores of a block.
+// Contribution of the keys' bias to a block's scores.
 template <int N>
 inline void add_bias(const Query* queries, const Cached& cached, int block, int tiles, float (*scores)[KEYS]) {
     const KeyBias& bias = cached.bias;
@@ -244,7 +243,7 @@ inline void add_bias(const Query* queries, const Cached& cached, int block, int 
         add_tiles<N, 1>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
 }
 
-// One query's scores of a block to weights: scaled, capped, hidden where not seen, exponentiated.
+// Turns one query's scores of a block into weights: scaled, capped, masked, exponentiated.
 inline BlockResult weigh_scores(const Query& query, int start, int tiles, float softcap, float* scores) {
     uint16_t seen[KEYS / 16];
     F16L peak = F16L::set1(-INFINITY);
@@ -275,7 +274,7 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
         float* at = scores + 16 * tile;
         F16L weights = exp16(F16L::load(at) - F16L::set1(top));
         if (seen[tile] != 0xFFFF) {
-            // exp16 stops at e^-87: what is not seen must weigh exactly nothing.
+            // exp16 stops at e^-87: masked keys must have a weight of exactly 0.
             weights.store(at);
             for (int i = 0; i < 16; i++) at[i] = seen[tile] >> i & 1 ? at[i] : 0.f;
             weights = F16L::load(at);
@@ -338,7 +337,7 @@ inline void attend_some(int n, const Query* queries, const Cached& cached, const
     go(std::integral_constant<int, 1>());
 }
 
-// Adds a block to what a query has so far: rescale to the larger peak.
+// Merges a block into a query's result, rescaled to the larger peak.
 inline void join(BlockResult& sofar, float* out, const BlockResult& block, const float* values, int size) {
     if (block.peak == -INFINITY) return;
     const float peak = most(sofar.peak, block.peak);
@@ -351,7 +350,7 @@ inline void join(BlockResult& sofar, float* out, const BlockResult& block, const
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
     const int queries = span.rows * per;  // of one group, row by row
-    // What is gathered for a row is gathered once for its queries. A long prompt's share blocks that are in the cache.
+    // Keys are gathered once for all queries of a row. A long prompt's queries share blocks that are in the CPU's cache.
     const bool many = groups * queries >= 8 * MOST_QUERIES * context.pool.threads();
     const int together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
     const int chunks = (queries + together - 1) / together;
@@ -368,7 +367,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         query.first = args.window ? most(0, query.last - tree.ahead(row) - args.window) : 0;
         return query;
     };
-    // Few queries over a long cache: share out its blocks too. Results are the same either way.
+    // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
     const bool split = groups * chunks < 4 * context.pool.threads() && blocks > 1 &&
                        (size_t)groups * queries * blocks * (size + 2) <= MOST_PIECES;
     const int pieces = split ? blocks : 1;
@@ -399,7 +398,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             const int start = block * KEYS;
             if (start >= high || start + KEYS <= low) continue;
             for (int i = 0, count; i < n; i += count) {
-                // In a tree's blocks, rows have keys of their own.
+                // In a tree's blocks, each row has its own keys.
                 for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
                 const Sources from = tree.sources(cached, block, list[i].row);
                 float* to = values + (size_t)i * size;
@@ -432,7 +431,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             const int row = index / per, head = group * per + index % per;
             float* to = out + ((size_t)row * args.heads + head) * size;
             if (args.sinks) {
-                // A logit without a value: it takes its share of the sum.
+                // A sink is a logit without a value: it only adds to the sum.
                 const float peak = most(sofar.peak, args.sinks[head]), keep = std::exp(sofar.peak - peak);
                 for (int e = 0; e < size; e++) first[2 + e] *= keep;
                 sofar.total = sofar.total * keep + std::exp(args.sinks[head] - peak);

@@ -1,4 +1,4 @@
-// Which keys the rows of a span see, and where these and their values lie.
+// The keys that a span's rows attend to, and the addresses of these keys and their values.
 #pragma once
 #include "kv.h"
 
@@ -6,14 +6,14 @@ namespace {
 
 struct Query {
     const float* q;   // (E), already scaled
-    int first, last;  // keys [first, last) are seen
+    int first, last;  // attends to keys [first, last)
     int row;          // of the span
 
     bool sees(int key) const { return key >= first && key < last; }
     bool sees_all(int from, int to) const { return from >= first && to <= last; }
 };
 
-// Where the keys and values of a block lie: those from `split` on, a multiple of 16, in `tail`.
+// Addresses of a block's keys and values; from `split` on, a multiple of 16, they are in `tail`.
 struct Sources {
     Piece old, tail;
     int split;
@@ -33,19 +33,19 @@ struct Cached {
         : span(span), args(args), group(group), first_row(first_row), bias(args, span, group) {}
 };
 
-thread_local Scratch tree_tail;  // of a thread's present row: a piece of a block
+thread_local Scratch tree_tail;  // a piece of a block, for the thread's current row
 
-// Which keys the rows of a span see. A row of a token tree sees those before the tree, then its ancestors and itself,
-// wherever they lie: they are gathered, so that it computes bit for bit what it would without the rest of the tree. So are
-// the tokens that are chosen for a row, where that sees no others.
+// The keys that a span's rows attend to. A row of a token tree attends to those before the tree, then to its ancestors
+// and itself: these are gathered, so that its result has the same bits as without the rest of the tree. Tokens that an
+// indexer chooses for a row are gathered too.
 struct Tree {
     const Span& span;
-    int base;         // tokens before the tree, which all rows see
-    int width;        // tokens that a row may see of others, at most
-    const int* far = nullptr;  // (rows): how many of the rows behind it a row sees too
-    const int* path;  // (rows, 1 + width): how many of those from `base` on a row sees, and which
+    int base;         // tokens before the tree, which all rows attend to
+    int width;        // largest number of further tokens that a row attends to
+    const int* far = nullptr;  // (rows): number of later rows that a row attends to as well
+    const int* path;  // (rows, 1 + width): number of tokens from `base` on that a row attends to, and their indices
 
-    // `chosen` (rows, 1 + most) lists all that rows see.
+    // `chosen` (rows, 1 + most) lists all tokens that rows attend to.
     Tree(const Span& span, const int* chosen, int most) : span(span), base(0), width(most), path(chosen) {}
     Tree(Context& context, const Span& span, bool windowed = false)
         : span(span), base(span.held - (span.mask ? span.extra : 0)), width(span.extra + span.rows), path(nullptr) {
@@ -64,7 +64,7 @@ struct Tree {
         return path ? base + path[(size_t)row * (1 + width)] : span.held + row + 1 + ahead(row);
     }
     int ahead(int row) const { return far && !path ? far[row] : 0; }
-    // Where the i-th token lies that a row sees.
+    // Cache position of the i-th token that a row attends to.
     int slot(int row, int i) const { return path && i >= base ? base + path[(size_t)row * (1 + width) + 1 + i - base] : i; }
     int longest() const {
         int end = 0;
@@ -73,14 +73,14 @@ struct Tree {
     }
     bool scattered(int block) const { return path && (block + 1) * KEYS > base; }
 
-    // The keys of a block as a row sees them.
+    // A block's keys for a row.
     Sources sources(const Cached& cached, int block, int row) const {
         const int size = cached.args.head_dim;
         const Piece old(span, block, cached.group, size);
         if (!scattered(block)) return Sources(old);
         const int* seen = path + (size_t)row * (1 + width) + 1;
         const int start = most(0, base - block * KEYS), end = least(KEYS, last(row) - block * KEYS);
-        int bent = start;  // the first key that lies elsewhere
+        int bent = start;  // the first key that must be gathered
         while (bent < end && seen[block * KEYS + bent - base] == block * KEYS + bent - base) bent++;
         if (bent >= end) return Sources(old);
         const int split = bent / 16 * 16;

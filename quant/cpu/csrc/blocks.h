@@ -1,13 +1,11 @@
-// Products of dense blocks of float32: c (R, N) += a (R, K) b (K, N). Every number is summed in the order of K,
-// whatever R and N are.
+// Products of dense float32 blocks: c (R, N) += a (R, K) b (K, N). Every sum is in the order of K for any R and N.
 #pragma once
 
 namespace {
 
-constexpr int BLOCK_ROWS = 6;  // of which, times PANEL_TILES, the sums fit the registers
+constexpr int BLOCK_ROWS = 6;  // rows times PANEL_TILES whose sums fit the registers
 
-// From a row to the next are `a_stride` and `c_stride` floats, from a column of `a` to the next `step`, of `b` to the
-// next row `b_stride`.
+// Rows of a, b and c are `a_stride`, `b_stride` and `c_stride` floats apart, columns of `a` are `step` apart.
 struct FloatBlock {
     const float* a;
     size_t a_stride;
@@ -44,7 +42,7 @@ template <int R, int T> LRT_NOINLINE void multiply_block(const FloatBlock& block
         for (int t = 0; t < T; t++) sums[r][t].store(block.c + r * block.c_stride + 16 * t);
 }
 
-// All of `rows`; T tiles of 16 columns of `b`.
+// All of `rows` times T tiles of 16 columns of `b`.
 template <int T> inline void multiply_rows(int rows, FloatBlock block) {
     for (int some; rows; rows -= some) {
         some = rows >= BLOCK_ROWS ? BLOCK_ROWS : rows >= 3 ? 3 : 1;

@@ -3,11 +3,11 @@
 
 namespace {
 
-// A tile is 1 KB: of `a` sixteen rows and 32 columns; of `b` 32 rows by pairs and sixteen columns, (16, 16, 2).
+// A tile is 1 KB: sixteen rows and 32 columns of `a`; 32 rows (in pairs) and sixteen columns of `b`, (16, 16, 2).
 constexpr int TILE_NUMBERS = 512, TILE_COLUMNS = 32;
 
 #if LRT_AMX
-// All tile registers whole, as long as it lives.
+// Configures all tile registers at full size during its lifetime.
 struct WholeTiles {
     WholeTiles() {
         struct alignas(64) {
@@ -21,8 +21,8 @@ struct WholeTiles {
     ~WholeTiles() { _tile_release(); }
 };
 
-// c (32, 16 T) += a (32, 32 count) b (32 count, 16 T); or = if `first`. `a_line` numbers lie between the tiles of the first
-// sixteen rows and those of the others, `b_line` between those of columns; the tiles of a line one after the other.
+// c (32, 16 T) += a (32, 32 count) b (32 count, 16 T); = if `first`. `a_line` numbers are between the tiles of the first
+// sixteen rows and those of the others, `b_line` between those of columns; tiles of a line are contiguous.
 template <int T>
 inline void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
                            size_t c_stride) {
@@ -67,7 +67,7 @@ struct WholeTiles {
     WholeTiles() {}  // nothing to set
 };
 
-// Of R rows of `a`, which lie in one tile.
+// The same for R rows of `a` in one tile.
 template <int R, int T>
 inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, int count, bool first, float* c, size_t c_stride) {
     __m512 sums[R][T];
@@ -99,13 +99,13 @@ inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, 
 template <int T>
 LRT_NOINLINE void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
                                  size_t c_stride) {
-    constexpr int LINES = 8;  // whose sums fit the registers
+    constexpr int LINES = 8;  // rows whose sums fit the registers
     for (int row = 0; row < 32; row += LINES)
         multiply_lines<LINES, T>(a + row / 16 * a_line + row % 16 * TILE_COLUMNS, b, b_line, count, first, c + row * c_stride, c_stride);
 }
 #endif
 
-// As load_some, of none or less as well.
+// As load_some, also for counts of 0 and below.
 inline F16L load_up_to(const float* x, int count) { return count > 0 ? load_some(x, count) : F16L::zero(); }
 
 // The bf16 of `low`, then those of `high`.
@@ -118,14 +118,14 @@ inline __m512i paired(__m512i rows) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(places), rows);
 }
 
-// A row (count) of `a` times `factor`, from the tile's row `to` on; columns are filled up with zeros.
+// Stores a row (count) of `a` times `factor` from the tile's row `to` on, padded with zeros.
 inline void put_brains(const float* x, int count, float factor, uint16_t* to) {
     const F16L by = F16L::set1(factor);
     for (int k = 0; k < count; k += TILE_COLUMNS, to += TILE_NUMBERS)
         _mm512_storeu_si512(to, to_brains(load_up_to(x + k, count - k) * by, load_up_to(x + k + 16, count - k - 16) * by));
 }
 
-// Columns [column, column + count) of a matrix's tile, as tiles of `b`.
+// Converts columns [column, column + count) of a matrix's tile to tiles of `b`.
 template <class Float> inline void put_pairs(const uint8_t* tile, int column, int count, uint16_t* to) {
     const uint8_t* p = tile + (size_t)column * Float::BYTES;
     int k = 0;

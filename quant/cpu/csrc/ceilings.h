@@ -1,10 +1,10 @@
-// What this machine can do at most, to measure kernels against: products from registers, plain reading.
+// Upper bounds of this machine's speed to compare kernels with: products in registers, sequential reads.
 #pragma once
 
 namespace {
 
-// `rounds` times twelve independent chains of products on every thread; returns the operations done,
-// a product and its sum being two.
+// Runs `rounds` times twelve independent chains of multiply-adds on every thread; returns the number of operations, two
+// for each.
 double multiply_peak(Context& context, int rounds) {
     constexpr int CHAINS = 12, STEPS = 8;
     using Peak = Dots<code_class(15), 0, STEPS>;
@@ -33,7 +33,7 @@ double multiply_peak(Context& context, int rounds) {
     return 128. * CHAINS * rounds * threads;
 }
 
-// Reads every byte once, in pieces that threads take in turn.
+// Reads every byte once, in pieces that threads take one by one.
 void read_all(Context& context, const uint8_t* data, int64_t bytes) {
     constexpr int64_t PIECE = 256 << 10;
     volatile int sink = 0;

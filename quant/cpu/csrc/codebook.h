@@ -1,5 +1,5 @@
-// The entries of ggml's codebook types (IQ3, IQ2, IQ1): tables that Python fills once, and how the indices
-// of a step become codes. quant/formats/codebook.py says where indices, signs and scales lie.
+// Entries of ggml's codebook types (IQ3, IQ2, IQ1): tables that Python fills once, and the lookup of a step's codes by
+// index. See quant/formats/codebook.py for the layout of indices, signs and scales.
 #pragma once
 #include "abi.h"
 
@@ -7,16 +7,16 @@ constexpr int FIRST_CODEBOOK = IQ3_XXS, CODEBOOKS = IQ1_M + 1 - FIRST_CODEBOOK, 
 
 struct Codebook {
     alignas(64) uint8_t entries[MOST_ENTRIES * 8];  // (count, width): codes
-    alignas(64) uint8_t packed[2][MOST_ENTRIES];    // of each half of an entry, which levels its codes are, in 2 or 4 bits each
-    alignas(64) uint8_t levels[64];                 // the codes that there are, again and again
+    alignas(64) uint8_t packed[2][MOST_ENTRIES];    // for each half of an entry, its codes' levels in 2 or 4 bits each
+    alignas(64) uint8_t levels[64];                 // the codes of the levels, repeated
 };
 
 extern Codebook codebooks[CODEBOOKS];
 
-// The codes of a step, (32 / 4, 16 rows, 4), of `index_bits` bits from `indices` and from masks behind them.
+// The codes of a step, (32 / 4, 16 rows, 4), by `index_bits` bits from `indices` and the masks after them.
 using LookUp = void (*)(const Codebook& book, const uint8_t* indices, const uint8_t* high, uint8_t* codes);
 
-// By byte permutations of whole tables; null where the processor has none (AVX-512 VBMI).
+// Lookup by byte permutations of whole tables; null without AVX-512 VBMI.
 LookUp wide_look_up(int width, int index_bits);
 
 namespace {

@@ -1,4 +1,4 @@
-// Codebooks' tables, and looking entries up by byte permutations: x86-64 with AVX-512 VBMI.
+// Tables of codebooks and lookup of entries by byte permutations: x86-64 with AVX-512 VBMI.
 #include "codebook.h"
 
 Codebook codebooks[CODEBOOKS];
@@ -14,7 +14,7 @@ Codebook codebooks[CODEBOOKS];
 
 namespace {
 
-// Bytes of a table of 256 << PLANES, at indices whose higher bits are masks.
+// Looks up bytes in a table of 256 << PLANES; the higher bits of indices are in masks.
 template <int PLANES> inline __m512i bytes_at(const uint8_t* table, __m512i low, __mmask64 top, const __mmask64* high) {
     if constexpr (PLANES == 0) {
         const __m512i a = _mm512_permutex2var_epi8(_mm512_load_si512(table), low, _mm512_load_si512(table + 64));
@@ -37,7 +37,7 @@ template <int WIDTH, int INDEX_BITS> void look_up_wide(const Codebook& book, con
         const __mmask64 top = _mm512_movepi8_mask(low);
         const __m512i first = bytes_at<PLANES>(book.packed[0], low, top, planes);
         const __m512i second = bytes_at<PLANES>(book.packed[1], low, top, planes);
-        // Byte i of a lane is to have its level in the lowest bits; those above are of no account to `levels`.
+        // Byte i of a lane gets its level in the lowest bits; `levels` ignores the others.
         for (int j = 0; j < 4; j++) {
             if constexpr (WIDTH == 8) {
                 const __m512i pairs = _mm512_set1_epi64(0x2624222006040200ll + 0x0808080808080808ll * j);

@@ -1,10 +1,10 @@
-// The experts of a layer that a pass asks for, all in one call: rows are gathered by expert and quantized, every
-// expert's gate and up go into one queue of tasks, then every expert's down. A row's result is what it would be alone.
+// All experts that a pass needs of a layer, in one call: rows are gathered by expert and quantized, then all experts'
+// gates and ups are one queue of tasks, and all downs another. A row has the same bits as alone.
 #pragma once
 
 namespace {
 
-// Acts of `rows` rows from row `at` on, of a store that many share.
+// Acts of `rows` rows from row `at` on of a shared store.
 inline Acts rows_from(const Acts& all, size_t at, int rows) {
     Acts acts = all;
     const size_t groups = at * (all.cols / 32);
@@ -16,7 +16,7 @@ inline Acts rows_from(const Acts& all, size_t at, int rows) {
     return acts;
 }
 
-// The codes of rows that are alone in `from`, `rows` of it, to a run of `to`, whose last one may be empty.
+// Copies the codes of `rows` single rows in `from` to a run of `to`, whose last row may be padding.
 inline void join_run(const Acts& from, const size_t* rows, const Acts& to, const Runs& runs, RowRun run) {
     const int groups = to.cols / 32, count = least(run.size, runs.rows - run.start);
     for (int g = 0; g < groups; g++)
@@ -38,15 +38,15 @@ inline bool any_plain(const Stack& stack) {
     return false;
 }
 
-// An expert at work: its rows, and where they are.
+// An expert of the call and its rows.
 struct Busy {
     const Expert* expert;
-    int rows, first;        // `first` among the rows of all, where each expert has room for whole runs
-    int rotation;           // which of the inputs' rotations it takes
-    bool gated;             // its gates go straight to codes
+    int rows, first;        // `first`: index among all experts' rows, where each has room for whole runs
+    int rotation;           // index of the rotation of its inputs
+    bool gated;             // gated values are quantized directly
     Halves halves;
     Acts in, inner;
-    float *wide, *values;   // of one whose gates take another way, or that has none: (rows, 2F or F), (rows, F)
+    float *wide, *values;   // if values are not quantized directly: (rows, 2F or F), (rows, F)
     const int32_t* slots;   // of its rows
 };
 
@@ -58,15 +58,15 @@ inline int rotation_of(int hadamard) {
     return index;
 }
 
-// All experts at work in a call.
+// All experts of a call.
 struct Crowd {
     const ExpertArgs& args;
     Busy* busy;
-    int count, missing, total;  // total rows, runs filled up
-    int32_t *of, *place;        // an expert's index here or -1; a slot's place among its expert's rows
+    int count, missing, total;  // `total` counts rows of padded runs
+    int32_t *of, *place;        // index of an expert here, or -1; index of a slot among its expert's rows
     int32_t* slots;
     int hidden, inner;
-    bool gates;                 // the activation has some
+    bool gates;                 // whether the activation is gated
 
     Crowd(Context& context, const ExpertArgs& args) : args(args), count(0), missing(-1), total(0), hidden(0), inner(0), gates(has_gate(args.activation)) {
         const int every = args.rows * args.used;
@@ -113,18 +113,18 @@ struct Crowd {
         if (!there) missing = e < 0 ? args.count : e;
         return there;
     }
-    size_t ups() const { return gates ? inner : 0; }     // where they begin in a row
+    size_t ups() const { return gates ? inner : 0; }     // where ups begin in a row
     size_t width() const { return inner + ups(); }
     int at(int slot) const { return args.chosen[(size_t)(slot / args.used) * args.stride + slot % args.used]; }
-    // Who fills a slot, if it is asked for.
+    // The expert of a slot, or null if it is not computed.
     const Busy* find(int slot) const {
         const int index = of[at(slot)];
         return index < 0 ? nullptr : busy + index;
     }
 };
 
-// The rows of every expert, quantized. A row is quantized once for all that take it; an expert that sees one row
-// takes it where it is.
+// Quantizes the rows of every expert. A row is quantized once for all its experts; an expert of one row uses it without
+// a copy.
 inline void gather(Context& context, Crowd& crowd) {
     const ExpertArgs& args = crowd.args;
     const int cols = crowd.hidden, rows = args.rows;
@@ -136,7 +136,7 @@ inline void gather(Context& context, Crowd& crowd) {
         plain |= any_plain(b.expert->gate_up);
         rotated[b.rotation] = true;
     }
-    int lone[ROTATIONS], singles = 0;  // where single rows of each rotation begin
+    int lone[ROTATIONS], singles = 0;  // where the single rows of each rotation begin
     for (int i = 0; i < ROTATIONS; i++) {
         lone[i] = singles;
         if (rotated[i]) singles += rows;
@@ -191,11 +191,11 @@ inline void gather(Context& context, Crowd& crowd) {
     }
 }
 
-// Where what the gates give goes.
+// Where gated values are stored.
 inline void reserve_inner(Context& context, Crowd& crowd) {
     Acts all = {nullptr, nullptr, nullptr, {}, 0, 0, crowd.inner};
     bool packed = false;
-    int loose = 0;  // rows of those that are not gated
+    int loose = 0;  // rows of experts whose values are not quantized directly
     for (int i = 0; i < crowd.count; i++) {
         packed |= note_starts(crowd.busy[i].expert->down, all);
         if (!crowd.busy[i].gated) loose += crowd.busy[i].rows;
@@ -213,7 +213,7 @@ inline void reserve_inner(Context& context, Crowd& crowd) {
     }
 }
 
-// Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up beside each other.
+// Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up side by side.
 struct Portion { int busy, part, column, tile, tiles, chunk; };
 
 inline int tiles_of(const Matrix& m) { return (m.rows + 15) / 16; }
@@ -225,7 +225,7 @@ template <class Fn> inline void each_part(const Busy& b, bool down, Fn fn) {
     for (int part = 0, column = 0; part < stack.count; column += stack.parts[part++].rows) fn(part, tiles_of(stack.parts[part]), 1, column);
 }
 
-// The portions of a step of all experts: those of many rows first, then those that only read.
+// Tasks of a step of all experts: those of many rows first, then those that are limited by reading.
 inline int cut(Context& context, const Crowd& crowd, bool down, Portion*& portions) {
     size_t most_portions = 0;
     int left[2] = {0, 0};
@@ -286,7 +286,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
     });
 }
 
-// Gates and codes of the experts that took another way: they have none, formats differ, or a rotation is too wide.
+// Activation and quantization for the other experts: ungated ones, different formats, or too wide a rotation.
 inline void gate_loose(Context& context, const Crowd& crowd) {
     struct Line { int busy, row; };
     Line* lines = scratch<Line>(context.tasks, crowd.total);

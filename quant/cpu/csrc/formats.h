@@ -1,20 +1,20 @@
-// How each layout's tiled bytes become codes, scales and offsets: value = scale * (code - ZERO) where
+// Decodes each layout's tiled bytes to codes, scales and offsets: value = scale * (code - ZERO) where
 // a layout is SYMMETRIC, else scale * code + offset. A tile is 16 rows; a step is 32 columns, or 512
 // codes: eight B64, the four codes k..k+3 of 16 rows each (k = 4 * index). HALVES 2 has a scale for
 // every 16 columns; one that is not SYMMETRIC has minima for them. A span is a head and its steps: SPAN
 // columns, or as many as the matrix says.
-// quant/formats/tiled.py says where each field lies.
+// See quant/formats/tiled.py for the position of each field.
 #pragma once
 #include "codebook.h"
 
 namespace {
 
-// The codes of a step, BITS wide: `at(v)` are those of columns 4v to 4v + 3. Each is made where it is used, so that
-// eight of them need no registers at once.
+// The codes of a step, BITS wide: `at(v)` are those of columns 4v to 4v + 3, decoded on use, so that all eight vectors
+// are never in registers at once.
 template <int BITS> struct StepCodes {
     const uint8_t* p;
 
-    // Best asked for in this order, in which neighbours share their bytes.
+    // Fastest in this order, in which neighbours share bytes.
     static constexpr int nth(int i) { return BITS >= 4 && BITS < 8 ? i / 2 + i % 2 * 4 : i; }
     LRT_INLINE B64 at(int v) const {
         if (BITS == 8) return B64::load(p + 64 * v);
@@ -30,7 +30,7 @@ template <int BITS> struct StepCodes {
     }
 
   private:
-    // The i-th pair of bits of each byte at the lowest place, and at bits 4 and 5.
+    // The i-th pair of bits of each byte, moved to bits 0 and 1, or to bits 4 and 5.
     static LRT_INLINE B64 shifted(B64 b, int i) {
         return i == 0 ? b : i == 1 ? b.template shr<2>() : i == 2 ? b.template shr<4>() : b.template shr<6>();
     }
@@ -40,7 +40,7 @@ template <int BITS> struct StepCodes {
     static LRT_INLINE B64 masked(B64 q, const uint8_t* masks, int v, int bit) { return q.with_bits(mask64(masks + 8 * v), bit); }
 };
 
-// Codes of four bits that stand for other numbers.
+// Four-bit codes that index a table of levels.
 struct LookedUp {
     StepCodes<4> codes;
     B64 table;
@@ -50,7 +50,7 @@ struct LookedUp {
     LRT_INLINE B64 at(int v) const { return table.lookup(codes.at(v)); }
 };
 
-// Codes that are made all at once.
+// Codes that are decoded all at once.
 struct Filled {
     B64 q[8];
     static constexpr int nth(int i) { return i; }
@@ -59,19 +59,19 @@ struct Filled {
 
 constexpr int step_bytes(int bits) { return bits * 64; }
 
-// Whether scales and minima are whole numbers for every 16 columns: of a step two, in the halves of a word.
+// Whether scales and minima are integers for every 16 columns: two for a step, in the halves of a word.
 template <class Layout> constexpr bool half_minima() { return !Layout::SYMMETRIC && Layout::HALVES == 2; }
-// Sums of products of STEPS steps.
+// Sums of STEPS steps' products.
 template <class Layout, int STEPS, int CHAINS = 1>
 using DotsOf = Dots<code_class(Layout::MOST), !Layout::SYMMETRIC ? 0 : Layout::ZERO == 128 ? 128 : 1, STEPS, CHAINS>;
-// What is noted of activations: -zero times their sums, or those of both halves; 0 for nothing.
+// Kind of the sums stored with activations: -zero times their sums, or sums of both halves; 0 for none.
 constexpr int BOTH_SUMS = -1;
 template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? BOTH_SUMS : 0; }
 template <class Layout> constexpr int start_halves(bool precise) { return half_minima<Layout>() && !precise ? 1 : Layout::HALVES; }
 
 inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
-// int4 to int8 in groups, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: half-precision scales, maybe minima.
+// int4 to int8 in groups, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: half-precision scales, optional minima.
 template <int BITS_, bool MINIMUM> struct Affine {
     static constexpr int BITS = BITS_, MOST = (1 << BITS) - 1, HALVES = 1, SPAN = 0, ZERO = 1 << (BITS - 1);
     static constexpr bool SYMMETRIC = !MINIMUM;
@@ -88,13 +88,13 @@ template <int BITS_, bool MINIMUM> struct Affine {
     static F16L offset(const Head& head, int) { return head.offset; }
 };
 
-// The same as published: bfloat16 scales and minima.
+// The same with bfloat16 scales and minima, as in published checkpoints.
 template <int BITS_> struct Brains : Affine<BITS_, true> {
     using Head = typename Affine<BITS_, true>::Head;
     static Head open(const uint8_t* p) { return {F16L::load_bf16(p), F16L::load_bf16(p + 32)}; }
 };
 
-// float32 scales, and zero points in bytes.
+// float32 scales and zero points of one byte.
 template <int BITS_> struct ZeroPoints : Affine<BITS_, true> {
     static constexpr int HEADER = 80;
     using Head = typename Affine<BITS_, true>::Head;
@@ -104,7 +104,7 @@ template <int BITS_> struct ZeroPoints : Affine<BITS_, true> {
     }
 };
 
-// Sixteen numbers of six bits: five in a word, the last one's pairs of bits on top of the three.
+// Sixteen six-bit numbers: five in each of three words; the last one's bits are the words' top pairs.
 struct SixBit {
     I16 words[3], last;
     explicit SixBit(const uint8_t* p) : words{I16::load(p), I16::load(p + 64), I16::load(p + 128)} {
@@ -144,7 +144,7 @@ struct Six {  // Q6_K: a scale for every 16 columns
     }
 };
 
-struct Three {  // Q3_K: the same, of six bits around 32
+struct Three {  // Q3_K: the same, with six-bit scales around 32
     static constexpr int MOST = 7, HALVES = 2, SPAN = 256, ZERO = 4;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 224, STEP = step_bytes(3);
@@ -161,7 +161,7 @@ struct Three {  // Q3_K: the same, of six bits around 32
     static F16L scale(const Head& head, const uint8_t*, int step, int half) { return head.scale[2 * step + half]; }
 };
 
-struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
+struct Two {  // Q2_K: a scale and a minimum of four bits for every 16 columns
     static constexpr int MOST = 3, HALVES = 2, SPAN = 256, ZERO = 0;
     static constexpr bool SYMMETRIC = false;
     static constexpr int HEADER = 320, STEP = step_bytes(2);
@@ -179,7 +179,7 @@ struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
     static F16L minimum(const Head& head, const uint8_t* p, int step, int half) {
         return head.least * F16L::from(minima(p, step).shr(16 * half) & I16::set1(15));
     }
-    // Codes times their scales: whole numbers up to MOST_SCALED, found in a table of each row's four.
+    // Codes times their scales: integers up to MOST_SCALED, from a table of four for each row.
     static constexpr int MOST_SCALED = 45;
     struct Scaled {
         StepCodes<2> codes;
@@ -199,7 +199,7 @@ struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
     }
 };
 
-// A symmetric layout whose head is one half-precision scale.
+// A symmetric layout with one half-precision scale in its head.
 template <int MOST_, int SPAN_, int ZERO_, int STEP_> struct OneScale {
     static constexpr int MOST = MOST_, HALVES = 1, SPAN = SPAN_, ZERO = ZERO_;
     static constexpr bool SYMMETRIC = true;
@@ -213,7 +213,7 @@ struct Ternary : OneScale<2, 256, 1, step_bytes(2)> {  // TQ2_0
     static StepCodes<2> codes(const uint8_t* p) { return {p}; }
 };
 
-// Twice E2M1, around 12.
+// E2M1 times two, plus 12.
 inline LookedUp e2m1_codes(const uint8_t* p) {
     alignas(16) static const uint8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     return {p, numbers};
@@ -235,13 +235,13 @@ struct Nvfp4 {  // E4M3 scales, one for every 16 columns
     static constexpr int HEADER = 32, STEP = step_bytes(4);
     struct Head { F16L scale[2]; };
     static Head open(const uint8_t* p) { return {{e4m3(p), e4m3(p + 16)}}; }
-    // Half of a positive E4M3: as float32 bits it lacks 120 in the exponent.
+    // Half of a positive E4M3 number: as float32 bits its exponent is 120 too small.
     static F16L e4m3(const uint8_t* p) { return F16L::bits(I16::load_u8(p).shl(20)) * F16L::set1(0x1p119f); }
     static LookedUp codes(const uint8_t* p) { return e2m1_codes(p); }
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
 };
 
-template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
+template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: errors up to 0.4 % of the group's largest magnitude
     static constexpr int MOST = 255, HALVES = 1, SPAN = 64, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = FLOATS ? 64 : 32, STEP = step_bytes(4);
@@ -257,7 +257,7 @@ template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: within 0.4 % of
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
-// IQ4_NL's and IQ4_XS' levels, around 128.
+// Levels of IQ4_NL and IQ4_XS, plus 128.
 inline LookedUp iq4_codes(const uint8_t* p) {
     alignas(16) static const uint8_t numbers[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                     129, 141, 153, 166, 181, 197, 217, 241};
@@ -268,7 +268,7 @@ struct Iq4Nl : OneScale<241, 32, 128, step_bytes(4)> {
     static LookedUp codes(const uint8_t* p) { return iq4_codes(p); }
 };
 
-// Eight numbers of six bits: five in a word, two in bytes, the last one on top of these.
+// Eight six-bit numbers: five in a word, two in bytes, the last in the top bits of these.
 struct EightSixBit {
     I16 word, first, second;
     explicit EightSixBit(const uint8_t* p) : word(I16::load(p)), first(I16::load_u8(p + 64)), second(I16::load_u8(p + 80)) {}
@@ -278,7 +278,7 @@ struct EightSixBit {
     }
 };
 
-struct Iq4Xs {  // scales of six bits around 32
+struct Iq4Xs {  // six-bit scales around 32
     static constexpr int MOST = 241, HALVES = 1, SPAN = 256, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 128, STEP = step_bytes(4);
@@ -306,14 +306,14 @@ template <int LAYOUT, int WIDTH, int INDEX_BITS> inline void entries(const uint8
     for (int v = 0; v < 8; v++) q[v] = B64::load(codes + 64 * v);
 }
 
-// Where an odd mask of signs has no eighth one, a number's bits: 4 * row + i is bit i of the row's.
+// Odd masks of signs whose eighth one is implied hold a number's bits: bit 4 * row + i is the row's bit i.
 inline uint64_t spare_bits(const uint8_t* signs) {
     uint64_t bits = 0;
     for (int i = 0; i < 4; i++) bits |= (mask64(signs + 8 + 16 * i) >> 3 & 0x1111111111111111ull) << i;
     return bits;
 }
 
-// Eight columns' signs, the eighth of which may follow from the others: negative ones are even in number.
+// Eight columns' signs; the eighth may be implied, as the number of negative ones is even.
 template <bool SEVEN, int TWICE> inline void negate(const uint8_t* signs, B64* q) {
     for (int v = 0; v < 8; v += 2) {
         const uint64_t first = mask64(signs + 8 * v);
@@ -333,7 +333,7 @@ template <bool SEVEN, int TWICE> inline void negate(const uint8_t* signs, B64* q
 // 2n + 1 times d.
 inline F16L odd_times(F16L d, I16 n) { return d * F16L::from(n + n + I16::set1(1)); }
 
-// Signed entries of at most ZERO_; `EIGHTHS` of d are the unit of scales.
+// Signed entries up to ZERO_; scales are in units of `EIGHTHS` of d.
 template <int HALVES_, int ZERO_, int HEADER_, int STEP_, int EIGHTHS> struct Signed {
     static constexpr int MOST = 2 * ZERO_, HALVES = HALVES_, SPAN = 256, ZERO = ZERO_;
     static constexpr bool SYMMETRIC = true;
@@ -400,7 +400,7 @@ struct Iq2S : Signed<2, 43, 160, 144, 1> {
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
 };
 
-// Eighths of entries from -1 to 1, and 1 more, or 1 less where an entry's bit is set: 4 * row + i of entry i.
+// Entries from -1 to 1 in eighths, plus 1, or minus 1 if an entry's bit is set: bit 4 * row + i for entry i.
 inline void shift(uint64_t less, B64* q) {
     for (int i = 0; i < 4; i++) {
         const uint64_t more = (~less >> i & 0x1111111111111111ull) * 15;
@@ -409,7 +409,7 @@ inline void shift(uint64_t less, B64* q) {
     }
 }
 
-struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and its sign are four bits of a mask
+struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and sign are four bits of a mask
     static Filled codes(const uint8_t* p) {
         Filled codes;
         entries<IQ1_S, 8, 11>(p, p + 64, codes.q);
@@ -421,7 +421,7 @@ struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and its sign are four 
     }
 };
 
-struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales as IQ4_XS' six bits
+struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales, stored like IQ4_XS's six bits
     static Filled codes(const uint8_t* p) {
         Filled codes;
         entries<IQ1_M, 8, 11>(p, p + 64, codes.q);
@@ -433,7 +433,7 @@ struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales as IQ4_XS' six bits
     }
 };
 
-// Column i of the four E4M3 codes in each of sixteen words; as float32 bits they lack 120 in the exponent.
+// Column i of the four E4M3 codes in each of sixteen words; as float32 bits, exponents are 120 too small.
 template <int I> inline F16L e4m3_column(I16 words) {
     const I16 top = words.shl(24 - 8 * I);
     return F16L::bits((top & I16::set1(INT32_MIN)) | (top.shr(4) & I16::set1(0x07F00000))) * F16L::set1(0x1p120f);

@@ -1,20 +1,20 @@
-// Choosing the tokens that attention sees: see quant/ops/attention.py for the mathematics. What the indexer remembers is a layer of
-// the cache with one group: a token's key is its index key as projected, its value the key of the block that it ends.
+// The indexer, which chooses the tokens for attention: see quant/ops/attention.py for the mathematics. Its cache is a
+// layer with one group: a token's key is its index key as projected, its value the key of the block that it ends.
 #pragma once
 #include "attention.h"
 
 namespace {
 
-constexpr int SCORED_ROWS = 32;    // whose scores are held at once
-constexpr int SCORED_BLOCKS = 64;  // a task's, four tiles
+constexpr int SCORED_ROWS = 32;    // scored at once
+constexpr int SCORED_BLOCKS = 64;  // per task: four tiles
 
-// A number as it is cached: code `at` of int4's sixteen bytes is in a low half below 16, else in a high one.
+// A cached number: of int4's sixteen bytes, code `at` is in a low half if below 16, else in a high half.
 inline float int4_code(const uint8_t* bytes, int step, int at) {
     const uint8_t both = bytes[at % 16 * step];
     return (float)(at < 16 ? both & 15 : both >> 4);
 }
 
-// A token's key, as it is kept: turned, if the format is.
+// A token's cached key, rotated if the format's keys are.
 inline void read_key(const Span& span, int slot, int size, float* out) {
     const Piece piece(span, slot / KEYS, 0, size);
     const int at = slot % KEYS, tile = at / 16, lane = at % 16;
@@ -38,7 +38,7 @@ inline void read_key(const Span& span, int slot, int size, float* out) {
     }
 }
 
-// The same of its value.
+// The same for its value.
 inline void read_value(const Span& span, int slot, int size, float* out) {
     const Piece piece(span, slot / KEYS, 0, size);
     const int at = slot % KEYS;
@@ -60,7 +60,7 @@ inline void read_value(const Span& span, int slot, int size, float* out) {
     }
 }
 
-// The finished key of the block that a row ends, from its tokens' keys as they are cached.
+// The key of the block that a row ends, from its tokens' cached keys.
 inline void finish_block(const IndexArgs& args, const Tree& tree, int row, const float* cos, const float* sin, float* out) {
     const int size = args.head_dim, length = tree.last(row), format = tree.span.format;
     alignas(64) float sum[MAX_HEAD], key[MAX_HEAD];
@@ -70,13 +70,13 @@ inline void finish_block(const IndexArgs& args, const Tree& tree, int row, const
         for (int e = 0; e < size; e++) sum[e] += key[e];
     }
     for (int e = 0; e < size; e++) sum[e] /= (float)args.block;
-    rotate_head(format, size, sum);  // back, if it was turned
+    rotate_head(format, size, sum);  // undoes the rotation, if there was one
     rms_norm(sum, args.k_norm, args.eps, size, out);
     rotate(out, cos, sin, args.rotary / 2);
     rotate_head(format, size, out);
 }
 
-// The keys of the blocks [first, end), sixteen at most, as a row sees them: a tile (E, 16).
+// The keys of the blocks [first, end), at most sixteen, for a row: a tile (E, 16).
 inline void read_tile(const IndexArgs& args, const Tree& tree, int row, int first, int end, float* tile) {
     const int size = args.head_dim, count = least(16, end - first);
     alignas(64) float key[MAX_HEAD];
@@ -87,7 +87,7 @@ inline void read_tile(const IndexArgs& args, const Tree& tree, int row, int firs
     }
 }
 
-// The scores that N queries (E) give a tile of blocks, added to those of others.
+// Adds the scores of N queries (E) with a tile of blocks.
 template <int N> inline F16L add_scores(const float* q, const float* tile, int size, F16L total) {
     F16L sums[N];
     for (int n = 0; n < N; n++) sums[n] = F16L::zero();
@@ -100,7 +100,7 @@ template <int N> inline F16L add_scores(const float* q, const float* tile, int s
     return total;
 }
 
-// Scores of a tile of blocks for a row whose queries are `q` (H, E): none is below 0.
+// Scores of a tile of blocks for a row with queries `q` (H, E); all are at least 0.
 inline F16L score_tile(const IndexArgs& args, const float* q, const float* tile) {
     F16L total = F16L::zero();
     int h = 0;
@@ -115,8 +115,8 @@ inline uint32_t bits_of(float x) {
     return bits;
 }
 
-// The `kept`-th largest of numbers that are not below 0, in bits, whose order is theirs; `above` are larger. By bytes, from
-// the highest on.
+// The `kept`-th largest of numbers >= 0, whose bits have the numbers' order; `above` of them are larger. A radix
+// selection, from the highest byte on.
 inline uint32_t nth_largest(const float* numbers, int count, int kept, int& above) {
     uint32_t prefix = 0;
     above = 0;
@@ -134,7 +134,7 @@ inline uint32_t nth_largest(const float* numbers, int count, int kept, int& abov
     return prefix;
 }
 
-// The tokens of the best blocks, and those behind the last whole one, in their order; ties go to earlier blocks.
+// The tokens of the best blocks and those after the last whole block, in order; ties go to earlier blocks.
 inline void pick_tokens(const IndexArgs& args, const Tree& tree, int row, const float* scores, int* chosen) {
     const int length = tree.last(row), whole = length / args.block, kept = args.budget / args.block;
     int above, *to = chosen + 1;
@@ -149,7 +149,7 @@ inline void pick_tokens(const IndexArgs& args, const Tree& tree, int row, const 
     chosen[0] = (int)(to - chosen) - 1;
 }
 
-// Of one sequence, whose rows are `qk` (rows, (H + 1) E) as projected and begin with number `first` of the pass.
+// Chooses tokens for one sequence: `qk` (rows, (H + 1) E) as projected; `first` is its first row in the pass.
 inline void choose_of_span(Context& context, const IndexArgs& args, const Span& span, int first, float* qk) {
     const int size = args.head_dim, wide = (args.heads + 1) * size, half = args.rotary / 2, kept = args.budget / args.block;
     const Tree tree(context, span);
@@ -167,7 +167,7 @@ inline void choose_of_span(Context& context, const IndexArgs& args, const Span& 
         fill_floats(nothing, size, 0.f);
         append(span, 0, span.held + row, size, own, nothing);
     });
-    parallel(context, span.rows, [&](int row) {  // all keys are there now
+    parallel(context, span.rows, [&](int row) {  // all keys are cached now
         if (tree.last(row) % args.block) return;
         const size_t turn = (size_t)(first + row) * half;
         alignas(64) float key[MAX_HEAD];
@@ -175,7 +175,7 @@ inline void choose_of_span(Context& context, const IndexArgs& args, const Span& 
         append_value(span, 0, span.held + row, size, key);
     });
     const int most_blocks = tree.longest() / args.block, pieces = (most_blocks + SCORED_BLOCKS - 1) / SCORED_BLOCKS;
-    const int stride = pieces * SCORED_BLOCKS;  // a row's scores
+    const int stride = pieces * SCORED_BLOCKS;  // between rows of scores
     float* scores = scratch<float>(context.partial, (size_t)SCORED_ROWS * stride);
     auto whole = [&](int row) { return tree.last(row) / args.block; };
     auto picks = [&](int row) { return whole(row) > kept; };
@@ -184,7 +184,7 @@ inline void choose_of_span(Context& context, const IndexArgs& args, const Span& 
         parallel(context, pieces, [&](int piece) {
             alignas(64) float tile[16 * MAX_HEAD];
             for (int first = piece * SCORED_BLOCKS; first < least(most_blocks, (piece + 1) * SCORED_BLOCKS); first += 16) {
-                // Beside the rows of a tree, all see the same blocks; later rows see more of them.
+                // Rows outside a tree score the same blocks; later rows score more of them.
                 const bool shared = !tree.path || (first + 16) * args.block <= tree.base;
                 bool ready = false;
                 for (int task = 0; task < count; task++) {

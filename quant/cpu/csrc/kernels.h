@@ -4,16 +4,16 @@
 #include "pool.h"
 
 #ifndef LRT_AMX
-#define LRT_AMX 0  // whether AMX's products are compiled for
+#define LRT_AMX 0  // whether AMX's products are compiled
 #endif
 #ifndef LRT_BF16_ONLY
-#define LRT_BF16_ONLY 0  // whether only what AVX-512's products of bf16 are for is compiled, the rest being AVX-512's
+#define LRT_BF16_ONLY 0  // whether only the functions with bf16 products are compiled; the others are AVX-512's
 #endif
 #define LRT_BF16 (LRT_AMX || LRT_BF16_ONLY)
 #if defined(__x86_64__) && __GNUC__ >= 11 && !defined(__clang__)
 #define LRT_BF16_COMPILES 1
 #endif
-// AMX needs a compiler that knows it, and Linux, which lends its registers.
+// AMX needs a compiler with its intrinsics, and Linux, which grants its registers.
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)
 #define LRT_AMX_COMPILES 1
 bool amx_works();

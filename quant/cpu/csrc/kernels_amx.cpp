@@ -1,8 +1,8 @@
-// x86-64 with AVX-512 VNNI and AMX's products of whole numbers and of bf16.
+// x86-64 with AVX-512 VNNI and AMX's products of integers and of bf16.
 #define LRT_AMX 1
 #include "kernels.h"
 #if LRT_AMX_COMPILES
-// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+// Standard headers first: their code must not be compiled for this instruction set.
 #include <cerrno>
 #include <cmath>
 #include <cpuid.h>
@@ -38,7 +38,7 @@ void try_tiles() {
 
 namespace {
 
-// Linux lends the tile registers on request, and a hypervisor may list what it does not let run: a child tries first.
+// Linux grants the tile registers on request, and a hypervisor may report AMX without supporting it: a child process tries.
 bool tiles_work() {
     constexpr unsigned TILE_INT8_BF16 = 3u << 24 | 1u << 22;
     unsigned a, b, c, d = 0;

@@ -1,6 +1,6 @@
 // x86-64 with AVX2, FMA and F16C.
 #if defined(__x86_64__)
-// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+// Standard headers first: their code must not be compiled for this instruction set.
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>

@@ -1,12 +1,12 @@
-// x86-64 with AVX-VNNI, which GCC can ask a processor for from version 12 on.
+// x86-64 with AVX-VNNI, which GCC can detect from version 12 on.
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
-// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+// Standard headers first: their code must not be compiled for this instruction set.
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
 #include "kernels.h"
 #pragma GCC push_options
-#if defined(LRT_EVEX)  // as AVX-512 encodes the same instructions, for tests: scripts/avxvnni
+#if defined(LRT_EVEX)  // AVX-512's encoding of the same instructions, for tests: scripts/avxvnni
 #pragma GCC target("avx2,fma,f16c,avx512vl,avx512vnni")
 #define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32
 #define _mm256_dpwssd_avx_epi32 _mm256_dpwssd_epi32

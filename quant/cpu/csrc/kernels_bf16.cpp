@@ -1,8 +1,8 @@
-// x86-64 with AVX-512 VNNI and its products of bf16, which vision towers are multiplied by; the rest is kernels_avx512's.
+// x86-64 with AVX-512 VNNI and bf16 products, for vision encoders; the other functions are those of kernels_avx512.
 #define LRT_BF16_ONLY 1
 #include "kernels.h"
 #if LRT_BF16_COMPILES
-// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+// Standard headers first: their code must not be compiled for this instruction set.
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
@@ -12,7 +12,7 @@
 #include "steps.h"
 #pragma GCC pop_options
 
-// Made when the library is loaded, by any processor: with instructions that all of them have.
+// Runs when the library is loaded, on any processor: needs instructions that all of them have.
 extern const Kernels kernels_bf16;
 const Kernels kernels_bf16 = [] {
     Kernels kernels = kernels_avx512;

@@ -1,6 +1,6 @@
 // AArch64 with the dot product instructions.
 #if defined(__aarch64__)
-// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+// Standard headers first: their code must not be compiled for this instruction set.
 #include <arm_neon.h>
 #include <cmath>
 #include <type_traits>

@@ -1,7 +1,7 @@
-// Any processor. Rarely the one that runs, and with O3 it would take half of the compiler's time.
+// Any processor. Rarely used, and at -O3 it would take half of the compile time.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O2")
-#if defined(__aarch64__)  // of these loops GCC 12 makes wrong code there: formats with two scales a group, KV in 4 bits
+#if defined(__aarch64__)  // GCC 12 miscompiles these loops: formats with two scales a group, 4-bit KV
 #pragma GCC optimize("no-tree-loop-vectorize")
 #endif
 #endif

@@ -1,7 +1,7 @@
-// How keys and values are cached: blocks of 256 tokens, and in a block one piece for each group (key/value head).
-// A piece holds keys in tiles of 16 tokens, values token by token, then what quantized numbers are times and plus.
-// Nothing of a token shares a byte with another token: rows are appended by several threads.
-// quant/cpu/kv.py knows the same sizes.
+// The cache of keys and values: blocks of 256 tokens, and in a block one piece for each group (key/value head). A piece
+// holds keys in tiles of 16 tokens, values token by token, then the scales of quantized numbers. No byte belongs to two
+// tokens, because several threads append rows.
+// quant/cpu/kv.py has the same sizes.
 #pragma once
 
 namespace {
@@ -31,14 +31,14 @@ struct CachedInt4 {
 
 inline int chunks_of(int size) { return (size + CHUNK - 1) / CHUNK; }
 
-// Quantized keys and values are kept times a Hadamard matrix, in blocks of the largest power of two that divides the
-// head's size: what is large in a few numbers of a head is then spread over all of them, which share scales. Queries
-// are turned the same way, so that their products stay, and a sum of values is turned back: the matrix is its own inverse.
+// Quantized keys and values are rotated by a Hadamard matrix, in blocks of the largest power of two that divides the
+// head's size: this spreads a head's outliers over all of its numbers, which share scales. Queries are rotated alike, so
+// that products stay the same, and a sum of values is rotated back: the matrix is its own inverse.
 inline void rotate_head(int format, int size, float* head) {
     if (format != KV_BF16) block_hadamard(head, size, least(128, size & -size));
 }
 
-// Bytes of a token in one group: its key, its value, and what each of them is scaled by.
+// Bytes of a token in one group: its key, its value, and their scales.
 struct TokenBytes {
     size_t key, value, scale;
 
@@ -65,14 +65,14 @@ struct Piece {
     }
 };
 
-// The scales of `count` tokens from one place in a piece's planes to another.
+// Copies the scales of `count` tokens within a piece's planes or to another piece's.
 inline void copy_scales(int format, int size, const uint8_t* from, int source, uint8_t* to, int at, int count) {
     const size_t width = format == KV_INT8 ? 4 : 2, planes = TokenBytes(format, size).scale / width;
     for (size_t plane = 0; plane < planes; plane++)
         __builtin_memcpy(to + (plane * KEYS + at) * width, from + (plane * KEYS + source) * width, count * width);
 }
 
-// Sixteen tokens from `at` on, from one piece to the same place in another.
+// Copies sixteen tokens from `at` on to the same position in another piece.
 inline void copy_tile(int format, int size, const Piece& from, const Piece& to, int at) {
     const TokenBytes bytes(format, size);
     __builtin_memcpy(to.k + at * bytes.key, from.k + at * bytes.key, 16 * bytes.key);
@@ -81,12 +81,12 @@ inline void copy_tile(int format, int size, const Piece& from, const Piece& to, 
     copy_scales(format, size, from.v_scale, at, to.v_scale, at, 16);
 }
 
-// WIDTH bytes of each line of a tile, whose lines are `bytes` long.
+// Copies WIDTH bytes of each line of a tile; lines are `bytes` long.
 template <size_t WIDTH> inline void copy_lanes(const uint8_t* from, uint8_t* to, int lines, size_t bytes) {
     for (int line = 0; line < lines; line++) __builtin_memcpy(to + line * bytes, from + line * bytes, WIDTH);
 }
 
-// The keys of some lanes of a tile, from lane `source` on, to another tile's from `lane` on.
+// Copies the keys of a tile's lanes from `source` on to another tile's lanes from `lane` on.
 template <int LANES> inline void copy_keys(int format, int size, const uint8_t* from, int source, uint8_t* to, int lane) {
     if (format == KV_BF16) {
         copy_lanes<2 * LANES>(from + 2 * source, to + 2 * lane, size, 32);
@@ -100,7 +100,7 @@ template <int LANES> inline void copy_keys(int format, int size, const uint8_t* 
     }
 }
 
-// Neighbouring tokens of one tile, from a place in a piece to a place in another, in one tile there too.
+// Copies adjacent tokens within one tile to another piece, where they are within one tile too.
 inline void copy_tokens(int format, int size, const Piece& from, int source, const Piece& to, int at, int count) {
     const TokenBytes bytes(format, size);
     const uint8_t* old = from.k + source / 16 * 16 * bytes.key;
@@ -140,8 +140,8 @@ inline void append_int8(const float* from, int size, float* scale, int8_t* to, i
     for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
 }
 
-// Codes are taken with the scale as it is kept, so that only the codes' own rounding remains. They are up to 2 * `zero`;
-// `next` bytes from chunk to chunk, `step` from byte to byte. Upper bits of codes beyond 15 go to `uppers`, if any.
+// Quantizes with the scale as stored, so that only the codes' own rounding remains. Codes are up to 2 * `zero`; chunks are
+// `next` bytes apart, bytes `step` apart. The upper bits of codes above 15 go to `uppers`, if any.
 inline void append_int4(const float* from, int size, float zero, uint16_t* scales, uint8_t* to, int next, int step, uint8_t* uppers) {
     for (int c = 0; c < chunks_of(size); c++, from += CHUNK, to += next) {
         const int count = least(CHUNK, size - c * CHUNK);
@@ -165,7 +165,7 @@ inline void append_int4(const float* from, int size, float zero, uint16_t* scale
     }
 }
 
-// A token's value of one group into the cache.
+// Stores a token's value of one group.
 inline void append_value(const Span& span, int group, int slot, int size, const float* value) {
     const Piece piece(span, slot / KEYS, group, size);
     const int at = slot % KEYS;
@@ -180,7 +180,7 @@ inline void append_value(const Span& span, int group, int slot, int size, const 
     }
 }
 
-// A token's key and value.
+// Stores a token's key and value.
 inline void append(const Span& span, int group, int slot, int size, const float* key, const float* value) {
     const Piece piece(span, slot / KEYS, group, size);
     const int at = slot % KEYS, tile = at / 16, lane = at % 16;
@@ -198,14 +198,14 @@ inline void append(const Span& span, int group, int slot, int size, const float*
 }
 
 // Quantized keys are cached without their projection's bias. In models that have one (Qwen2), a few of its elements
-// are a hundred times what varies from token to token, and a shared scale would leave nothing of the rest. Turned to
+// are a hundred times larger than the variation between tokens, which a shared scale would then round away. Rotated to
 // its token's position p, the bias adds to a score, for each rotary pair j,
 //     (q1 b1 + q2 b2) cos(p t_j) + (q2 b1 - q1 b2) sin(p t_j),
-// which is one more product with a table of cosines and sines of 256 positions, once the query's pairs are turned back
-// by the position of the block. The table is (16 tiles, pairs, 2, 16). A token's position is taken to be its place in the
-// cache; a row of which that is not so (behind a picture) keeps the difference between its bias at both.
+// which is one more product with a table of cosines and sines of 256 positions, once the query's pairs are rotated back
+// by the position of the block. The table is (16 tiles, pairs, 2, 16). A token's position is assumed to be its index in
+// the cache; the key of a row with another position (after a picture) includes the difference of the bias at both.
 struct KeyBias {
-    const float *near_turns, *far_turns, *bias;  // bias (E) of a group; null where keys have none, or keep it
+    const float *near_turns, *far_turns, *bias;  // bias (E) of a group; null if keys have none, or are cached with it
     int half;
 
     KeyBias(const AttentionArgs& args, const Span& span, int group) {
@@ -219,14 +219,14 @@ struct KeyBias {
         if (bias)
             for (int e = 0; e < 2 * half; e++) key[e] -= bias[e];
     }
-    // Of a rotated key, the bias as it is at its place.
+    // A rotated key's bias at its index in the cache.
     void take_off(float* key, const float* cos, const float* sin) const {
         for (int j = 0; bias && j < half; j++) {
             key[j] -= bias[j] * cos[j] - bias[j + half] * sin[j];
             key[j + half] -= bias[j + half] * cos[j] + bias[j] * sin[j];
         }
     }
-    // (half, 2) factors of a query (size), which is kept rotated, for the 256 positions from 256 * block on.
+    // (half, 2) factors of a rotated query (size) for the 256 positions from 256 * block on.
     void turn(const float* rotated, int format, int size, int block, float* factors) const {
         alignas(64) float q[MAX_HEAD];
         copy_floats(rotated, size, q);

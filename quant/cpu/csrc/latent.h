@@ -1,12 +1,12 @@
-// Latent attention: one cached row a token is the key of all heads, and behind its rotary part their value.
-// Each head's own matrices turn its query into one against latents, and what it has seen into its value. A row is read
-// for many queries: keys are put into tiles when a block's turn comes, and values are taken as they lie.
+// Latent attention: a token's cached row is the key of all heads; without its rotary part it is also their value. Each
+// head's own matrices map its query to the latent space, and its result back to its value. A row is read for many
+// queries: keys are copied to tiles block by block, and values are used in place.
 #pragma once
 
 namespace {
 
-constexpr int LATENT_QUERIES = 32;          // that share a block's tiles
-constexpr size_t LATENT_FLOATS = 1u << 21;  // of queries against latents at once: rows go a few at a time
+constexpr int LATENT_QUERIES = 32;          // queries that share a block's tiles
+constexpr size_t LATENT_FLOATS = 1u << 21;  // of latent queries at once, which limits the rows at a time
 
 thread_local Scratch latent_tiles, latent_rows;
 
@@ -17,7 +17,7 @@ inline Acts of_head(const Acts& all, int head, const Runs& runs) {
     return own;
 }
 
-// Each head's rows (K) ready for its own matrix: copied from `from(head, row)`, times `factor`.
+// Prepares each head's rows (K) for its own matrix: copies `from(head, row)` times `factor`.
 template <class From>
 inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& stack, float factor, From from) {
     const int cols = stack.cols;
@@ -43,7 +43,7 @@ inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& st
     return acts;
 }
 
-// Each head's product with its own rows of a matrix, whole tiles: `next` floats from head to head, `stride` from row to row.
+// Each head's product with its own rows of a matrix, in whole tiles; heads are `next` floats apart, rows `stride`.
 inline void multiply_heads(Context& context, const Stack& stack, int heads, const Acts& acts, float* out, size_t next, size_t stride) {
     const Matrix& whole = stack.parts[0];
     const int own_rows = whole.rows / heads, tiles = own_rows / 16;
@@ -63,7 +63,7 @@ inline void multiply_heads(Context& context, const Stack& stack, int heads, cons
     });
 }
 
-// A head's rotary pairs, side by side or already in halves, turned into halves.
+// Reorders a head's rotary pairs to halves, if they are adjacent.
 inline void turn_pairs(const float* from, const float* cos, const float* sin, int half, bool interleaved, float* to) {
     for (int i = 0; i < half; i++) {
         const float a = from[interleaved ? 2 * i : i], b = from[interleaved ? 2 * i + 1 : i + half];
@@ -123,7 +123,7 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
     });
 }
 
-// A block's rows as they lie or, of a tree's row, gathered; and their keys in tiles of 16.
+// A block's rows in place, or gathered for a tree's row, and their keys in tiles of 16.
 template <class Number>
 inline Sources latent_sources(const Span& span, const Tree& tree, int block, int row, int size) {
     const size_t row_bytes = size * sizeof(Number);
@@ -201,14 +201,14 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
     int longest = 0;
     for (int row = begin; row < begin + rows; row++) longest = most(longest, tree.last(row));
     const int blocks = (longest + KEYS - 1) / KEYS;
-    // Few queries over a long cache: share out its blocks too. Results are the same either way.
+    // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
     const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
     const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * width <= MOST_PIECES;
     const int pieces = split ? blocks : 1;
     const int each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4, chunks = (queries + each - 1) / each;
     float* partial = scratch<float>(context.partial, (size_t)queries * pieces * width);
     auto place = [&](int index, int piece) { return partial + ((size_t)index * pieces + piece) * width; };
-    AttentionArgs plain = {};  // what the shared parts ask for
+    AttentionArgs plain = {};  // arguments of the functions shared with attention.h
     plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
     parallel(context, chunks * pieces, [&](int task) {
         const int piece = task % pieces, chunk = task / pieces;
@@ -229,7 +229,7 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
         for (int block = split ? piece : 0; block < (split ? piece + 1 : blocks); block++) {
             if (block * KEYS >= high) break;
             for (int i = 0, count; i < n; i += count) {
-                // In a tree's blocks, rows have keys of their own; else the last row sees the most.
+                // In a tree's blocks, each row has its own keys; otherwise the last row attends to the most.
                 for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
                 float* to = values + (size_t)i * latent;
                 const int row = list[i + count - 1].row;

@@ -1,4 +1,4 @@
-// The C interface: chooses the kernels by what the processor can do, and nothing else.
+// The C interface: selects the kernels by the processor's features, and nothing else.
 #include "abi.h"
 #include "codebook.h"
 #include "kernels.h"
@@ -32,7 +32,7 @@ bool has_avx512() {
 #if defined(__aarch64__)
 bool has_dot_product() {
 #if defined(__APPLE__)
-    return true;  // every Apple processor of this architecture that runs Python
+    return true;  // all Apple processors of this architecture have them
 #elif defined(__linux__)
     return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
 #else
@@ -81,7 +81,7 @@ struct Runtime {
 
 LRT_API int lrt_abi_version() { return 26; }
 
-// `isa` is a name of the list above, or empty for the best; null when it cannot run here.
+// `isa` is a name of the list above, or empty for the best; returns null if the processor lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
     int count;
     const Choice* list = choices(&count);
@@ -90,7 +90,7 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
     return nullptr;
 }
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
-// Between two calls, by the thread that makes them: `threads` from now on. Returns how many there are.
+// Sets the number of threads, between two calls of the calling thread. Returns the actual number.
 LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
 LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->name; }
 
@@ -105,7 +105,7 @@ LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* we
     r->kernels.combine_experts(r->context, slots, weights, shared, rows, used, cols, out);
 }
 LRT_API void lrt_head(Runtime* r, const HeadArgs* args) { r->kernels.head(r->context, *args); }
-// Steps of one pass, one after the other.
+// Runs steps of one pass in order.
 LRT_API void lrt_run(Runtime* r, const Step* steps, int count) {
     for (const Step* s = steps; s < steps + count; s++) {
         switch (s->kind) {
@@ -155,14 +155,14 @@ LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* strea
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
 LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }
-// Ceilings to measure kernels against: see ceilings.h.
+// Ceilings to compare kernels with: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }
-// Of the passes from now on; `rows` 0 for none.
+// Sets the adapters of the following passes; `rows` 0 for none.
 LRT_API void lrt_set_adapters(Runtime* r, const AdapterArgs* args) { r->context.adapters = *args; }
 LRT_API void lrt_pack_low_rank(Runtime* r, const LowRankPack* from, const LowRank* to) { r->kernels.pack_low_rank(*from, *to); }
 LRT_API void lrt_vision(Runtime* r, int step, const VisionArgs* args) { r->kernels.vision[step](r->context, *args); }
-// The entries (count, width) of a layout's codebook, before any matrix has it: what they stand for, plus the zero point.
+// Sets the entries (count, width) of a layout's codebook before its first matrix: their values plus the zero point.
 LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* entries) {
     Codebook& book = codebooks[layout - FIRST_CODEBOOK];
     uint8_t level[256] = {}, levels = 0;
@@ -180,7 +180,7 @@ LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* e
         book.packed[i % 2][i / 2] = (uint8_t)packed;
     }
 }
-// Rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
+// Converts rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
 LRT_API void lrt_tile(Runtime* r, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
     tile_rows(r->context, source, from, rows, cols, to);
 }

@@ -1,6 +1,6 @@
 // Packed matrix products: int8 activations per group of 32 against tiles of 16 weight rows.
-// Every output is accumulated over the columns in one fixed order, whatever the number of rows,
-// tiles or threads: a row's result is bitwise the same in any batch.
+// Every output is summed over the columns in one fixed order for any number of rows, tiles or threads: a row's result has
+// the same bits in any batch.
 #pragma once
 #include <type_traits>
 #include "formats.h"
@@ -8,12 +8,12 @@
 
 namespace {
 
-constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
-// Where to: into the second-level cache on processors with AMX, whose first level has too few lines on their way
-// (8 % of decode speed, a quarter of four 8-bit rows'); others have not been measured so.
+constexpr int PREFETCH = 4096;  // bytes; farther ahead than the hardware prefetches: a third of decode speed
+// Prefetches into the second-level cache on processors with AMX, whose first level takes too few lines in flight (8 % of
+// decode speed, 25 % with four 8-bit rows); not measured on others.
 constexpr int PREFETCH_INTO = LRT_AMX ? 2 : 3;
 
-// Up to DIRECT_ROWS: each vector of codes is unpacked into a register and meets all of them.
+// Up to DIRECT_ROWS rows: each vector of codes is unpacked into a register and multiplied with all of them.
 template <class Layout, int R, class Codes>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
     constexpr bool PRECISE = !std::is_same<Codes, ByteCodes>::value, MINIMA = half_minima<Layout>();
@@ -21,7 +21,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const typename Codes::Code* a = Codes::of(acts);
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    // Of bytes each half's sum fits 16 bits; of pairs codes are times their scales, as in panels: one sum for both.
+    // For bytes each half's sum fits 16 bits; for pairs codes are scaled first, as in panels, with one sum for both.
     constexpr int HALVES = MINIMA && PRECISE ? 1 : Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>(PRECISE);
     using Products = std::conditional_t<PRECISE, PairDots<Layout::SYMMETRIC, chains(R)>, DotsOf<Layout, STEPS, chains(R)>>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
@@ -55,7 +55,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                 if constexpr (MINIMA && PRECISE) {
 #pragma GCC unroll 12
                     for (int r = 0; r < R; r++) part[r] = F16L::from(dots[r].total()) * head.d;
-                } else if constexpr (MINIMA) {  // both halves' sums in a word
+                } else if constexpr (MINIMA) {  // both halves' sums are in one word
 #pragma GCC unroll 12
                     for (int r = 0; r < R; r++) {
                         const I16 sum = dots[r].total();
@@ -95,7 +95,7 @@ template <class Float, int R>
 inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* totals) {
     const int cols = acts.cols;
     const float* x = acts.x + (size_t)row * cols;
-    F16L sums[R][4];  // four sums a row, joined in order: short dependency chains
+    F16L sums[R][4];  // four sums for each row, added in order: short dependency chains
     for (auto& four : sums)
         for (auto& one : four) one = F16L::zero();
     int k = 0;
@@ -123,8 +123,8 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 
 namespace {
 
-constexpr int FLOAT_PANEL_ROWS = 12, FLOAT_ROWS = 192, FLOAT_TILES = 4, FLOAT_COLUMNS = 256;  // of matrices of floats
-// Of a task with many rows; of gated ones with few; of a task, if its totals fit.
+constexpr int FLOAT_PANEL_ROWS = 12, FLOAT_ROWS = 192, FLOAT_TILES = 4, FLOAT_COLUMNS = 256;  // for float matrices
+// Tiles of a task: with many rows, with few gated rows, and at most, if totals fit.
 constexpr int TASK_TILES = 8, PIECE_TILES = 32, MOST_TILES = 32;
 constexpr int TOTALS = ROW_CHUNK * TASK_TILES, PIECE_TOTALS = 4 * PIECE_TILES;
 
@@ -132,7 +132,7 @@ inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
 }
 
-// The last ones of several numbers may be fewer than sixteen.
+// The last group of numbers may have fewer than sixteen.
 inline F16L load_some(const float* from, int count) {
     if (count >= 16) return F16L::load(from);
     alignas(64) float lanes[16] = {};
@@ -153,12 +153,12 @@ inline void store_some(F16L x, int count, float* to) {
 
 namespace {
 
-// What follows a product in place, before others take the cache: a bias, a tower's activation.
+// Applied to a product in place while it is in the cache: a bias, a vision encoder's activation.
 struct Finish {
     const float* bias;  // of all columns, or null
     int activation;
 
-    // Rows of `count` numbers, which are all columns' from `column` on.
+    // For rows of `count` numbers, of columns from `column` on.
     void operator()(float* out, size_t stride, int rows, int column, int count) const {
         if (!bias && activation == NO_ACTIVATION) return;
         for (int row = 0; row < rows; row++, out += stride)
@@ -170,14 +170,14 @@ struct Finish {
     }
 };
 
-// Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
+// Destination of products: rows of `stride` floats, sums times `factor`, the last tile cut to the matrix.
 struct Target {
     float* out;
     size_t stride;
     int columns;  // of the matrix
     float factor;
     const float* bias;     // (columns), or null
-    const int32_t* lines;  // where each row goes; null for one after the other
+    const int32_t* lines;  // destination of each row; null: in order
 
     void put(F16L sum, int row, int tile) const {
         float* to = out + (lines ? lines[row] : row) * stride + 16 * tile;
@@ -188,20 +188,20 @@ struct Target {
     }
 };
 
-// Where gated rows go: rotated if the next matrix asks for it, then to its codes.
+// Destination of gated rows: rotated if the next matrix needs it, then quantized.
 struct Gated {
     const Acts& acts;
     Gate gate;
     int hadamard;
     const float *gate_bias, *up_bias;  // or null
     const Additions* more = nullptr;   // of adapters
-    float* keep = nullptr;             // (R, F): as floats, for adapters of the next matrix
+    float* keep = nullptr;             // (R, F) in floats, for adapters of the next matrix
 
     static F16L scaled(F16L y, const Matrix& m, const float* bias, int tile) {
         return y.fma(F16L::set1(m.scale), bias ? F16L::load(bias + 16 * tile) : F16L::zero());
     }
-    // Where there are adapters: scales a tile of some rows' products with gates and ups, and adds theirs. From one
-    // row to the next are `step` numbers.
+    // With adapters: scales a tile of some rows' products with gates and ups, and adds the adapters'. Rows are `step`
+    // numbers apart.
     void adapt(F16L* gates, F16L* ups, int step, int first_row, int rows, const Matrix& gate, const Matrix& up, int tile) const {
         if (!more) return;
         for (int i = 0; i < rows * step; i += step) {
@@ -241,7 +241,7 @@ template <class Layout> struct Packed {
             if (acts.rows > R) return direct_of<Codes, R == 1 ? 2 : R + 2>(m, tile, acts, sums);
         direct_rows<Layout, R, Codes>(at(m, tile), span(m), acts, sums);
     }
-    // Never inlined, for their totals' sake: side by side in one frame those of all layouts fill the stack.
+    // Never inlined: in one frame, the totals of all layouts together would fill the stack.
     static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
                                       const Target& target) {
         if (acts.rows <= DIRECT_ROWS) {
@@ -259,10 +259,10 @@ template <class Layout> struct Packed {
         const int rows = range.rows(runs), start = runs[range.first].start;
         if (acts.pairs) panel_tiles<Layout, PairCodes>(tiles, whole, span(m), acts, runs, range, totals);
         else panel_tiles<Layout, ByteCodes>(tiles, whole, span(m), acts, runs, range, totals);
-        for (int row = 0; row < least(rows, acts.rows - start); row++)  // a row of zeros may be among them
+        for (int row = 0; row < least(rows, acts.rows - start); row++)  // the run may end with a row of padding
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
-    // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
+    // The gated product of two matrices of one layout, tile by tile side by side: rows of `out`.
     static LRT_NOINLINE void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
                                             const Runs& runs, RunRange range, const Gated& out) {
         alignas(64) float values[PIECE_TILES * 16];
@@ -354,8 +354,8 @@ template <class Float> struct Plain {
             }
         }
     }
-    // Many rows: PANEL_TILES tiles become floats, FLOAT_COLUMNS at a time, and meet all rows. The sums are those of
-    // `float_rows`, in the same order: four, of every fourth column each.
+    // Many rows: PANEL_TILES tiles are unpacked to floats, FLOAT_COLUMNS at a time, and multiplied with all rows. There
+    // are four sums, one for every fourth column, in the same order as in `float_rows`.
     static LRT_NOINLINE void multiply_panels(const Matrix& m, int tile, int count, const Acts& acts, int row, int rows,
                                              const Target& target) {
         constexpr int WIDE = 16 * PANEL_TILES, STRIDE = 16 * FLOAT_TILES;
@@ -457,7 +457,7 @@ struct E4m3Groups {
     }
 };
 
-// Calls fn with the class that knows the layout.
+// Calls fn with the layout's class.
 template <class Fn> inline void with_layout(int layout, Fn fn) {
     switch (layout) {
         case F32: return fn(Plain<Float32>());
@@ -499,7 +499,7 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
 
 inline bool is_packed(int layout) { return layout > BF16 && layout != E4M3_GROUPS; }
 
-// How many runs of rows go together, and how many such chunks there are.
+// Number of runs in a chunk of rows, and number of chunks.
 struct Chunks {
     const Runs& runs;
     int count;
@@ -511,15 +511,14 @@ struct Chunks {
     RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
 };
 
-// Tiles whose totals stay in the cache: the fewer the rows, the longer a task.
+// Number of tiles whose totals fit the cache: the fewer the rows, the longer a task.
 inline int tiles_at_once(int rows) {
-    const int room = TOTALS / (rows + longest_run(rows));  // chunks may differ by a run
+    const int room = TOTALS / (rows + longest_run(rows));  // chunks may differ by one run
     return most(TASK_TILES, least(room, MOST_TILES)) / TASK_TILES * TASK_TILES;
 }
 
-// Tiles of the next task, `left` being those not handed out yet. For few rows reading is everything: a
-// share of what is left, so that most of it streams in long pieces and the last ones are short. For
-// many rows `at_once`, not 0.
+// Number of tiles for the next task; `left` are not assigned yet. For few rows, limited by reading, a task is a share of
+// those left: most are read in long pieces, and the last pieces are short. For many rows it is `at_once`, if not 0.
 inline int next_tiles(const Context& context, int left, int at_once) {
     const int threads = context.pool.threads();
     if (!at_once) return most(1, left / (2 * threads));
@@ -527,7 +526,7 @@ inline int next_tiles(const Context& context, int left, int at_once) {
     return (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
 }
 
-// out (R, stack.rows) = x (R, K) times the stack's rows; from one row of `out` to the next are `stride` floats.
+// out (R, stack.rows) = x (R, K) times the stack's rows; rows of `out` are `stride` floats apart.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride, const Finish* finish = nullptr) {
     if (acts.rows == 0) return;
     const Additions more = additions(context, stack, acts);
@@ -567,13 +566,13 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
 
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) { matmul(context, stack, acts, out, stack.rows); }
 
-// Tiles of gated columns that must stay together: whole groups and rotations of the next matrix.
+// Number of gated tiles that a task must not divide: whole groups and rotations of the next matrix.
 inline int gated_unit(const Stack& down) { return most(2, down.hadamard / 16); }
 
 // The two halves of a stack: gates and ups.
 struct Halves { Matrix gate, up; };
 
-// Whether gate and up can be taken side by side, and straight to codes.
+// Whether gate and up can be computed side by side and quantized directly.
 inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
     for (int i = 0; i < down.count; i++)
         if (!is_packed(down.parts[i].layout)) return false;
@@ -592,7 +591,7 @@ inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
            2 * unit <= TASK_TILES && gate.rows % (16 * unit) == 0;
 }
 
-// The codes (R, F) of what `target.gate` makes of both products.
+// The codes (R, F) of both products, joined by `target.gate`.
 inline void gated_matmul(Context& context, const Halves& halves, const Acts& acts, const Gated& target) {
     if (acts.rows == 0) return;
     const Runs runs(acts.rows);

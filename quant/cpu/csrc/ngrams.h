@@ -1,5 +1,5 @@
-// Hashed n-grams in a layer of several residual streams: see quant/ops/streams.py for the mathematics. The convolution and what
-// is kept of rows between passes are those of recurrent layers.
+// Hashed n-grams in a layer of several residual streams: see quant/ops/streams.py for the mathematics. The convolution and
+// the rows cached between passes are those of recurrent layers.
 #pragma once
 #include "recurrent.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr float LEAST_PRODUCT = 1e-6f;  // of a key with a stream
 
-// One row: `line` (S * D) has its keys, and gets normed values; `gated` (S * D) gets the values themselves.
+// One row: `line` (S * D) has its keys and receives normed values; `gated` (S * D) receives the values themselves.
 inline void gate_values(const NgramArgs& args, const float* stream, const float* value, float* line, float* gated, float* normed) {
     const int size = args.value.rows;
     for (int s = 0; s < args.count; s++) {

@@ -1,5 +1,5 @@
-// Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and meet
-// all rows in runs. The sums are those of `direct_rows` in matmul.h, in the same order, bit for bit.
+// Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and multiplied with all rows
+// run by run. Sums have the order and the bits of `direct_rows` in matmul.h.
 #pragma once
 
 namespace {
@@ -8,19 +8,19 @@ constexpr int PANEL_COLUMNS = 512;
 
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
-    alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16); for minima of halves of
-                                                                         // each 32 a scale and one of the minima
-    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // as the scales; or both minima as bits
+    alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16); with minima of halves,
+                                                                         // a scale of each 32 and one of the minima
+    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // like the scales; or the bits of both minima
 };
 
-// Sums of a group's columns that share a scale; with minima of halves codes are times their scales, and all are one sum.
+// Sums of a group: one for each scale; with minima of halves, codes are scaled first and there is one sum.
 template <class Layout, class Codes, bool MINIMA = half_minima<Layout>()> struct PanelSums {
     using Products = DotsOf<Layout, 8 / Layout::HALVES>;
 };
 template <class Layout> struct PanelSums<Layout, ByteCodes, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
 template <class Layout, bool MINIMA> struct PanelSums<Layout, PairCodes, MINIMA> { using Products = PairDots<Layout::SYMMETRIC>; };
 
-// `tiles` point at a span of each tile and move on by `columns`. SIGNED codes are less Layout::ZERO.
+// `tiles` point to a span of each tile and advance by `columns`. SIGNED subtracts Layout::ZERO from codes.
 template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
     constexpr int HALVES = Layout::HALVES;
     for (int t = 0; t < PANEL_TILES; t++) {
@@ -57,10 +57,10 @@ template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(cons
     }
 }
 
-// What is unpacked next, fetched while the panel at hand is multiplied: a few lines at every group.
+// Prefetches the next panel while the current one is multiplied: a few cache lines at every group.
 struct Ahead {
     const uint8_t* tiles[PANEL_TILES];
-    int lines;  // of each tile at a group; 0 for none
+    int lines;  // of each tile for a group; 0 for none
 
     void fetch() {
         for (int t = 0; t < PANEL_TILES; t++)
@@ -68,23 +68,23 @@ struct Ahead {
     }
 };
 
-template <class Codes> struct PanelRows {  // some rows of a run at the panel's first column
+template <class Codes> struct PanelRows {  // some of a run's rows, from the panel's first column
     const typename Codes::Code* codes;
     const float* meta;
     const int32_t* start;
-    int beside;  // rows of the run
+    int beside;  // all rows of the run
 };
 
 template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
-    // With minima of halves, codes are times their scales: one sum for both.
+    // With minima of halves, codes are scaled first: one sum for both.
     constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
     constexpr int T = PANEL_TILES, PARTS = MINIMA ? 1 : HALVES, QUADS = 8 / PARTS;
     constexpr int STARTS = MINIMA && Codes::GROUP == 16 ? 2 : PARTS;
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
-    // Unrolled, like all that touches them: else they live in memory, and are stored at every group.
+    // Unrolled, like all loops over the sums: otherwise these are in memory, and stored at every group.
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -172,9 +172,9 @@ namespace {
 struct TileShape {};  // nothing to set
 #endif
 
-// Runs [range.first, range.last) of the rows against `count` tiles, PANEL_TILES at a time; `totals` is
+// Multiplies runs [range.first, range.last) with `count` tiles, PANEL_TILES at a time; `totals` is
 // (count / PANEL_TILES, rows, PANEL_TILES). Columns are the outer loop: their activations stay in the
-// second-level cache while all tiles pass over them.
+// second-level cache for all tiles.
 template <class Layout, class Codes>
 inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& acts, const Runs& runs, RunRange range,
                         F16L* totals) {
@@ -188,7 +188,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     constexpr int ZERO = start_zero<Layout>();
     constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
     const int32_t* starts = ZERO ? acts.start(ZERO, STARTS) : nullptr;
-    // A tile's bytes of one panel, spread over the first runs.
+    // A tile's bytes of one panel, divided among the first runs.
     const int bytes = PANEL_COLUMNS / 32 * Layout::STEP + PANEL_COLUMNS / span * Layout::HEADER;
     const int fetching = least(4, range.last - range.first) * (PANEL_COLUMNS / 32), lines = (bytes / 64 + fetching) / fetching;
     for (int t = 0; t < PANEL_TILES; t++)

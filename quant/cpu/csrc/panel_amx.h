@@ -1,10 +1,10 @@
-// Panels by AMX: sixteen rows of activations times sixteen of weights in an instruction. Its sums are whole numbers, and
-// all that follows them is as in `panel_rows`: the same bits.
+// Panels with AMX: an instruction multiplies sixteen rows of activations with sixteen of weights. Its sums are integers,
+// and the rest is computed as in `panel_rows`: the bits are the same.
 #pragma once
 
 namespace {
 
-// What the tile registers hold: sums of rows in the first two, activations in 4, codes in 6.
+// Tile registers: 0 and 1 hold sums of rows, 4 activations, 6 codes.
 struct TileShape {
     int rows = 0, columns = 0;
 
@@ -22,11 +22,11 @@ struct TileShape {
         _tile_loadconfig(&shape);
     }
     ~TileShape() {
-        if (rows) _tile_release();  // else the system saves kilobytes for each thread
+        if (rows) _tile_release();  // otherwise the system saves kilobytes for each thread
     }
 };
 
-// out (rows, 16) of activations (rows, columns) and codes (columns / 4, 64); GCC wants registers by their numbers.
+// out (rows, 16) from activations (rows, columns) and codes (columns / 4, 64); GCC needs literal register numbers.
 #define LRT_TILE_PRODUCT(SUMS, a, codes, out)          \
     _tile_loadd(4, a, 32);                             \
     _tile_loadd(6, codes, 64 * PANEL_TILES);           \
@@ -56,7 +56,7 @@ LRT_NOINLINE void tile_rows(const Panel& panel, int groups, PanelRows<TileCodes>
         const int32_t* start = rows.start;
         multiply(0);
         for (int group = 0; group < groups; group++) {
-            if (group + 1 < groups) multiply(group + 1);  // a group ahead: products come slowly
+            if (group + 1 < groups) multiply(group + 1);  // one group ahead, to hide the latency
             if (!t) ahead.fetch();
             const auto& ready = products[group % 2];
             F16L scale[SCALES];

@@ -65,17 +65,16 @@ class Worker {
 };
 #endif
 
-// How many forks lie between this process and the one that loaded the library. A child has no workers but
-// its parent's pools, which it must neither wake nor wait for.
+// Number of forks since the library was loaded. A child has no workers, only its parent's pools, which it must neither
+// wake nor wait for.
 std::atomic<int> forks{0};
 #if !defined(_WIN32)
 [[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 #endif
 
-// Keeps a worker off the core of the thread that calls. In a virtual machine an idle core looks taken, so
-// Linux starts and wakes workers on the very core that calls for them, and parts the two many
-// milliseconds later: a pass at half the speed. A worker that sleeps is barred from that core when it is
-// called, one that finds itself there steps off, and both may go anywhere again at once.
+// Keeps a worker off the core of the calling thread. In a virtual machine Linux takes an idle core for a busy one, so it
+// starts and wakes workers on the caller's core and separates them many milliseconds later: a pass takes twice as long. A
+// sleeping worker is barred from that core when it is woken, a running one leaves it, and then both may run anywhere.
 class Place {
   public:
 #if defined(__linux__)
@@ -96,14 +95,14 @@ class Place {
     static int this_core() { return sched_getcpu(); }
 
   private:
-    // Where the thread may run is asked every time: others change it too.
+    // The thread's affinity is read every time, since others may change it.
     bool leave(pid_t thread, int core, int least_cores) {
         if (sched_getaffinity(thread, sizeof allowed_, &allowed_) || CPU_COUNT(&allowed_) < least_cores) return false;
         others_ = allowed_;
         CPU_CLR(core, &others_);
         return CPU_COUNT(&others_) && !sched_setaffinity(thread, sizeof others_, &others_);
     }
-    // Unless somebody has said something else meanwhile.
+    // Unless the affinity has been changed since.
     void come_back() {
         cpu_set_t now;
         if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others_)) sched_setaffinity(0, sizeof allowed_, &allowed_);
@@ -121,7 +120,7 @@ class Place {
 #endif
 };
 
-// Whether the calling thread runs only when no other program wants its core.
+// Whether the calling thread has idle priority.
 bool gives_way() {
 #if defined(__linux__)
     return sched_getscheduler(0) == SCHED_IDLE;
@@ -130,18 +129,17 @@ bool gives_way() {
 #endif
 }
 
-// Offers a thread's core to other programs. A worker on a core that another program wants loses it after
-// a few milliseconds, mostly within a task, and the pass then waits for that task as long again. So it
-// gives way sooner and between two tasks, when the others go on without it. If nobody wants the core,
-// this costs less than a microsecond. A thread that gives way offers it often: Linux (6.13 and later)
-// lets a program that wakes elsewhere wait for the next tick, unless the thread enters the kernel.
+// Yields a thread's core to other programs. The scheduler would take the core after a few milliseconds, mostly within a
+// task, and the pass would wait for that task as long again. So a worker yields earlier and between two tasks, while the
+// others continue. If no program is waiting, this costs less than a microsecond. A thread of idle priority yields often:
+// Linux (6.13 and later) lets a waking program wait for the next tick, unless the thread enters the kernel.
 class Slice {
   public:
-    explicit Slice(bool gentle) : longest_(gentle ? 100 : 2000) {}  // systems give 3 ms and more
+    explicit Slice(bool gentle) : longest_(gentle ? 100 : 2000) {}  // time slices are 3 ms and more
     void between_tasks() {
         const auto lasted = Clock::now() - began_;
         if (lasted < longest_) return;
-        if (lasted < SLEPT) std::this_thread::yield();  // else it has just slept
+        if (lasted < SLEPT) std::this_thread::yield();  // otherwise it has just slept
         began_ = Clock::now();
     }
 
@@ -155,7 +153,7 @@ class Slice {
 }  // namespace
 
 struct Pool::State {
-    // With fewer threads than asked for where the system gives no more.
+    // Continues with fewer threads if the system grants no more.
     explicit State(int count) : threads(count < 1 ? 1 : count), places(threads - 1) {
         try {
             for (auto& place : places) workers.emplace_back([this, &place] { work(place); });
@@ -173,11 +171,10 @@ struct Pool::State {
         for (auto& worker : workers) worker.join();
     }
 
-    // Runs tasks of one job until none are left to start. `ticket` holds the job's number above how many
-    // of its tasks nobody has taken: taking one fails once the job is over, so a worker that comes
-    // late, because its core was busy with something else, keeps nobody waiting. While tasks are left,
-    // the job's parameters stay as they are; what was read of them counts only if the exchange succeeds.
-    // The caller has no `slice` unless it gives way: nothing goes on without it.
+    // Runs tasks of one job until none are left. `ticket` holds the job's number in its upper bits and the number of
+    // unclaimed tasks below. Claiming a task fails once the job is over, so nobody waits for a worker that arrives late
+    // because its core was busy. The job's parameters do not change while tasks are left; they are valid only if the
+    // exchange succeeds. The caller has no `slice` unless it has idle priority: the job cannot continue without it.
     void take(uint32_t job, Slice* slice) {
         uint64_t seen = ticket.load(std::memory_order_acquire);
         while ((uint32_t)(seen >> 32) == job) {
@@ -219,9 +216,9 @@ struct Pool::State {
     }
 
     const int threads;
-    const bool gentle = gives_way();  // as the thread that makes the pool; workers inherit it
+    const bool gentle = gives_way();  // of the thread that creates the pool; workers inherit it
     const int born = forks.load(std::memory_order_relaxed);
-    std::vector<Place> places;  // under the mutex, like `sleeping`
+    std::vector<Place> places;  // guarded by the mutex, like `sleeping`
     std::vector<Worker> workers;
     std::mutex mutex;
     std::condition_variable wake;
@@ -241,9 +238,9 @@ int Pool::threads() const { return state_->threads; }
 
 int Pool::resize(int threads) {
     const State& s = *state_;
-    // New workers would inherit the class of the thread that asks; a child of a fork has none.
+    // New workers would inherit the calling thread's priority; a forked child has no workers.
     if (threads < 1 || threads == s.threads || gives_way() != s.gentle || s.inherited()) return s.threads;
-    delete state_;  // first: the system may not have threads for both
+    delete state_;  // first, because the system may not grant threads for both
     state_ = new State(threads);
     return threads;
 }

@@ -1,7 +1,6 @@
-// One pool of threads for everything: work is cut into numbered tasks that threads take in turn.
-// Which thread runs a task never changes its result.
-// Nothing here is inline but thin templates over local types: these headers are compiled for several
-// instruction sets, and a shared inline function could end up as the newest one's.
+// One pool of threads for everything: work is divided into numbered tasks that threads take one by one. A task's result
+// does not depend on its thread. Only thin templates over local types are inline here: these headers are compiled for
+// several instruction sets, and the linker could choose the newest one's copy of a shared inline function.
 #pragma once
 #include <cstddef>
 #include "abi.h"
@@ -20,7 +19,7 @@ class Pool {
     ~Pool();
     Pool(const Pool&) = delete;
     int threads() const;
-    // Goes on with so many threads, if it can; returns how many there are. Never within `dispatch`.
+    // Sets the number of threads and returns the actual one. Not to be called within `dispatch`.
     int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
 
@@ -29,7 +28,7 @@ class Pool {
     State* state_;
 };
 
-// Memory that grows and is kept: a pass allocates nothing.
+// Memory that grows and is reused, so that passes do not allocate.
 class Scratch {
   public:
     ~Scratch();
@@ -43,14 +42,14 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // of a step, of its second half
+    struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // for a step, and for its second half
     Scratch wide, gated, partial, joined, tasks, crowd, places, low, low_codes, low_sums;
     AdapterArgs adapters = {};
 };
 
 namespace {
 
-// fn(task) for every task in [0, count); returns when all are done.
+// Calls fn(task) for every task in [0, count); returns when all are done.
 template <class Fn> inline void parallel(Context& context, int count, Fn fn) {
     context.pool.dispatch(count, [](void* f, int task) { (*static_cast<Fn*>(f))(task); }, &fn);
 }

@@ -1,21 +1,21 @@
-// Recurrent layers: a causal convolution over the last rows, then a state that each row reads and adds to. See
-// quant/ops/recurrent.py for the mathematics and quant/ops/states.py for where states and rows lie between passes.
-// Rows are taken one after another in sums of one order, so a row's bits depend on the rows before it alone. Sixteen
-// columns of a head's state are a task: they stay in the first cache while all rows of a pass go by.
+// Recurrent layers: a causal convolution over the last rows, then a state that each row reads and updates. See
+// quant/ops/recurrent.py for the mathematics and quant/ops/states.py for the storage of states and rows between passes.
+// Rows are computed one after another with sums in one order, so a row's bits depend only on earlier rows. Sixteen
+// columns of a head's state are a task: they stay in the first-level cache for all rows of a pass.
 #pragma once
 #include "attention.h"
 
 namespace {
 
-constexpr int MAX_KEY = 256, MAX_TAPS = 8;  // quant/ops/recurrent.py knows them too
-constexpr float KEY_EPS = 1e-6f;            // of the length that keys and queries are divided by
+constexpr int MAX_KEY = 256, MAX_TAPS = 8;  // also in quant/ops/recurrent.py
+constexpr float KEY_EPS = 1e-6f;            // added to the length of keys and queries
 
-// Where a row's numbers lie among those that the hidden state is projected to, and among its channels.
+// Offsets of a row's parts in its projection and in its channels.
 struct RecurrentShape {
-    int inner, keys, channels, factors, row, width, rank;    // row: numbers that are kept of one
-    int channels_at, gates_at, strengths_at, decays_at;      // of `width`; with a rank, gates and decays are behind all others
-    int q, k, v;                                             // of the channels
-    int back;                                                // rows that the convolution looks back on
+    int inner, keys, channels, factors, row, width, rank;    // row: numbers cached for a row
+    int channels_at, gates_at, strengths_at, decays_at;      // in `width`; low-rank gates and decays come last
+    int q, k, v;                                             // in the channels
+    int back;                                                // earlier rows that the convolution needs
 
     explicit RecurrentShape(const RecurrentArgs& args) : inner(args.heads * args.value_size), keys(args.key_heads * args.key_size) {
         rank = args.gate_up.count ? args.gate_up.cols : 0;
@@ -53,15 +53,15 @@ struct RecurrentShape {
     }
 };
 
-// One sequence of a pass: the rows that wait, which the state has not yet, then the new ones.
+// One sequence of a pass: the waiting rows, which are not in the state yet, then the new rows.
 struct Rows {
     const StateSpan* owner;
-    float* past;     // (waiting, row), copies of what waits
+    float* past;     // (waiting, row), copies of the waiting rows
     float* fresh;    // (rows, width), as projected
     float* factors;  // (waiting + rows, factors)
     float* dots;     // (waiting + rows, key heads), of queries with keys
     float* joined;   // (rows, inner), of the new rows
-    int waiting, count, linear, fold;  // `linear` rows follow one another, the others are a tree's
+    int waiting, count, linear, fold;  // the first `linear` rows are a sequence, the others a tree
 
     int parent(int i) const {
         if (i < linear) return i - 1;
@@ -69,12 +69,12 @@ struct Rows {
         return before < 0 ? linear - 1 : linear + before;
     }
     bool wanted(int i) const { return i < linear || owner->parents[i - linear] >= -1; }
-    // Rows before the first are what convolutions look back on; zeros before the sequence.
+    // Rows before the first are earlier ones for convolutions; zeros before the sequence.
     const float* before(int i, int row) const {
         const int token = owner->position + i;
         return token < 0 ? nullptr : owner->rows_from + (size_t)(token % owner->ring_from) * row;
     }
-    // A row that waits: its numbers as they are kept.
+    // A waiting row's cached numbers.
     void take_kept(int i, const RecurrentShape& shape) const {
         const float* kept = before(i, shape.row);
         copy_floats(kept, shape.row, past + (size_t)i * shape.row);
@@ -85,19 +85,19 @@ struct Rows {
     }
 };
 
-// Calls fn(at, n) for up to sixteen numbers of `count` at a time.
+// Calls fn(at, n) for each sixteen of `count` numbers, the last call for fewer.
 template <class Fn> inline void by_sixteen(int count, Fn fn) {
     for (int at = 0; at < count; at += 16) fn(at, least(16, count - at));
 }
 
-// Of its logarithm. exp16 stops at e^-87, and a number times that is subnormal, which processors multiply slowly: what
-// decays so fast is gone.
+// A decay from its logarithm. exp16 stops at e^-87; products with that are subnormal and slow, so that such decays
+// become 0.
 inline F16L decayed(F16L log) {
     const F16L left = exp16(log), least = F16L::set1(1e-20f);
     return left.above(least, left, F16L::zero());
 }
 
-// A new row's decays, then how much of each head's value is written.
+// A new row's decays, then the strength of each head's update.
 inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, float* factors) {
     const int heads = args.heads, each = args.channel_decay ? args.key_size : 1;
     float* strengths = factors + heads * each;
@@ -119,7 +119,7 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
         });
 }
 
-// What is kept of new rows until the state has them, and of those before them that stay or are looked back on.
+// Caches new rows until they are in the state, and earlier rows that are still waiting or needed by convolutions.
 inline void keep_rows(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows) {
     const StateSpan& span = *rows.owner;
     const int first = most(0, span.fold - shape.back), held = span.held;
@@ -133,7 +133,7 @@ inline void keep_rows(const RecurrentArgs& args, const RecurrentShape& shape, co
     }
 }
 
-// The convolution of all rows in place, in channels [begin, end): later rows first, which need the earlier ones' inputs.
+// Convolves all rows in place, in channels [begin, end): later rows first, since they need earlier rows' inputs.
 inline void convolve(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int begin, int end) {
     for (int i = rows.count - 1; i >= 0; i--) {
         if (!rows.wanted(i)) continue;
@@ -164,7 +164,7 @@ inline void scale(float* x, int size, float factor) {
     for (int i = 0; i < size; i++) x[i] *= factor;
 }
 
-// Keys and queries of unit length where values are written by the delta rule, and their products.
+// Normalizes keys and queries to unit length for the delta rule, and computes their products.
 inline void normalize_keys(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int i) {
     float* line = rows.channels(i, shape);
     const int size = args.key_size;
@@ -178,20 +178,20 @@ inline void normalize_keys(const RecurrentArgs& args, const RecurrentShape& shap
     }
 }
 
-thread_local Scratch saved_columns;  // of a thread's present task: states that a tree's later rows go on from
+thread_local Scratch saved_columns;  // for a thread's current task: states that later rows of a tree continue
 
-// Sixteen columns of a head's state (K, 16), and what a row adds: decays times what was there, plus k d'.
+// An update of sixteen columns of a head's state (K, 16) by a row: decays times the state, plus k d'.
 struct Columns {
     const float* k;
-    const float* decays;  // (K), or one
+    const float* decays;  // (K), or a single one
     F16L d;
-    bool each;  // a decay for each key channel
+    bool each;  // whether each key channel has a decay
 
     F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
 };
 
-// Of the state `from`, or of `to`, which is that and what `add` adds: products with one or two vectors. Four sums each:
-// short chains.
+// Products of one or two vectors with the state `from`, or with `to`, the state updated by `add`. Four sums each, for
+// short dependency chains.
 template <bool ADD, bool FIRST, bool SECOND>
 inline void step_columns(const float* from, float* to, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
     F16L xs[4], ys[4];
@@ -218,14 +218,14 @@ inline void add_columns(const float* from, float* to, int size, const Columns& a
     for (int i = 0; i < size; i++) add.next(F16L::load(from + 16 * i), i).store(to + 16 * i);
 }
 
-// All rows of a sequence for columns [16 block, ...) of a head: outputs take the values' places.
+// All rows of a sequence for columns [16 block, ...) of a head; outputs replace the values.
 struct Scan {
     const RecurrentArgs& args;
     const RecurrentShape& shape;
     const Rows& rows;
     int head, group, column, size, count;  // size: of a key; count: columns
-    const float* now;                      // the state: where it was kept, will be kept, or lies
-    alignas(64) float state[16 * MAX_KEY];  // for this pass alone
+    const float* now;                      // the state: in the cache or in `state`
+    alignas(64) float state[16 * MAX_KEY];  // for this pass only
     alignas(64) float ka[MAX_KEY], qa[MAX_KEY];
 
     Scan(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int head, int block)
@@ -233,13 +233,13 @@ struct Scan {
           group(args.tiled ? head % args.key_heads : head / (args.heads / args.key_heads)), column(16 * block), size(args.key_size),
           count(least(16, args.value_size - column)) {}
 
-    // A row's part but for `d`.
+    // A row's update without `d`.
     Columns part(int i) const {
         const float* factors = rows.factors + (size_t)i * shape.factors;
         const int each = args.channel_decay ? size : 1;
         return {rows.channels(i, shape) + shape.k + group * size, factors + head * each, F16L::zero(), args.channel_decay != 0};
     }
-    // What row i adds, once `pending` is added, which makes the state `next`; with SEEN, its output goes where its value was.
+    // Row i's update, after applying `pending`, which makes the state `next`; with SEEN, its output replaces its value.
     template <bool ADD, bool SEEN> Columns read(int i, const Columns& pending, float* next) {
         Columns add = part(i);
         float* line = rows.channels(i, shape);
@@ -272,7 +272,7 @@ struct Scan {
         float* kept = span.to + at;
         now = span.from + at;
         if (!rows.fold && span.to != span.from) copy_floats(now, 16 * size, kept);
-        auto place = [&](int i) { return i <= rows.fold ? kept : state; };  // of the state that has i rows
+        auto place = [&](int i) { return i <= rows.fold ? kept : state; };  // of the state after i rows
         Columns pending = {nullptr, nullptr, F16L::zero(), false};
         for (int i = 0; i < rows.linear; i++) {
             if (i < rows.waiting) pending = i ? read<true, false>(i, pending, place(i)) : read<false, false>(i, pending, nullptr);
@@ -285,15 +285,15 @@ struct Scan {
         }
         grow(16 * size);
     }
-    // A tree's rows. A state that another row goes on from later is saved.
+    // A tree's rows. A state that a later row continues is saved.
     void grow(int numbers) {
         const int first = rows.linear, nodes = rows.count - first;
         float* saved = scratch<float>(saved_columns, (size_t)(nodes + 1) * numbers);
-        copy_floats(now, numbers, saved);  // before the tree
+        copy_floats(now, numbers, saved);  // the state before the tree
         if (now != state) copy_floats(saved, numbers, state);
         now = state;
         const Columns none = {nullptr, nullptr, F16L::zero(), false};
-        int at = first - 1;  // the row that `state` has last
+        int at = first - 1;  // the last row in `state`
         for (int i = first; i < rows.count; i++) {
             if (!rows.wanted(i)) continue;
             const int parent = rows.parent(i);
@@ -311,7 +311,7 @@ struct Scan {
     }
 };
 
-// Norm and gate of one new row's result.
+// Applies norm and gate to a new row's result.
 inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, const float* seen, float* out) {
     const float* gates = line + shape.gates_at;
     const int inner = shape.inner;
@@ -335,7 +335,7 @@ inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, c
             rms_norm(out + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
 }
 
-// Of rows (R, width), `stack` times the numbers from `from` on, to `to`.
+// Multiplies numbers of rows (R, width) from `from` on by `stack`, to `to`.
 inline void widen(Context& context, const Stack& stack, float* wide, int rows, int width, int from, int to) {
     float* low = scratch<float>(context.joined, (size_t)rows * stack.cols);
     for (int row = 0; row < rows; row++) copy_floats(wide + (size_t)row * width + from, stack.cols, low + (size_t)row * stack.cols);
@@ -343,8 +343,8 @@ inline void widen(Context& context, const Stack& stack, float* wide, int rows, i
     matmul(context, stack, acts, wide + to, width);
 }
 
-// All sequences of a pass, and of every row of theirs its sequence and its number there. `wide` (R, width) has the new rows
-// as projected, `joined` (R, inner) room for their results.
+// All sequences of a pass, and for each of its rows the sequence and the index there. `wide` (R, width) has the projected
+// rows, `joined` (R, inner) takes their results.
 struct Sequences {
     Rows* list;
     int *owners, *numbers, all;
@@ -376,7 +376,7 @@ struct Sequences {
     }
 };
 
-// Keeps what is to be kept of all rows, then convolves them.
+// Caches all rows, then convolves them.
 inline void keep_and_convolve(Context& context, const RecurrentArgs& args, const RecurrentShape& shape, const Rows* list) {
     for (int s = 0; s < args.span_count; s++) keep_rows(args, shape, list[s]);
     const int piece = 128, pieces = (shape.channels + piece - 1) / piece;

@@ -1,11 +1,11 @@
-// Routers: norm, logits in float32, and each row's experts, ranked. RouterSpec in quant/ops/experts.py says what
-// is computed; ties go to the lower number.
+// Routers: norm, logits in float32, and each row's experts, ranked. See RouterSpec in quant/ops/experts.py for the
+// mathematics; ties go to the lower index.
 #pragma once
 
 namespace {
 
-// The numbers of a row, taken one by one from the largest on; those taken become minus infinity. Peaks of
-// sixteen are kept, so that a pick looks at few.
+// Picks the numbers of a row in descending order; picked ones become minus infinity. The maximum of each sixteen is
+// cached, so that a pick compares few.
 struct Ranking {
     float *keys, *peaks;
     int blocks;
@@ -14,7 +14,7 @@ struct Ranking {
         for (int b = 0; b < blocks; b++) look(b);
     }
     void look(int block) { peaks[block] = F16L::load(keys + 16 * block).highest(); }
-    int best() const {  // -1: none is left
+    int best() const {  // -1 if none is left
         int block = 0, lane = 0;
         for (int b = 1; b < blocks; b++)
             if (peaks[b] > peaks[block]) block = b;
@@ -38,7 +38,7 @@ inline bool all_finite(const float* x, int count) {
     return !bad;
 }
 
-// One row's choice, from its logits. `work` is room for `route_room` floats.
+// Chooses one row's experts from its logits. `work` has room for `route_room` floats.
 struct Router {
     const RouteArgs& args;
     int count, padded, blocks;
@@ -53,7 +53,7 @@ struct Router {
         fill_floats(logits, padded, -INFINITY);
         for (int i = 0; i < count; i++) logits[i] = products[i] + (args.gate_bias ? args.gate_bias[i] : 0.f);
         score(logits, scores);
-        const float* ranks = args.scoring == SOFTMAX_CHOSEN ? logits : scores;  // scores are equal where a softmax vanishes
+        const float* ranks = args.scoring == SOFTMAX_CHOSEN ? logits : scores;  // scores tie if softmax underflows
         fill_floats(keys, padded, -INFINITY);
         for (int i = 0; i < count; i++) keys[i] = ranks[i] + (args.choice_bias ? args.choice_bias[i] : 0.f);
         if (!all_finite(logits, count) || !all_finite(keys, count)) {
@@ -67,7 +67,7 @@ struct Router {
         if (limited) close_groups(keys, group_best, open);
         Ranking ranking(keys, peaks, blocks);
         for (int i = 0; i < args.ranked; i++) {
-            if (limited && i == allowed) {  // behind them come those that cannot be chosen
+            if (limited && i == allowed) {  // the rest cannot be chosen
                 for (int e = 0; e < count; e++)
                     if (!open[e / size]) keys[e] = ranks[e] + (args.choice_bias ? args.choice_bias[e] : 0.f);
                 ranking = Ranking(keys, peaks, blocks);
@@ -94,13 +94,13 @@ struct Router {
         for (int i = 0; i < padded; i += 16) (F16L::load(scores + i) / sum).store(scores + i);
     }
 
-    // Leaves the keys of the best groups, by the sum of each one's largest.
+    // Masks all keys but those of the best groups, by the sum of each group's largest.
     void close_groups(float* keys, float* group_best, uint8_t* open) const {
         const int size = count / args.groups;
         for (int g = 0; g < args.groups; g++) {
             float* from = keys + g * size;
             float sum = 0, last = INFINITY;
-            for (int taken = 0; taken < least(args.group_top, size);) {  // equal ones are taken together
+            for (int taken = 0; taken < least(args.group_top, size);) {  // equal ones are counted together
                 float next = -INFINITY;
                 for (int i = 0; i < size; i++)
                     if (from[i] < last && from[i] > next) next = from[i];
@@ -137,7 +137,7 @@ struct Router {
     }
 };
 
-// Products of few numbers, on which much depends: with activations of 16 bits.
+// Uses 16-bit activations: few products, whose errors would matter.
 inline void router_products(Context& context, const Stack& gate, const float* x, int rows, const float* norm, float eps, float* products) {
     matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate, true), products);
 }

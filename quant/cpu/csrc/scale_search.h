@@ -1,12 +1,12 @@
-// The scales of groups with the least rounding error: a search over how far to clip. quant/methods/scales.py, in numpy,
-// says what is found; this finds it ten times as fast.
+// Finds the scales of groups with the least rounding error, by a search over how far to clip. Gives the results of
+// quant/methods/scales.py, in numpy, ten times as fast.
 #pragma once
 
 namespace {
 
-// |e|^2.4 from e^2, within 1e-4 of it: two of Newton's steps towards the inverse fifth root.
+// |e|^2.4 from e^2, within 1e-4: two Newton steps for the inverse fifth root.
 inline F16L power_of_error(F16L square) {
-    // The first guess divides the exponent by -5, and is off by 3 % at most.
+    // The first guess divides the exponent by -5; its error is at most 3 %.
     F16L root = F16L::bits(F16L::from(square.as_bits()).fma(F16L::set1(-0.2f), F16L::set1(1.277925e9f)).rounded());
     for (int step = 0; step < 2; step++) {
         const F16L two = root * root;
@@ -16,7 +16,7 @@ inline F16L power_of_error(F16L square) {
     return square * square * (two * two);
 }
 
-// To half precision and back; halfway goes to even.
+// Rounds to half precision, ties to even.
 inline float rounded_to_half(float x) {
     const float size = std::fabs(x);
     if (size >= 65520.f) return x < 0 ? -INFINITY : INFINITY;
@@ -28,7 +28,7 @@ inline float rounded_to_half(float x) {
     return x;
 }
 
-// To E4M3 and back, for x >= 0; halfway goes down, as does what is too large.
+// Rounds x >= 0 to E4M3, ties down; saturates.
 inline float rounded_to_e4m3(float x) {
     if (x >= 448.f) return 448.f;
     const float step = std::ldexp(1.f, most(std::ilogb(x), -6) - 3);
@@ -74,7 +74,7 @@ struct E2m1Codes {
 // A group, measured from `centre` in units of its farthest weight.
 struct SearchedGroup {
     alignas(64) float values[128];
-    float centre, farthest, size;  // the last two: the weight as it is, and its distance
+    float centre, farthest, size;  // farthest: that weight; size: its distance
 
     SearchedGroup(const float* from, int block, float centre) : centre(centre), farthest(from[0]), size(-1.f) {
         for (int i = 0; i < block; i++) {
@@ -103,14 +103,14 @@ template <class Codes> float rounding_error(const SearchedGroup& group, int bloc
     return sum16(total);
 }
 
-// Whether the farthest weight, which becomes the largest number, becomes infinite.
+// Whether the farthest weight, which maps to the largest number, overflows.
 template <class Codes> bool overflows(const SearchedGroup& group, const Codes& codes, Candidate tried) {
     const F16L code = codes.nearest(F16L::set1(std::fabs(group.farthest) / std::fabs(tried.scale)));
     return !std::isfinite((code * F16L::set1(std::fabs(tried.scale))).highest());
 }
 
-// The candidate with the least error, of those that `fit` makes for how much of the group to cover; `clipped` says how
-// far beyond one's end the farthest weight lies.
+// The candidate with the least error, of those that `fit` makes for each fraction of the group's range; `clipped` is the
+// farthest weight's distance from the end of a candidate's range.
 template <class Codes, class Fit, class Clipped>
 Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, const Codes& codes, Fit fit, Clipped clipped) {
     Candidate best = {INFINITY, INFINITY};
@@ -118,8 +118,8 @@ Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, con
     for (int step = 0; step < args.steps; step++) {
         const Candidate tried = fit(args.shrinks[step]);
         if (!std::isfinite(tried.scale) || !std::isfinite(tried.minimum)) break;  // too large for the format
-        // The farthest weight is clipped, ever more: once that alone costs more than the best does in all, nothing
-        // better follows.
+        // Each step clips the farthest weight more. Once its error alone exceeds the best total, no later candidate is
+        // better.
         if (clipped(tried) > bearable * group.size) break;
         if (group.size > 1e37f && overflows(group, codes, tried)) continue;
         const float error = rounding_error(group, args.block, codes, tried);
@@ -132,7 +132,7 @@ Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, con
     return best;
 }
 
-// `scale_of` makes a scale of the farthest weight and how much of it to cover.
+// `scale_of` makes a scale from the farthest weight and the fraction of it to cover.
 template <class Codes, class ScaleOf>
 float search_symmetric(const float* from, const SearchArgs& args, const Codes& codes, ScaleOf scale_of) {
     const SearchedGroup group(from, args.block, 0.f);

@@ -23,7 +23,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
     for (int i = 0; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
-// Notes what a stack's matrices start from; returns whether one of them is packed.
+// Collects the kinds of sums that a stack's matrices need; returns whether one is packed.
 inline bool note_starts(const Stack& stack, Acts& acts, bool precise = false) {
     bool packed = false;
     for (int i = 0; i < stack.count; i++)
@@ -39,7 +39,7 @@ inline bool note_starts(const Stack& stack, Acts& acts, bool precise = false) {
     return packed;
 }
 
-// Room for the codes of `count` groups, and for what is noted.
+// Room for the codes of `count` groups and for their sums.
 inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts, bool precise = false) {
     size_t starts = 0;
     for (int i = 0; i < acts.start_count; i++) starts += count * acts.starts[i].halves;
@@ -53,14 +53,14 @@ inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts, bool
     }
 }
 
-// Room for rows that `stack` multiplies: codes if a part is packed.
+// Room for the inputs of `stack`, with codes if a part is packed.
 inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack, bool precise = false) {
     Acts acts = {x, nullptr, nullptr, {}, 0, rows, stack.cols, nullptr};
     if (note_starts(stack, acts, precise)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts, precise);
     return acts;
 }
 
-// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed, to 16 bits if `precise`.
+// Prepares inputs of `stack`: normed if `norm`, rotated if it needs it, quantized if a part is packed (16 bits if `precise`).
 inline Acts prepare(Context& context, Context::Rows& memory, const float* x, const int64_t* wanted, int rows, const float* norm,
                     float eps, const Stack& stack, bool precise = false) {
     const int cols = stack.cols;
@@ -96,7 +96,7 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     }
 }
 
-// Heads' queries and gates by turns, and `count` numbers in all without the gates: these to `gates`, the rest closes up.
+// Moves heads' gates, which alternate with queries, to `gates`, and compacts the `count` other numbers.
 inline void part_gates(float* line, int heads, int count, int size, float* gates) {
     for (int h = 0; h < heads; h++) {
         copy_floats(line + (2 * h + 1) * size, size, gates + h * size);
@@ -108,7 +108,7 @@ inline void part_gates(float* line, int heads, int count, int size, float* gates
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
-    const int own = args.projections > 1 ? groups : 0;  // heads that are cached
+    const int own = args.projections > 1 ? groups : 0;  // cached heads
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
     float* copies = args.projections == 2 ? scratch<float>(context.joined, (size_t)args.rows * groups * size) : nullptr;
     matmul(context, args.qkv, acts, wide);
@@ -130,7 +130,7 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             if (copies) copy_floats(line + heads * size, groups * size, values);
             const int half = args.rotary / 2;
             const size_t turn = (size_t)row * half, turned = half * sizeof(float);
-            // Decided for each row: its bits must not depend on other rows.
+            // Decided row by row: a row's bits must not depend on other rows.
             const bool moved = args.place_cos && (__builtin_memcmp(args.cos + turn, args.place_cos + turn, turned) ||
                                                   __builtin_memcmp(args.sin + turn, args.place_sin + turn, turned));
             for (int g = 0; g < own && !moved; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
@@ -201,7 +201,7 @@ void attention_output(Context& context, const AttentionArgs& args) {
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
 
-// Numbers [begin, end) of a row of F gated ones, from its gates and ups.
+// Computes numbers [begin, end) of F gated ones in a row from its gates and ups.
 inline void gate_row(const float* gate, const float* up, int begin, int end, const Gate& join, const float* gate_bias,
                      const float* up_bias, float* gated) {
     for (int i = begin; i < end; i += 16) {
@@ -217,10 +217,10 @@ inline void gate_row(const float* gate, const float* up, int begin, int end, con
     }
 }
 
-// gated (R, F) from wide (R, 2F), which has the gates first; or from (R, F) without gates, which may be `gated`.
+// gated (R, F) from wide (R, 2F), gates first; or from (R, F) without gates, which may be `gated` itself.
 inline void gate_rows(Context& context, const float* wide, int rows, int inner, const Gate& join, float* gated) {
     const size_t ups = has_gate(join.activation) ? inner : 0;
-    // Long rows are cut as well: at one row the gate would otherwise run on one thread.
+    // Long rows are divided as well: otherwise a single row's gate would run on one thread.
     const int piece = 2048, pieces = (inner + piece - 1) / piece;
     parallel(context, rows * pieces, [&](int task) {
         const int row = task / pieces, begin = task % pieces * piece, end = least(inner, begin + piece);
@@ -240,8 +240,8 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
     });
 }
 
-// Gates (F) less their mean and `cutoff` of their deviations, and none below 0: of a normal distribution, a fixed share
-// is left.
+// Gates (F) less their mean and `cutoff` standard deviations, at least 0: for a normal distribution, a fixed share stays
+// above 0.
 inline void cut_gates(float* gates, int inner, float cutoff) {
     F16L sum = F16L::zero();
     float total = 0, squares = 0;
@@ -277,7 +277,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     if (gates && !args.cut && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         const Additions more = additions(context, args.gate_up, acts);
-        // What goes straight to codes leaves no floats for adapters of the next matrix.
+        // Direct quantization leaves no floats for adapters of the next matrix.
         float* keep = adapted(context, args.down) ? scratch<float>(context.gated, (size_t)args.rows * inner) : nullptr;
         gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr, more.products ? &more : nullptr, keep});
         if (keep) gated.x = keep, gated.mixes = context.adapters.mixes;
@@ -297,9 +297,9 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     scale_rows(context, args.out, args.rows, args.down.rows, factors);
 }
 
-// Logits feel every rounding, and a head waits for its weights: activations of 16 bits.
+// Logits are sensitive to rounding, and the head is limited by reading: 16-bit activations.
 void head(Context& context, const HeadArgs& args) {
-    if (args.count == 0) return;  // a chunk of a prompt wants no logits
+    if (args.count == 0) return;  // chunks of a prompt but the last need no logits
     const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight, true);
     matmul(context, args.weight, acts, args.logits);
     if (args.softcap > 0) {

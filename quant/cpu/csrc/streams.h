@@ -1,4 +1,4 @@
-// Inputs of each layer's own, and several residual streams. See quant/ops/streams.py for the mathematics.
+// Per-layer inputs and several residual streams: see quant/ops/streams.py for the mathematics.
 #pragma once
 
 namespace {
@@ -34,7 +34,7 @@ void gate_inputs(Context& context, const InputArgs& args) {
     finish_rows(context, args.out, args.rows, args.proj.rows, nullptr, args.post_norm, args.eps);
 }
 
-// out (R, D) = n + norm(right(left(n))), where n is x, normed
+// out (R, D) = n + norm(right(left(n))), where n = norm(x)
 void low_rank(Context& context, const Stack& left, const Stack& right, const float* x, int rows, const float* norm,
               const float* post_norm, float eps, float* out) {
     const int cols = left.cols, rank = left.rows;
@@ -52,13 +52,13 @@ void low_rank(Context& context, const Stack& left, const Stack& right, const flo
     });
 }
 
-// What brings y (D) to the magnitude of x.
+// The factor that scales y (D) to the magnitude of x.
 inline float same_magnitude(const float* x, const float* y, int size) {
     const float wanted = std::sqrt(square_sum(x, size) / (float)size);
     return wanted / std::sqrt(most(square_sum(y, size) / (float)size, 1e-5f));
 }
 
-// out (R, S * D): x, and its projections (S - 1), as large as it.
+// out (R, S * D): x and its S - 1 projections, scaled to the magnitude of x.
 void split_streams(Context& context, const Stack& stack, const float* x, int rows, float* out) {
     const int size = stack.cols, others = stack.rows / size;
     float* wide = scratch<float>(context.wide, (size_t)rows * stack.rows);
@@ -76,7 +76,7 @@ void split_streams(Context& context, const Stack& stack, const float* x, int row
     });
 }
 
-// The mean of the first stream and of the others' projections, as large as it.
+// The mean of the first stream and the others' projections, scaled to its magnitude.
 void join_streams(Context& context, const Stack& stack, const float* streams, int rows, float* out) {
     const int size = stack.cols, others = stack.count, all = (others + 1) * size;
     float* products = scratch<float>(context.wide, (size_t)rows * size);
@@ -104,7 +104,7 @@ void join_streams(Context& context, const Stack& stack, const float* streams, in
     }
 }
 
-// (rows, S): what coefficients are made of.
+// (rows, S): the router's output, from which coefficients are computed.
 inline float* stream_modes(Context& context, const StreamArgs& args, const float* x) {
     float* modes = scratch<float>(context.gated, (size_t)args.rows * args.count);
     router_products(context, args.router, x, args.rows, args.norm, args.eps, modes);
@@ -112,7 +112,7 @@ inline float* stream_modes(Context& context, const StreamArgs& args, const float
     return modes;
 }
 
-// out (R, S * D): every stream plus all of them times coefficients of their own; `active` is the active one of these.
+// out (R, S * D): each stream plus all streams times its coefficients; `active` is the active one of the results.
 void predict_streams(Context& context, const StreamArgs& args) {
     const int size = args.router.cols, count = args.count, all = count * size;
     for (int row = 0; row < args.rows; row++)
@@ -133,7 +133,7 @@ void predict_streams(Context& context, const StreamArgs& args) {
     });
 }
 
-// out (R, S * D): every prediction plus what was wrong with the active one, times a coefficient of its own.
+// out (R, S * D): each prediction plus the active one's error times the stream's coefficient.
 void correct_streams(Context& context, const StreamArgs& args) {
     const int size = args.router.cols, count = args.count, all = count * size;
     const float* modes = stream_modes(context, args, args.activated);
@@ -150,7 +150,7 @@ void correct_streams(Context& context, const StreamArgs& args) {
     });
 }
 
-// out (R, D): the mean over streams of gates times the streams, each normed for itself; shares (R, S) of what the layer gives.
+// out (R, D): the mean over streams of gate times normed stream; shares (R, S) are the streams' parts of a layer's output.
 void read_streams(Context& context, const ConnectionArgs& args) {
     const int all = args.down.cols, count = args.count, size = all / count, rank = args.down.rows;
     const F16L part = F16L::set1(1.f / (float)count);

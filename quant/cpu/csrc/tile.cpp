@@ -44,7 +44,7 @@ uint32_t word(const uint8_t* p) {
     return w;
 }
 
-// A bit of each code, in eight masks.
+// One bit of each code, in eight masks.
 uint8_t* pack_masks(const uint8_t* codes, size_t stride, int bit, uint8_t* out) {
     for (int v = 0; v < 8; v++, out += 8) {
         uint64_t mask = 0;
@@ -88,7 +88,7 @@ uint8_t* pack_step(const uint8_t* codes, size_t stride, int bits, uint8_t* out) 
     return bits == 6 ? pack_pairs(codes, stride, 4, out) : out;
 }
 
-// Pairs of bits, of which runs of 32 share 32 bytes.
+// Pairs of bits; each 32 share 32 bytes.
 void low_pairs(const uint8_t* p, uint8_t* codes) {
     for (int j = 0; j < 256; j++) codes[j] = p[j / 128 * 32 + j % 32] >> j % 128 / 32 * 2 & 3;
 }
@@ -101,7 +101,7 @@ void six_bit_words(const uint8_t* six, int row, uint32_t (*words)[16]) {
     }
 }
 
-// A bit of h for each of the bytes, at position 4.
+// One bit of h for each byte, at bit 4.
 void fifth(const uint8_t* h, uint8_t* codes) {
     const uint32_t bits = word(h);
     for (int j = 0; j < 32; j++) codes[j] |= (bits >> j & 1) << 4;
@@ -114,24 +114,24 @@ void low_high(const uint8_t* p, int half, uint8_t* codes) {
     }
 }
 
-// Eight six-bit numbers as a word and two bytes.
+// Eight six-bit numbers as one word and two bytes.
 void eight_six_bit(const uint8_t* six, int row, uint32_t* words, uint8_t (*bytes)[16]) {
     words[row] = (uint32_t)(six[7] & 3) << 30;
     for (int i = 0; i < 5; i++) words[row] |= (uint32_t)six[i] << 6 * i;
     for (int i = 0; i < 2; i++) bytes[i][row] = (uint8_t)(six[5 + i] | (six[7] >> (2 + 2 * i) & 3) << 6);
 }
 
-// What a row's block of a codebook type holds: see quant/formats/codebook.py.
+// Contents of a row's block of a codebook type: see quant/formats/codebook.py.
 struct Entries {
     uint16_t d, index[64];
     uint8_t scale[16];
-    uint32_t signs[8];   // a bit for each column
-    uint8_t less[32];    // IQ1: of each entry
+    uint32_t signs[8];   // one bit for each column
+    uint8_t less[32];    // IQ1: one for each entry
 };
 
 uint16_t short_word(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
 
-// Seven signs, and the eighth.
+// Seven signs and the implied eighth.
 uint32_t eight_signs(uint32_t seven) { return seven | (uint32_t)__builtin_parity(seven) << 7; }
 
 Entries entries_of(int source, const uint8_t* p) {
@@ -187,7 +187,7 @@ Entries entries_of(int source, const uint8_t* p) {
     return e;
 }
 
-// A block of 16 rows: quant/formats/codebook.py has the layout.
+// A block of 16 rows: see quant/formats/codebook.py for the layout.
 uint8_t* tile_entries(int source, const uint8_t* const* rows, uint8_t* out) {
     Entries all[16];
     for (int r = 0; r < 16; r++) all[r] = entries_of(source, rows[r]);
@@ -222,7 +222,7 @@ uint8_t* tile_entries(int source, const uint8_t* const* rows, uint8_t* out) {
     const bool four = source == FROM_IQ3_XXS || source == FROM_IQ3_S, shifted = source == FROM_IQ1_S || source == FROM_IQ1_M;
     const bool seven = source == FROM_IQ3_XXS || source == FROM_IQ2_XXS || source == FROM_IQ2_XS;
     const int vectors = four ? 2 : 1;
-    const int bits = shifted ? 11 : source == FROM_IQ2_S ? 10 : source == FROM_IQ3_S ? 9 : 8;  // as masks have them
+    const int bits = shifted ? 11 : source == FROM_IQ2_S ? 10 : source == FROM_IQ3_S ? 9 : 8;  // as in masks
     for (int step = 0; step < 8; step++) {
         for (int vector = 0; vector < vectors; vector++)
             for (int r = 0; r < 16; r++)

@@ -7,13 +7,13 @@ namespace {
 
 #define LRT_PANEL_ROWS 4
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // of sums: several have less latency
-// Widths of codes that share their kernels.
+constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // of sums: several hide latency
+// Classes of code widths that share kernels.
 constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : most <= 32 ? 32 : most <= 64 ? 64 : most <= 128 ? 128 : 255; }
-constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
+constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
-// Copies register by register: as one block they would go through memory.
+// Copies register by register: a block copy would go through memory.
 #define LRT_PAIR(NAME, HALF) \
     NAME() = default; \
     NAME(HALF a_, HALF b_) : a(a_), b(b_) {} \
@@ -55,19 +55,19 @@ struct I16 {
         __m128i c = _mm_cvtsi32_si128(n);
         return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
     }
-    // The products of a lane's two 16-bit halves, added; and added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
     I16 dot2(I16 o) const { return {_mm256_madd_epi16(a, o.a), _mm256_madd_epi16(b, o.b)}; }
     I16 dot2(I16 o, I16 sum) const {
 #if LRT_VNNI
         return {_mm256_dpwssd_avx_epi32(sum.a, a, o.a), _mm256_dpwssd_avx_epi32(sum.b, b, o.b)};
 #else
         sum = sum + dot2(o);
-        __asm__("" : "+x"(sum.a), "+x"(sum.b));  // one after the other: as a tree they would not fit the registers
+        __asm__("" : "+x"(sum.a), "+x"(sum.b));  // in sequence: a tree of sums would not fit the registers
         return sum;
 #endif
     }
     inline struct B64 as_bytes() const;
-    // Sixteen numbers of four bits.
+    // Sixteen four-bit numbers.
     static I16 nibbles(uint64_t x) {
         const __m256i shifts = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), low = _mm256_set1_epi32(15);
         return {_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)x), shifts), low),
@@ -113,7 +113,7 @@ struct F16L {
     F16L operator/(F16L o) const { return {_mm256_div_ps(a, o.a), _mm256_div_ps(b, o.b)}; }
     F16L max(F16L o) const { return {_mm256_max_ps(a, o.a), _mm256_max_ps(b, o.b)}; }
     F16L min(F16L o) const { return {_mm256_min_ps(a, o.a), _mm256_min_ps(b, o.b)}; }
-    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    // Each lane: `yes` if this is greater than `bound`, else `no`.
     F16L above(F16L bound, F16L yes, F16L no) const {
         return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(a, bound.a, _CMP_GT_OQ)),
                 _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(b, bound.b, _CMP_GT_OQ))};
@@ -158,13 +158,13 @@ struct B64 {
         const B64 set = spread(mask) & set1(bit);
         return *this | set;
     }
-    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const {
         const __m256i from = _mm256_set1_epi8((char)twice);
         const B64 set = spread(mask);
         return {_mm256_blendv_epi8(a, _mm256_sub_epi8(from, a), set.a), _mm256_blendv_epi8(b, _mm256_sub_epi8(from, b), set.b)};
     }
-    // All ones where the mask's bit of a byte is set.
+    // All ones in each byte whose bit in the mask is set.
     static B64 spread(uint64_t mask) {
         const __m256i all = _mm256_set1_epi64x((long long)mask), select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
         const __m256i first = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -181,7 +181,7 @@ inline B64 I16::as_bytes() const { return {a, b}; }
 inline I16 even_bytes(B64 x) { return I16{x.a, x.b} & I16::set1(0x00FF00FF); }
 inline I16 odd_bytes(B64 x) { return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)}; }
 
-// Four activations, for all lanes.
+// Four activations, broadcast to all lanes.
 struct Quad {
     __m256i v;
     static Quad load(const int8_t* p) {
@@ -192,7 +192,7 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
 // Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
 #if LRT_VNNI
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
@@ -209,7 +209,7 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 #else
-// Pairs of products are added in 16 bits, as many as fit, and only then in 32.
+// Adds pairs of products in 16 bits, as many as fit, then in 32.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     static constexpr int ROOM = INT16_MAX / (2 * 127 * MOST);
@@ -222,7 +222,7 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
         const I16 products = {_mm256_maddubs_epi16(w.a, a.v), _mm256_maddubs_epi16(w.b, a.v)};
         if (step % FIT) pairs = {_mm256_add_epi16(pairs.a, products.a), _mm256_add_epi16(pairs.b, products.b)};
         else pairs = products;
-        __asm__("" : "+x"(pairs.a), "+x"(pairs.b));  // one after the other: as a tree they would not fit the registers
+        __asm__("" : "+x"(pairs.a), "+x"(pairs.b));  // in sequence: a tree of sums would not fit the registers
         if (step % FIT != FIT - 1) return;
         const I16 more = pairs.dot2(I16::set1(0x00010001));
         sum = step < FIT ? more : sum + more;
@@ -230,7 +230,7 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
 };
 
-// Of eight bits not even two products would fit: all are numbers of 16 bits.
+// With eight-bit codes not even two products would fit: all are widened to 16 bits.
 template <int ZERO, int STEPS, int CHAINS> struct Dots<255, ZERO, STEPS, CHAINS> {
     struct Weights {
         I16 even, odd;

@@ -7,9 +7,9 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // of codes that share their kernels
+constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // of code widths that share kernels
 constexpr int chains(int) { return 1; }  // of sums
-constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
+constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
@@ -40,7 +40,7 @@ struct I16 {
     I16 shr(int n) const {
         return each([&](int i) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v[i]), vdupq_n_s32(-n))); });
     }
-    // The products of a lane's two 16-bit halves, added; and added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) {
             const int16x8_t a = vreinterpretq_s16_s32(v[i]), b = vreinterpretq_s16_s32(o.v[i]);
@@ -49,7 +49,7 @@ struct I16 {
     }
     I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
-    // Sixteen numbers of four bits.
+    // Sixteen four-bit numbers.
     static I16 nibbles(uint64_t x) {
         const int32_t down[4] = {0, -4, -8, -12};
         const int32x4_t shifts = vld1q_s32(down);
@@ -93,7 +93,7 @@ struct F16L {
     F16L operator/(F16L o) const { return each([&](int i) { return vdivq_f32(v[i], o.v[i]); }); }
     F16L max(F16L o) const { return each([&](int i) { return vmaxq_f32(v[i], o.v[i]); }); }
     F16L min(F16L o) const { return each([&](int i) { return vminq_f32(v[i], o.v[i]); }); }
-    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    // Each lane: `yes` if this is greater than `bound`, else `no`.
     F16L above(F16L bound, F16L yes, F16L no) const {
         return each([&](int i) { return vbslq_f32(vcgtq_f32(v[i], bound.v[i]), yes.v[i], no.v[i]); });
     }
@@ -122,15 +122,15 @@ struct B64 {
     template <int N> B64 shr() const { return each([&](int i) { return vshrq_n_u8(v[i], N); }); }
     template <int N> B64 shl() const { return each([&](int i) { return vshlq_n_u8(v[i], N); }); }
     B64 lookup(B64 index) const { return each([&](int i) { return vqtbl1q_u8(v[i], index.v[i]); }); }
-    // bit where the mask's bit of this byte is set
+    // sets `bit` if the byte's bit in the mask is set
     B64 with_bits(uint64_t mask, int bit) const {
         return each([&](int i) { return vorrq_u8(v[i], vandq_u8(spread(mask, i), vdupq_n_u8((uint8_t)bit))); });
     }
-    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const {
         return each([&](int i) { return vbslq_u8(spread(mask, i), vsubq_u8(vdupq_n_u8((uint8_t)twice), v[i]), v[i]); });
     }
-    // All ones where the mask's bit of a byte of register i is set.
+    // All ones in each byte of register i whose bit in the mask is set.
     static uint8x16_t spread(uint64_t mask, int i) {
         const uint8x16_t powers = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
         const uint16_t part = (uint16_t)(mask >> 16 * i);
@@ -150,7 +150,7 @@ inline I16 odd_bytes(B64 x) {
     return I16::each([&](int i) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_u8(x.v[i]), 8)); });
 }
 
-// Four activations, for all lanes.
+// Four activations, broadcast to all lanes.
 struct Quad {
     int8x16_t v;
     static Quad load(const int8_t* p) {
@@ -161,9 +161,9 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
-// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0. Signed products take up to seven bits as they
-// are, and codes of eight bits around 128 as signed numbers; others need a correction.
+// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
+// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0. Codes up to seven
+// bits are valid for signed products, eight-bit codes around 128 after subtracting 128; others need a correction.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     static constexpr bool SIGNED = MOST > 127;
     struct Weights {

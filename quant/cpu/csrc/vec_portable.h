@@ -8,9 +8,9 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 1;
-constexpr int code_class(int) { return 255; }  // of codes that share their kernels
+constexpr int code_class(int) { return 255; }  // of code widths that share kernels
 constexpr int chains(int) { return 1; }  // of sums
-constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
+constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;
 
@@ -58,13 +58,13 @@ struct I16 {
     I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
     I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
-    // The products of a lane's two 16-bit halves, added; and added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) { return (int16_t)v[i] * (int16_t)o.v[i] + (v[i] >> 16) * (o.v[i] >> 16); });
     }
     I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
-    // Sixteen numbers of four bits.
+    // Sixteen four-bit numbers.
     static I16 nibbles(uint64_t x) { return each([=](int i) { return (int32_t)(x >> 4 * i & 15); }); }
     void store_i8(int8_t* p) const {
         for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
@@ -120,7 +120,7 @@ struct F16L {
     F16L operator/(F16L o) const { return each([&](int i) { return v[i] / o.v[i]; }); }
     F16L max(F16L o) const { return each([&](int i) { return v[i] > o.v[i] ? v[i] : o.v[i]; }); }
     F16L min(F16L o) const { return each([&](int i) { return v[i] < o.v[i] ? v[i] : o.v[i]; }); }
-    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    // Each lane: `yes` if this is greater than `bound`, else `no`.
     F16L above(F16L bound, F16L yes, F16L no) const { return each([&](int i) { return v[i] > bound.v[i] ? yes.v[i] : no.v[i]; }); }
     float highest() const {
         float peak = v[0];
@@ -149,7 +149,7 @@ struct B64 {
     template <int N> B64 shl() const { return each([&](int i) { return v[i] << N; }); }
     B64 lookup(B64 index) const { return each([&](int i) { return v[(i & 48) | (index.v[i] & 15)]; }); }
     B64 with_bits(uint64_t mask, int bit) const { return each([&](int i) { return v[i] | (mask >> i & 1 ? bit : 0); }); }
-    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const { return each([&](int i) { return mask >> i & 1 ? twice - v[i] : v[i]; }); }
 };
 
@@ -159,14 +159,14 @@ inline B64 I16::as_bytes() const { return B64::load(v); }
 inline I16 even_bytes(const B64& x) { return I16::load(x.v) & I16::set1(0x00FF00FF); }
 inline I16 odd_bytes(const B64& x) { return I16::load(x.v).shr(8) & I16::set1(0x00FF00FF); }
 
-// Four activations, for all lanes.
+// Four activations, broadcast to all lanes.
 struct Quad {
     const int8_t* a;
     static Quad load(const int8_t* p) { return {p}; }
     static Quad load_shared(const int8_t* p) { return {p}; }
 };
 
-// The products of STEPS steps of codes with activations, added lane by lane, and -ZERO times the activations' sum, `start`.
+// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
 // Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;

@@ -1,6 +1,6 @@
-// The steps of a vision tower, on float32 rows: see quant/ops/vision.py. A row's bits do not depend on the other rows
-// nor on the threads. With AMX, matrices but those of float32, and attention, are multiplied in bf16 and summed in
-// float32, with AVX-512's products of bf16 those of 16 bits: there the bits are not those of other instruction sets.
+// The steps of a vision encoder over float32 rows: see quant/ops/vision.py. A row's bits do not depend on other rows or
+// on threads. With AMX, attention and all matrices except float32 ones are multiplied in bf16 and summed in float32; with
+// AVX-512's bf16 products, attention and 16-bit matrices are. Their bits differ from those of other instruction sets.
 #pragma once
 #if LRT_BF16
 #include "blocks_brain.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// fn(row) for all rows.
+// Calls fn(row) for all rows.
 template <class Fn> inline void each_row(Context& context, int rows, Fn fn) {
     constexpr int SHARE = 16;
     parallel(context, (rows + SHARE - 1) / SHARE, [&](int task) {
@@ -16,7 +16,7 @@ template <class Fn> inline void each_row(Context& context, int rows, Fn fn) {
     });
 }
 
-// LayerNorm, or RMSNorm, of `size` numbers; those beyond the end are zeros, and count nowhere.
+// LayerNorm or RMSNorm of `size` numbers; the padding after them is zeros and does not count.
 inline void norm_line(const float* x, const VisionArgs& args, float* out) {
     const int n = args.size, whole = n / 16 * 16;
     F16L sum = F16L::zero(), squares = F16L::zero();
@@ -46,7 +46,7 @@ void vision_norm(Context& context, const VisionArgs& args) {
     });
 }
 
-// The cosines y and sines z turn the second half of each head of x against the first.
+// Rotates the halves of each head of x against each other by the cosines y and sines z.
 void vision_rotate(Context& context, const VisionArgs& args) {
     const int half = args.size / 2;
     each_row(context, args.rows, [&](int row) {
@@ -71,7 +71,7 @@ void vision_gate(Context& context, const VisionArgs& args) {
     });
 }
 
-// y (R, size) is added to x, in place of y.
+// Adds x to y (R, size) in place.
 void vision_add(Context& context, const VisionArgs& args) {
     each_row(context, args.rows, [&](int row) {
         const float *x = args.x + (size_t)row * args.size, *y = args.y + (size_t)row * args.size;
@@ -116,13 +116,13 @@ template <class Float> void put_floats(const Matrix& m, int tile, int column, in
     put_pairs<Float>(m.data + tile * Plain<Float>::tile_bytes(m), column, count, to);
 }
 
-// What makes tiles of bf16 of a matrix; null if it stays what it is.
+// The function that converts a matrix to bf16 tiles; null if it is not converted.
 using PutTiles = void (*)(const Matrix& m, int tile, int column, int count, uint16_t* to);
 inline PutTiles put_tiles(const Matrix& m) {
     PutTiles found = nullptr;
     with_layout(m.layout, [&](auto kind) {
         using Kind = decltype(kind);
-        if constexpr (Kind::PACKED) {  // by AVX-512, products of int8 are faster
+        if constexpr (Kind::PACKED) {  // with AVX-512, int8 products are faster
             if (LRT_AMX && BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
         } else if constexpr (std::is_same<Kind, Plain<Brain>>::value) {
             found = put_floats<Brain>;
@@ -139,7 +139,7 @@ inline bool in_brains(const Stack& stack) {
     return !stack.hadamard;
 }
 
-// `count` tiles of a matrix times `rows`, a multiple of 32, of which `valid` are wanted.
+// `count` tiles of a matrix times `rows`, a multiple of 32 of which `valid` are stored.
 LRT_NOINLINE void multiply_brains(const Matrix& m, int tile, int count, const uint16_t* a, int rows, int valid, int first, const Target& target) {
     constexpr int STRIDE = 16 * TASK_TILES, PANEL = BRAIN_COLUMNS * 16;
     alignas(64) uint16_t panel[2 * PANEL];
@@ -209,21 +209,21 @@ void vision_linear(Context& context, const VisionArgs& args) {
 // ---- attention -------------------------------------------------------------------------------------------------------
 
 constexpr int MAX_VISION_HEAD = 256;
-constexpr int HEADS_AT_ONCE = 4;  // whose keys and values are laid out
+constexpr int HEADS_AT_ONCE = 4;  // whose keys and values are packed at a time
 
-// How a head's queries, keys and values lie, and their products: ROWS queries with KEYS keys at once. The keys of a
-// segment are filled up to a multiple of ROWS.
+// Layout of a head's queries, keys and values, and their products: ROWS queries times KEYS keys at once. A segment's
+// keys are padded to a multiple of ROWS.
 struct FloatBlocks {
     using Number = float;
     static constexpr int ROWS = 96, KEYS = 128, WIDE = 16 * PANEL_TILES;
-    int size, columns;  // of a head; filled up to whole vectors
+    int size, columns;  // of a head; padded to whole vectors
     struct Tiles {};  // nothing to set
     alignas(64) float queries[ROWS * MAX_VISION_HEAD], scores[ROWS * KEYS];
 
     explicit FloatBlocks(int size_) : size(size_), columns((size_ + 15) / 16 * 16) {}
     int key_numbers() const { return size; }
     int value_numbers() const { return columns; }
-    // Keys (keys / WIDE, size, WIDE), values (keys, columns), `at` being a multiple of ROWS.
+    // Keys (keys / WIDE, size, WIDE), values (keys, columns); `at` is a multiple of ROWS.
     void put_keys(const float* k, int64_t stride, int count, float* keys, int at) const {
         for (int i = 0; i < count; i++)
             for (int e = 0; e < size; e++) keys[(size_t)((at + i) / WIDE * size + e) * WIDE + (at + i) % WIDE] = k[i * stride + e];
@@ -262,7 +262,7 @@ struct FloatBlocks {
 struct BrainBlocks {
     using Number = uint16_t;
     static constexpr int ROWS = 32, KEYS = 256;
-    int size, columns, steps;  // of a head; filled up to whole vectors; tiles of 32
+    int size, columns, steps;  // of a head; padded to whole vectors; tiles of 32
     using Tiles = WholeTiles;
     alignas(64) uint16_t queries[ROWS * MAX_VISION_HEAD], powers[ROWS * KEYS];
     alignas(64) float scores[ROWS * KEYS];
@@ -301,7 +301,7 @@ struct BrainBlocks {
         for (int i = 0; i < count; i += 32)
             multiply_tiles<2>(queries, line, keys + (at + i) / 16 * line, line, steps, true, scores + i, KEYS);
     }
-    // 2^x, to within 1e-4: more than bf16 holds.
+    // 2^x within 1e-4, more precise than bf16.
     static F16L power(F16L x) {
         x = x.max(F16L::set1(-126.f));
         const I16 n = x.rounded();
@@ -328,10 +328,10 @@ struct BrainBlocks {
 using BrainBlocks = FloatBlocks;
 #endif
 
-// Some rows of a segment, whose keys are laid out from `place` on.
+// Some rows of a segment, whose packed keys begin at `place`.
 struct VisionTask { int first, end, place, row; };
 
-// Attention of ROWS queries of a head within their segment, a block of keys after the other.
+// Attention of ROWS queries of a head within their segment, block of keys by block.
 template <class Blocks>
 LRT_NOINLINE void attend_segment(const VisionArgs& args, const VisionTask& task, int head, const typename Blocks::Number* keys,
                                  const typename Blocks::Number* values, int of) {
