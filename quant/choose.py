@@ -109,7 +109,7 @@ def make_ops(
 
 
 def vision_steps(ops: Ops) -> VisionSteps:
-    """The steps of vision encoders on ``ops``: by our kernels, else numpy between products."""
+    """The steps of vision encoders on ``ops``: our kernels, or numpy between its products."""
     if ops.name == "cuda":
         from localrt.quant.cuda.ops import CudaOps
         from localrt.quant.cuda.vision import CudaVision
@@ -124,8 +124,8 @@ def vision_steps(ops: Ops) -> VisionSteps:
 
 
 def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
-    """The steps that a model's vision encoder may take, best first: those of a GPU that our kernels
-    run on, and what is left when it has no room for a picture, the CPU.
+    """The implementations of a vision encoder's steps, fastest first: a GPU with our kernels, and the
+    CPU for pictures that do not fit the GPU.
     """
     on_gpu = [ops for ops in implementations if ops.name == "cuda"]
     host = next((ops for ops in implementations if ops.device == "cpu" and ops not in on_gpu), None)
@@ -133,8 +133,8 @@ def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
         from localrt.quant.cpu.ops import NativeOps
 
         host = opaque(NativeOps())
-    ways = [*on_gpu[:1], *([] if host is None else [host])]
-    return [vision_steps(ops) for ops in ways or implementations[:1]]
+    usable = [*on_gpu[:1], *([] if host is None else [host])]
+    return [vision_steps(ops) for ops in usable or implementations[:1]]
 
 
 def _no_kv_format(name: str | None) -> str:

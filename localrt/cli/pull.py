@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _encoder(path: Path) -> list[Path]:
-    """The vision encoder with which the model would see; another model's file beside it is none."""
+    """The files of the model's vision encoder, without those of other models beside it."""
     from localrt.models.vision.source import vision_source  # which takes time to import
 
     try:

@@ -70,7 +70,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
-_MANY_ROWS = 512  # an encoder's products have
+_MANY_ROWS = 512  # of an encoder's products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,7 @@ def _chosen_file(
 
 
 def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
-    """Return what a picture costs, if the model sees: its encoder's passes, and its tokens like any
-    others.
+    """Return a picture's cost: the encoder's passes and the prompt's tokens; None for text models.
 
     Raises:
         LocalrtError: pictures are refused.
@@ -232,7 +231,7 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
     if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
         on_gpu = True
         encoder = 2 * cost.products / (gpu.attention_flops or gpu.flops)
-        encoder += cost.encoder_bytes / machine.link_bytes_s  # which weights cross for each picture
+        encoder += cost.encoder_bytes / machine.link_bytes_s  # weights are copied for each picture
     else:
         rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
         encoder = cost.products * rate * _encoder_slowness()
@@ -242,7 +241,7 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
 
 @cache
 def _encoder_slowness() -> float:
-    """The time of an encoder's products, of that of a decoder's with the same weights: measured, as
+    """Time of an encoder's products relative to a decoder's with the same weights, measured because
     it depends on the instruction set.
     """
     if find_library() is None:

@@ -273,11 +273,11 @@ class RequestBuilder:
             check_text_only(messages, blind=self._parts.vision_problem)
             return encode_chat(tokenizer, segments(messages), watch)
         encoder = vision.encoder
-        placed = [vision.prompt_picture(picture) for picture in pictures]
+        prompt_pictures = [vision.prompt_picture(picture) for picture in pictures]
         row = encoder.row_token or encoder.placeholder
         texts = [
             "".join(piece if isinstance(piece, str) else piece * row for piece in each.pieces)
-            for each in (one.prepared for one in placed)
+            for each in (picture.prepared for picture in prompt_pictures)
         ]
         shown: list[Segment] | None = None
         if self._shows_pictures:
@@ -293,7 +293,7 @@ class RequestBuilder:
         if shown is None:
             raise TemplateError("the chat template leaves a picture out, or repeats it")
         ids = encode_chat(tokenizer, shown, watch)
-        rows = iter([number for one in placed for number in one.ids])
+        rows = iter([row for picture in prompt_pictures for row in picture.ids])
         seen = [next(rows, None) if token == vision.token else token for token in ids]
         if None in seen or next(rows, None) is not None:
             raise TemplateError("the chat template leaves a picture out, or repeats it")

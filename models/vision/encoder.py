@@ -229,11 +229,11 @@ class Clipped:
         return cls(tuple(load(name) for name in names))
 
     def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
-        found = [
+        outputs = [
             steps.clip(linear(steps.clip(x, least, most), steps), low, high)
             for linear, least, most, low, high in self.parts
         ]
-        return found[0] if len(found) == 1 else steps.joined(found)
+        return outputs[0] if len(outputs) == 1 else steps.joined(outputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,12 +259,12 @@ class Block:
             return Norm.load(weights, prefix + name, hidden, config.eps, rms=config.rms)
 
         def linear(
-            shape: tuple[int, int], *own: str, bias: bool, **options: Any
+            shape: tuple[int, int], *suffixes: str, bias: bool, **options: Any
         ) -> Linear | Clipped:
-            of = [prefix + name for name in own]
+            tensors = [prefix + suffix for suffix in suffixes]
             if config.clipped:
-                return Clipped.load(weights, shape, *of)
-            return Linear.load(weights, shape, *of, bias=bias, **options)
+                return Clipped.load(weights, shape, *tensors)
+            return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
         gated = len(names.up) == 2
         sizes = {

@@ -108,7 +108,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
         axes=2,
         clipped=bool(vision.get("use_clipped_linears")),
     )
-    own = Gemma4VisionConfig(
+    sizes = Gemma4VisionConfig(
         block=block,
         layers=integer(vision, "num_hidden_layers", 16),
         patch=integer(vision, "patch_size", 16),
@@ -119,15 +119,15 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
         standardize=bool(vision.get("standardize")),
         out=integer(text, "hidden_size"),
     )
-    if own.longest > own.positions:
+    if sizes.longest > sizes.positions:
         raise ValueError(
-            f"position_embedding_size must be at least {own.longest} for {own.rows} rows of a "
-            f"picture, is {own.positions}"
+            f"position_embedding_size must be at least {sizes.longest} for {sizes.rows} rows of a "
+            f"picture, is {sizes.positions}"
         )
-    largest = own.rows * (own.pool * own.patch) ** 2
+    largest = sizes.rows * (sizes.pool * sizes.patch) ** 2
     if largest > MOST_PIXELS:
         raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
-    return Gemma4Encoder(own, processor, text.get("use_bidirectional_attention") == "vision")
+    return Gemma4Encoder(sizes, processor, text.get("use_bidirectional_attention") == "vision")
 
 
 class Gemma4Encoder(VisionEncoder):

@@ -44,7 +44,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
-_EPS = 1e-5  # of the projector's norm; configs do not say it
+_EPS = 1e-5  # of the projector's norm; configs do not name it
 
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:

@@ -110,7 +110,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pix
         bias=False,
         mlp_bias=False,
     )
-    own = PixtralConfig(
+    sizes = PixtralConfig(
         block=block,
         layers=integer(vision, "num_hidden_layers", 24),
         patch=integer(vision, "patch_size", 16),
@@ -127,10 +127,10 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pix
             str(processor.get("image_end_token", "[IMG_END]")),
         ),
     )
-    largest = math.prod(edge + own.patch * own.merge for edge in own.edges)
+    largest = math.prod(edge + sizes.patch * sizes.merge for edge in sizes.edges)
     if largest > MOST_PIXELS:
         raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
-    return PixtralEncoder(own, processor)
+    return PixtralEncoder(sizes, processor)
 
 
 def _edges(size: Mapping[str, Any]) -> tuple[int, int]:

@@ -72,12 +72,12 @@ class SiglipEncoder:
         for rows, end, grid in zip(encoded, ends, grids, strict=True):
             embedded = embed(patches[end - len(rows) : end], steps)
             rows[:] = steps.add(embedded, self._positions(table, grid))
-        there = [steps.put(rows) for rows in encoded]
+        on_device = [steps.put(rows) for rows in encoded]
         for layer in range(self.layers):
-            _pass(units.read(partial(self._block, layer)), there, steps, check)
+            _pass(units.read(partial(self._block, layer)), on_device, steps, check)
         norm = units.read(self._norm)
-        for rows, found in zip(encoded, there, strict=True):
-            rows[:] = steps.get(norm(found, steps))
+        for rows, x in zip(encoded, on_device, strict=True):
+            rows[:] = steps.get(norm(x, steps))
         return encoded
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
@@ -95,8 +95,8 @@ class SiglipEncoder:
         return Norm.load(weights, name, self.block.hidden, self.block.eps)
 
     def _prefix(self, weights: WeightLoader) -> str:
-        there = (p for p in self.prefixes if weights.has(f"{p}post_layernorm.weight"))
-        return next(there, self.prefixes[0])
+        present = (p for p in self.prefixes if weights.has(f"{p}post_layernorm.weight"))
+        return next(present, self.prefixes[0])
 
     def _positions(self, table: Floats, grid: Grid) -> Floats:
         """The positions of a grid, (rows * columns, D), from ``table`` (side, side, D)."""

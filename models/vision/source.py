@@ -40,9 +40,9 @@ def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource |
         UnsupportedModelError: localrt does not support the encoder of the model's ``mmproj`` file.
     """
     if (path / MANIFEST_NAME).is_file():
-        if (own := path / STORED_ENCODER).is_dir():
-            file = next(own.glob("*.gguf"), None)
-            return VisionFolder(own) if file is None else VisionGguf(file)
+        if (folder := path / STORED_ENCODER).is_dir():
+            file = next(folder.glob("*.gguf"), None)
+            return VisionFolder(folder) if file is None else VisionGguf(file)
         origin = _origin(path)
         return None if origin is None else vision_source(origin, projectors)
     if (path / "config.json").is_file():
@@ -51,8 +51,8 @@ def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource |
     return _fitting(path, files, projectors) if files else None
 
 
-def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGguf | None:
-    """The first encoder that fits the model at ``path``; ``own`` were named by the user."""
+def _fitting(path: Path, files: Sequence[Path], named: Sequence[Path]) -> VisionGguf | None:
+    """The first encoder that fits the model at ``path``; the user chose the files ``named``."""
     with closing(GgufFile(path)) as model:
         architecture = model.metadata.text("general.architecture")
         columns = model.metadata.get(f"{architecture}.embedding_length")
@@ -63,7 +63,7 @@ def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGg
             encoder = VisionGguf(file)
         except LocalrtError as error:
             # It may be another model's, unless its name says that it is this one's.
-            if problem is None and (file in own or words_in_common(file.name, path.name) >= 0):
+            if problem is None and (file in named or words_in_common(file.name, path.name) >= 0):
                 problem = error
             continue
         if architecture in encoder.decoders and encoder.columns == columns:
@@ -72,7 +72,7 @@ def _fitting(path: Path, files: Sequence[Path], own: Sequence[Path]) -> VisionGg
             encoder.close()
     if fitting:
         first, *others = fitting
-        names = [] if first.path in own else [each.path.name for each in others]
+        names = [] if first.path in named else [each.path.name for each in others]
         equal = rivals(first.path.name, names, path.name)
         for each in fitting if equal else others:
             each.close()

@@ -27,9 +27,9 @@ written. What has no gate is written once.
 Matrices of floats become float32 panels for many rows (``blocks.h``): 80 % of the processor's peak,
 three times what few rows' loop gives, in the same order of sums.
 
-Vision encoders (``vision.py``, ``csrc/vision.h``). Rows are few thousands at once, and nothing is
-cached between passes: attention lays a head's keys and values out for the products and goes over
-blocks of keys with an online softmax. AMX multiplies in bf16 there, six times as fast as float32,
+Vision encoders (``vision.py``, ``csrc/vision.h``). A pass has a few thousand rows, and nothing is
+cached between passes: attention packs a head's keys and values for the products and visits blocks
+of keys with an online softmax. AMX multiplies in bf16 there, six times as fast as float32,
 and so does AVX-512 where it has products of bf16 (``kernels_bf16.cpp``), nearly twice as fast:
 matrices of 16 bits, with AMX packed ones too, become bf16, a panel at a time (``blocks_brain.h``).
 

@@ -557,7 +557,7 @@ class NativeOps(StreamSteps):
         return out
 
     def run_vision(self, step: str, args: VisionArgs) -> None:
-        """A step of a vision encoder: one of ``VISION_STEPS``."""
+        """Run a step of a vision encoder, one of ``VISION_STEPS``."""
         self.follow_limits()
         self._api.lrt_vision(self._handle, VISION_STEPS[step], args)
 
