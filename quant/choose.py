@@ -124,8 +124,8 @@ def vision_steps(ops: Ops) -> VisionSteps:
 
 
 def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
-    """The implementations of a vision encoder's steps, fastest first: a GPU with our kernels, and the
-    CPU for pictures that do not fit the GPU.
+    """The implementations of a vision encoder's steps, fastest first: on a GPU with our kernels,
+    then on the CPU for pictures that do not fit the GPU.
     """
     on_gpu = [ops for ops in implementations if ops.name == "cuda"]
     host = next((ops for ops in implementations if ops.device == "cpu" and ops not in on_gpu), None)
