@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Generic, cast
 
 from localrt.common.files import PAGE
 from localrt.offload.device.gpu import Event
-from localrt.quant.ops.arrays import aligned_buffer
+from localrt.quant.ops.arrays import MemoryT, aligned_buffer
 
 COPY_BLOCK = 16 << 20
 """Bytes of a copy over the link, if there is room for so many at once."""
@@ -46,7 +46,7 @@ class Lease:
         return self.offset < stop and start < self.offset + self.nbytes
 
 
-class Ring:
+class Ring(Generic[MemoryT]):
     """A buffer of ``nbytes`` for units of at most that size, in chunks of at most ``chunk`` bytes.
 
     ``memory``, anything that can be sliced by bytes, is used instead of newly allocated RAM.
@@ -57,14 +57,14 @@ class Ring:
         self,
         nbytes: int,
         chunk: int = 2 << 20,
-        memory: Any = None,
+        memory: MemoryT | None = None,
         *,
-        free: Callable[[Any], object] = lambda memory: None,
+        free: Callable[[MemoryT], object] = lambda memory: None,
     ) -> None:
         if nbytes % PAGE or chunk % PAGE or chunk <= 0:
             raise ValueError(f"ring ({nbytes}) and chunk ({chunk}) must be multiples of {PAGE}")
         self.nbytes = nbytes
-        self.memory = aligned_buffer(nbytes) if memory is None else memory
+        self.memory = cast(MemoryT, aligned_buffer(nbytes)) if memory is None else memory
         self._chunk = chunk
         self._free = free
         self._next = 0  # where the next unit goes if it fits
@@ -74,7 +74,8 @@ class Ring:
 
     def replaced(self) -> None:
         """Free the memory: the ring was replaced and no unit is in it."""
-        memory, self.memory = self.memory, None
+        memory = self.memory
+        del self.memory
         self._free(memory)
 
     def lease(self, nbytes: int, at: int | None = None) -> Lease | None:
@@ -110,7 +111,7 @@ class Ring:
         used = (event for low, high, event in reversed(self._events) if low < stop and start < high)
         return chunk, next(used, None)
 
-    def view(self, lease: Lease) -> Any:
+    def view(self, lease: Lease) -> MemoryT:
         """The unit's bytes: a slice of the memory."""
         return self.memory[lease.offset : lease.offset + lease.nbytes]
 

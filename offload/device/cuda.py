@@ -17,8 +17,9 @@ from localrt.models.weight_store import Resource
 from localrt.offload.device.gpu import Activations, Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.products import MOST_ROWS
+from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.formats.packed import Bytes, Floats
-from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.arrays import Array, DeviceMemory, Memory
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
@@ -39,10 +40,10 @@ class CudaGpu(Gpu):
         self._stands_for = 1  # passes, for which the present one is timed; 0: it is not
         self._copies_stand_for = 1  # the same for the copy that is being queued
 
-    def free(self, memory: Any, unpacked: int = 0) -> None:
+    def free(self, memory: Memory, unpacked: int = 0) -> None:
         """Give memory back to the GPU at once."""
         super().free(memory, unpacked)
-        self._copies.free(memory)
+        self._copies.free(cast(Tensor, memory))
 
     def host_buffer(self, nbytes: int) -> Bytes:
         """Pinned RAM where the system allows it."""
@@ -130,11 +131,11 @@ class CudaGpu(Gpu):
         """Give the cached memory back to the GPU."""
         self._copies.close()
 
-    def _alloc(self, nbytes: int) -> Any:
+    def _alloc(self, nbytes: int) -> DeviceMemory:
         return self._copies.alloc(nbytes)
 
-    def _queue_copy(self, source: Bytes, out: Any, after: Event | None) -> None:
-        self._copies.queue(source, out, after)
+    def _queue_copy(self, source: Bytes, out: Memory, after: Event | None) -> None:
+        self._copies.queue(source, cast(Tensor, out), after)
 
 
 class _Spans:

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.models.weight_store import Resource, Task
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import Array, Hidden, aligned_buffer
+from localrt.quant.ops.arrays import Array, DeviceMemory, Hidden, Memory, aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
@@ -145,7 +145,7 @@ class Gpu:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def alloc(self, nbytes: int, unpacked: int = 0) -> Any:
+    def alloc(self, nbytes: int, unpacked: int = 0) -> DeviceMemory:
         """Uninitialized memory of the GPU, to be sliced by bytes. What ``Ops`` make of its contents
         takes ``unpacked`` bytes more.
 
@@ -176,12 +176,12 @@ class Gpu:
             self.held = nbytes
             self.peak = max(self.peak, self.used + nbytes)
 
-    def free(self, memory: Any, unpacked: int = 0) -> None:
+    def free(self, memory: Memory, unpacked: int = 0) -> None:
         """Give memory back, and what was made of it."""
         with self._lock:
             self.used -= memory.nbytes + unpacked
 
-    def _alloc(self, nbytes: int) -> Any:
+    def _alloc(self, nbytes: int) -> DeviceMemory:
         raise NotImplementedError
 
     def host_buffer(self, nbytes: int) -> Bytes:
@@ -197,18 +197,20 @@ class Gpu:
         """Free such RAM; returns its bytes."""
         return memory.nbytes
 
-    def copy_in(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
+    def copy_in(self, name: str, source: Bytes, out: Memory, after: Event | None) -> None:
         """Copy to the GPU once ``after`` has happened; returns when the copy has ended."""
         copied = self.begin_copy(name, source, out, after)
         if copied is not None:
             copied.synchronize()
 
-    def begin_copy(self, name: str, source: Bytes, out: Any, after: Event | None) -> Event | None:
+    def begin_copy(
+        self, name: str, source: Bytes, out: Memory, after: Event | None
+    ) -> Event | None:
         """Begin to copy; ``source`` must stay as it is until the event that is returned."""
         self.queue_copy(name, source, out, after)
         return self.end_copy(name)
 
-    def queue_copy(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
+    def queue_copy(self, name: str, source: Bytes, out: Memory, after: Event | None) -> None:
         """Copy a piece of a unit once ``after`` has happened, behind what was queued before."""
         with self._lock:
             self.link_bytes += source.nbytes
@@ -232,7 +234,7 @@ class Gpu:
     def count_times(self) -> None:
         """Tell the clock of the work that has ended on the GPU."""
 
-    def _queue_copy(self, source: Bytes, out: Any, after: Event | None) -> None:
+    def _queue_copy(self, source: Bytes, out: Memory, after: Event | None) -> None:
         raise NotImplementedError
 
     def wait(self, event: Event | None) -> None:
@@ -272,13 +274,14 @@ class Slab:
     def __init__(self, gpu: Gpu, nbytes: int, parts: int) -> None:
         self.nbytes = nbytes
         self._gpu = gpu
-        self._memory: Any = gpu.alloc(nbytes)
+        self._memory: DeviceMemory | None = gpu.alloc(nbytes)
         self._next, self._left = 0, parts
 
-    def take(self, nbytes: int) -> Any:
+    def take(self, nbytes: int) -> DeviceMemory:
         """The next part."""
         self._next += nbytes
         assert self._next <= self.nbytes, "it was made for its parts"
+        assert self._memory is not None, "it is not free"
         return self._memory[self._next - nbytes : self._next]
 
     def release(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.offload.reading.reader import DemandLoad
+from localrt.quant.ops.arrays import MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
 Values = NDArray[np.float64]
+Ids = NDArray[np.integer]
+Scores = NDArray[np.floating]
 
 
 class Learned:
@@ -56,8 +59,8 @@ class Learned:
         self._last = layers
 
     def touch(
-        self, layer: int, chosen: NDArray[Any], rows: NDArray[Any], experts: NDArray[Any],
-        scores: NDArray[Any],
+        self, layer: int, chosen: Ids, rows: Ids, experts: Ids,
+        scores: Scores,
     ) -> None:  # fmt: skip
         """Learn from the routing of one layer in one pass.
 
@@ -93,19 +96,19 @@ class Learned:
         np.dot(self._weights, features, out=self.value[layer])
 
 
-def _shares_of(scores: NDArray[Any]) -> Values:
+def _shares_of(scores: Scores) -> Values:
     """One row's scores as shares of their sum; where they sum to nothing, equal ones."""
-    scores = scores.astype(np.float64)
-    total = float(scores.sum())
-    return scores / total if total > 0 else np.full(len(scores), 1.0 / len(scores))
+    shares: Values = scores.astype(np.float64)
+    total = float(shares.sum())
+    return shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))
 
 
-def _mean_shares(experts: NDArray[Any], scores: NDArray[Any], top: int, count: int) -> Values:
+def _mean_shares(experts: Ids, scores: Scores, top: int, count: int) -> Values:
     """(count,): each expert's share of the top scores, mean over the rows."""
-    scores = scores[:, :top].astype(np.float64)
-    total = scores.sum(axis=1, keepdims=True)
+    best = scores[:, :top].astype(np.float64)
+    total = best.sum(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.where(total > 0, scores / total, 1.0 / scores.shape[1])
+        shares = np.where(total > 0, best / total, 1.0 / best.shape[1])
     flat = experts[:, :top].ravel()
     summed = np.bincount(flat, weights=shares.ravel(), minlength=count)
     return np.asarray(summed / len(experts), np.float64)
@@ -130,14 +133,14 @@ class Demand(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class Slot(Generic[MemoryT]):
     """An expert's place: ``memory``, filled by ``load``, which is None once the expert is loaded.
 
     ``layer`` is that of the expert it had last on a GPU; ``made`` is the key and the weights last
     made on the memory.
     """
 
-    memory: Any
+    memory: MemoryT
     load: DemandLoad | None = None
     layer: int | None = None
     made: tuple[object, ExpertWeights] | None = None
@@ -159,7 +162,7 @@ def slots_within(nbytes: int, expert_nbytes: int) -> int:
     return slots
 
 
-class ExpertCache:
+class ExpertCache(Generic[MemoryT]):
     """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
     ``tables`` are what the layers' kernels compute with. ``alloc`` gives the memory of up to
@@ -178,8 +181,8 @@ class ExpertCache:
         tables: Sequence[ExpertTable] = (),
         slot_nbytes: int = 0,
         together: int = 1,
-        alloc: Callable[[int], Any] = bytes,
-        free: Callable[[Any], object] = lambda memory: None,
+        alloc: Callable[[int], MemoryT] | None = None,
+        free: Callable[[MemoryT], object] = lambda memory: None,
     ) -> None:
         self.layers, self.count, self.used = layers, count, used
         self.policy = policy or Learned(layers, count, used)
@@ -187,11 +190,13 @@ class ExpertCache:
         self.capacity = capacity
         self.hits = self.demands = 0
         self.slot_nbytes, self.together = slot_nbytes, together
-        self._alloc, self._free = alloc, free
-        self._slabs: list[tuple[Any, list[Slot]]] = []  # each one's memory and the slots in it
+        self._alloc = alloc or cast(Callable[[int], MemoryT], bytes)
+        self._free = free
+        # Each one's memory and the slots in it.
+        self._slabs: list[tuple[MemoryT, list[Slot[MemoryT]]]] = []
         self._allocated = 0  # these slots
-        self._slots: dict[Key, Slot] = {}
-        self._spare: list[Slot] = []
+        self._slots: dict[Key, Slot[MemoryT]] = {}
+        self._spare: list[Slot[MemoryT]] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
         # Counts of reasons not to evict (absence is one); an expert without any has its worth.
         self._blocked = np.ones((layers, count), np.int32)
@@ -208,7 +213,7 @@ class ExpertCache:
     def __contains__(self, key: Key) -> bool:
         return key in self._slots
 
-    def slot(self, layer: int, expert: int) -> Slot | None:
+    def slot(self, layer: int, expert: int) -> Slot[MemoryT] | None:
         """The slot of an expert, loaded or loading; None if it has none."""
         return self._slots.get((layer, expert))
 
@@ -236,8 +241,8 @@ class ExpertCache:
     def touch(
         self,
         layer: int,
-        experts: NDArray[Any],
-        scores: NDArray[Any],
+        experts: Ids,
+        scores: Scores,
         *,
         only: Sequence[int] | None = None,
     ) -> Demand:
@@ -297,7 +302,7 @@ class ExpertCache:
             self._blocked[layer, expert] -= 1
         self._stale.add(layer)
 
-    def admit(self, layer: int, expert: int) -> Slot:
+    def admit(self, layer: int, expert: int) -> Slot[MemoryT]:
         """Give an expert a free slot, or that of the expert worth least.
 
         Raises:

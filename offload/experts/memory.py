@@ -10,7 +10,7 @@ order, so the sum does not depend on which were resident.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
@@ -24,7 +24,7 @@ from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.reader import DemandReader, Source
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.arrays import Array, Memory, MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Check, Ops
 
@@ -38,7 +38,7 @@ class WeightMaker(Protocol):
 
     ops: Ops
 
-    def weights(self, unit: StoredUnit, data: Any) -> WeightLoader:
+    def weights(self, unit: StoredUnit, data: Memory) -> WeightLoader:
         """A unit's tensors in ``data``."""
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
@@ -76,7 +76,7 @@ class Mixture:
         """An empty table for each sparse layer."""
         return [ops.expert_table(spec.router.count) for spec in self.specs]
 
-    def build(self, lane: WeightMaker, key: Key, data: Any) -> ExpertWeights:
+    def build(self, lane: WeightMaker, key: Key, data: Memory) -> ExpertWeights:
         """Make an expert's weights for ``lane`` from the unit's bytes there."""
         place, number = key
         weights = lane.weights(self.units[key], data)
@@ -94,11 +94,11 @@ class Mixture:
         slots: int,
         slot_nbytes: int,
         tables: Sequence[ExpertTable],
-        alloc: Callable[[int], Any],
-        free: Callable[[Any], object],
+        alloc: Callable[[int], MemoryT],
+        free: Callable[[MemoryT], object],
         *,
         at_once: int,
-    ) -> ExpertCache:
+    ) -> ExpertCache[MemoryT]:
         """Make a cache of so many slots, in about ``SLABS`` allocations or more, of which those of
         several slots have at most ``at_once`` bytes.
         """
@@ -176,8 +176,8 @@ def open_experts(
     *,
     stall_s: float,
     ring: int,
-    alloc: Callable[[int], Any],
-    free: Callable[[Any], object] = lambda memory: None,
+    alloc: Callable[[int], Bytes],
+    free: Callable[[Bytes], object] = lambda memory: None,
     at_once: int = 0,
     room: int = 0,
 ) -> ExpertMemory:
@@ -272,7 +272,7 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
     ring = ring * size // (size + unpacked)
     slots = mixture.slots(units, max(mixture.placed(Where.VRAM), size), ring)
 
-    def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
+    def build(key: Key, unit: StoredUnit, data: Memory, in_ram: Bytes) -> ExpertWeights:
         if any(len(tensor.shape) == 1 for tensor in unit.tensors):
             lane.remember_vectors(unit, in_ram)
         return mixture.build(lane, key, data)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, Slot
 from localrt.offload.reading.reader import DemandLoad, DemandReader
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import DeviceMemory, Memory
 from localrt.quant.ops.experts import ExpertWeights, Routing
 from localrt.quant.ops.protocol import Check
 
@@ -44,7 +44,7 @@ class ExpertPool:
     def __init__(
         self,
         units: Mapping[Key, StoredUnit],
-        cache: ExpertCache,
+        cache: ExpertCache[Bytes],
         reader: DemandReader,
         *,
         build: Callable[[Key, Bytes], ExpertWeights],
@@ -88,8 +88,7 @@ class ExpertPool:
         """The bytes of an expert that has a slot."""
         slot = self.cache.slot(layer, expert)
         assert slot is not None, "it has one"
-        data: Bytes = slot.memory[: self._units[layer, expert].nbytes]
-        return data
+        return slot.memory[: self._units[layer, expert].nbytes]
 
     def fill(self) -> None:
         """Begin to read experts ahead into free slots: a few of every layer."""
@@ -241,7 +240,7 @@ class Arrival:
     """An expert on its way to a ``slot`` on a GPU, where it is when ``copied`` has happened."""
 
     key: Key
-    slot: Slot
+    slot: Slot[DeviceMemory]
     copied: Event | None
     weights: ExpertWeights
 
@@ -257,10 +256,10 @@ class GpuSlots:
         self,
         gpu: Gpu,
         units: Mapping[Key, StoredUnit],
-        cache: ExpertCache,
+        cache: ExpertCache[DeviceMemory],
         *,
         slot_nbytes: int,
-        build: Callable[[Key, StoredUnit, Any, Any], ExpertWeights],
+        build: Callable[[Key, StoredUnit, Memory, Bytes], ExpertWeights],
     ) -> None:
         self.gpu, self.cache, self.slot_nbytes = gpu, cache, slot_nbytes
         self._units = units
@@ -270,7 +269,7 @@ class GpuSlots:
         self._layouts: dict[Key, Hashable] = {}
         self._alike: dict[Hashable, Hashable] = {}
 
-    def bring(self, key: Key, data: Any) -> Arrival:
+    def bring(self, key: Key, data: Bytes) -> Arrival:
         """Begin to copy an expert's bytes, ``data`` in RAM, to a slot.
 
         ``data`` must stay as it is until the copy has ended. Its table holds it from ``enter`` on.
@@ -305,7 +304,7 @@ class GpuSlots:
         """
         self._replayed.add(layer)
 
-    def _unused(self, slot: Slot) -> Event | None:
+    def _unused(self, slot: Slot[DeviceMemory]) -> Event | None:
         """The event after which nobody reads a slot's content."""
         if slot.layer is None:
             return None

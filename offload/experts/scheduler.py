@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +80,7 @@ def loaded_end(start: float, work: float, link_until: float, load: float) -> flo
 
 
 def schedule(
-    rows: Sequence[int] | NDArray[Any],
+    rows: Sequence[int] | NDArray[np.integer],
     resident: Sequence[bool] | NDArray[np.bool_],
     costs: ExpertCosts,
     ready: Ready = _NOW,

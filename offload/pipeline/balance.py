@@ -22,13 +22,14 @@ from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
+from localrt.quant.formats.packed import Bytes
 
 _OTHERS = "other programs need the memory"
 _RELIEF_SHARE = 16  # a full GPU evicts one in so many bytes of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
-def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring:
+def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring[Bytes]:
     """Make the CPU's ring in RAM; with a GPU it is pinned, since copies over the link read it."""
     if gpu is None:
         return Ring(nbytes, chunk)
@@ -233,6 +234,7 @@ class Balance(WeightMemory):
             memory, slab = stage.copy, stage.returning
             stage.copy = stage.returning = None
             stage.where = Where.RAM if slab is None else Where.VRAM
+            assert memory is not None, "it was copied"
             stage.put(memory, slab)
             if slab is None:
                 self._given.remove(stage)
@@ -370,7 +372,7 @@ class Balance(WeightMemory):
         self._move(chosen, host_ring(size, self._chunk, self._gpu))
         return True
 
-    def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
+    def _move(self, chosen: Sequence[Stage], ring: Ring[Bytes] | None = None) -> int:
         """Stream the ``chosen`` from now on; returns the bytes freed."""
         if chosen:
             self._stop_copies()  # copies may be reading what is freed
@@ -383,7 +385,7 @@ class Balance(WeightMemory):
             self.schedule(ring)
         return freed
 
-    def schedule(self, ring: Ring | None = None) -> None:
+    def schedule(self, ring: Ring[Bytes] | None = None) -> None:
         """Begin to stream what is not resident, through ``ring`` in RAM if given."""
         self._stop_copies()
         if ring is not None:

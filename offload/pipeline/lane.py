@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import Hidden, Pass, Vector, copy_to_host
+from localrt.quant.ops.arrays import Hidden, Memory, Pass, Vector, Weight, copy_to_host
 from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
@@ -46,7 +46,7 @@ class Step(Protocol):
     def passing(self) -> Sequence[StoredUnit]:
         """The units it needs from the ring, in order; none if its weights are resident."""
 
-    def part_of(self, memories: Sequence[Any]) -> Part:
+    def part_of(self, memories: Sequence[Memory]) -> Part:
         """Make the part on the bytes of the passing units."""
 
 
@@ -87,7 +87,7 @@ class Lane:
         if not units:
             self.compute(step.part_of(()), step.name, state, timed=step.timed)
             return
-        memories: list[Any] = []
+        memories: list[Memory] = []
         try:
             for unit in units:
                 memories.append(self.acquire(unit, state.check))
@@ -116,12 +116,12 @@ class Lane:
     # -- weights ---------------------------------------------------------------------------------
 
     def weights(
-        self, unit: StoredUnit, data: Any, vectors: dict[VectorKey, Vector] | None = None
+        self, unit: StoredUnit, data: Memory, vectors: dict[VectorKey, Vector] | None = None
     ) -> WeightLoader:
         """A unit's tensors in ``data``, for this lane's ``Ops``; see ``WeightLoader``."""
         return WeightLoader(self._memory(unit, data), self.ops, vectors=vectors)
 
-    def joined(self, slices: Sequence[tuple[StoredUnit, Any]]) -> Any:
+    def joined(self, slices: Sequence[tuple[StoredUnit, Memory]]) -> Weight:
         """Consecutive slices of one matrix as one weight, without moving them."""
         tensors = [unit.tensors[0] for unit, _ in slices]
         blocks = (
@@ -136,13 +136,13 @@ class Lane:
         """Keep a unit's norms and biases: the CPU will not be able to read its bytes."""
         self._vectors[unit.name] = self._memory(unit, data).vectors()
 
-    def _memory(self, unit: StoredUnit, data: Any) -> UnitMemory:
+    def _memory(self, unit: StoredUnit, data: Memory) -> UnitMemory:
         store, vectors = self._store, self._vectors.get(unit.name)
         return UnitMemory(store.path, store.architecture, unit, data, vectors)
 
     # -- the ring --------------------------------------------------------------------------------
 
-    def acquire(self, unit: StoredUnit, check: Check | None) -> Any:
+    def acquire(self, unit: StoredUnit, check: Check | None) -> Memory:
         """Wait for a unit of the ring; returns its memory."""
         assert self.reader is not None, "units are resident where nothing is streamed"
         return self.reader.acquire(unit.name, check)
@@ -154,12 +154,12 @@ class Lane:
         for unit in units:
             self.reader.release(unit.name, last_use)
 
-    def place(self, unit: StoredUnit) -> Any:
+    def place(self, unit: StoredUnit) -> Memory:
         """A unit's memory in the GPU's ring, as long as the order stays."""
         assert isinstance(self.reader, QueuedCopies), "others have no fixed places"
         return self.reader.place(unit.name)
 
-    def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
+    def stream(self, units: Sequence[StoredUnit], ring: Ring[Bytes] | None = None) -> None:
         """From now on stream ``units`` through the ring, or a new one in RAM, in each pass."""
         if isinstance(self.reader, UnitReader):
             self.reader.schedule(units, ring)

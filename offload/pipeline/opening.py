@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from typing import cast
 
 from localrt.models.checkpoints.base import EMBEDDING
 from localrt.models.checkpoints.store.checkpoint import Verifier
@@ -188,7 +189,7 @@ class _Opening:
 
             def in_ram(name: str) -> Bytes | None:
                 stage = stages.get(name)
-                return stage.memory if stage is not None and stage.ram_nbytes else None
+                return cast(Bytes, stage.memory) if stage and stage.ram_nbytes else None
 
             assert cpu.reader is None or isinstance(cpu.reader, UnitReader), "it reads from the SSD"
             copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), in_ram, cpu.reader)
@@ -472,7 +473,7 @@ class _Opening:
         def resident(unit: str) -> Bytes | None:
             if unit in loaded:
                 return loaded[unit]
-            return head[unit].memory if unit in head else None
+            return cast(Bytes, head[unit].memory) if unit in head else None
 
         # N-grams rarely repeat soon.
         keep = 0 if name == NGRAM_TABLE else KEPT_BYTES

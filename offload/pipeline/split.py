@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from localrt.offload.placement import Where, host_piece, link_piece
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.adapters import Rows
-from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.arrays import Memory, Vector
 from localrt.quant.ops.protocol import Check, HostOps, Ops
 
 
@@ -132,7 +132,7 @@ class PieceStage(Stage):
         piece.adapt(lane.ops)
         self._mlp = partial(GatedMlp, config, layer, rows=piece.rows)
 
-    def put(self, memory: Any, slab: Slab | None = None) -> None:
+    def put(self, memory: Memory, slab: Slab | None = None) -> None:
         self.memory, self.slab = memory, slab
         self.mlp = self._mlp(self.lane.weights(self.unit, memory))
 
@@ -171,13 +171,13 @@ class HostPiece(PieceStage):
     def remember_vectors(self, data: Bytes) -> None:
         self._to.remember_vectors(self.unit, data)
 
-    def on_gpu(self, memory: Any) -> GatedMlp:
+    def on_gpu(self, memory: Memory) -> GatedMlp:
         """Its rows in the GPU's ring."""
         return self._mlp(self._to.weights(self.unit, memory, self._vectors_there))
 
     def free(self) -> None:
         if self.memory is not None:
-            self._gpu.free_host(self.memory)
+            self._gpu.free_host(cast(Bytes, self.memory))
         super().free()
         self._vectors_there.clear()
 
@@ -242,7 +242,7 @@ class SplitStage(Stage):
 
         return part
 
-    def build(self, weights: WeightLoader, rest: Any) -> Part:
+    def build(self, weights: WeightLoader, rest: Memory | None) -> Part:
         """The layer's MLP, with the CPU's piece on the GPU if ``rest`` is its memory there."""
         mlps = [*(piece.mlp for piece in self.beside), self._mlp(weights)]
         if rest is not None:
@@ -250,10 +250,10 @@ class SplitStage(Stage):
         split = SplitMlp(mlps, self.host if rest is None else None)
         return load_mlp(self.host.config, self.host.layer, weights, None, split)
 
-    def build_whole(self, memories: Sequence[Any]) -> Part:
+    def build_whole(self, memories: Sequence[Memory]) -> Part:
         """The part of the GPU alone, with the pieces that are copied for it in ``memories``."""
         *copied, rest = memories
-        memory = copied[0] if copied else self.memory
+        memory = copied[0] if copied else cast(Memory, self.memory)
         return self.build(self.lane.weights(self.unit, memory, self._vectors), rest)
 
     def follow_ring(self) -> None:
@@ -290,6 +290,6 @@ class _WholeMlp:
         self.name, self.passing = stage.whole, [*copied, stage.host.unit]
         self.parts, self._make = PassingParts(), stage.build_whole
 
-    def part_of(self, memories: Sequence[Any]) -> Part:
+    def part_of(self, memories: Sequence[Memory]) -> Part:
         """The part on the units of the ring."""
         return self.parts.at(memories, lambda: self._make(memories))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ from localrt.offload.experts.memory import CpuExperts
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.offload.reading.queued import QueuedCopies
-from localrt.quant.ops.arrays import Hidden, Pass, Vector, aligned_buffer
+from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import DeviceMemory, Hidden, Memory, Pass, Vector, aligned_buffer
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
 _KEPT_PLACES = 32
@@ -45,10 +46,14 @@ class PassingParts:
         self._parts: dict[tuple[int, ...], Part] = {}
         self._segments: dict[tuple[int, ...], Segment] = {}
 
-    def at(self, memories: Sequence[Any], make: Callable[[], Part]) -> Part:
+    def at(self, memories: Sequence[Memory], make: Callable[[], Part]) -> Part:
         """The part on these bytes, made once for each place as long as it is cached."""
         places = tuple(
-            int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.address)
+            int(
+                memory.ctypes.data
+                if isinstance(memory, np.ndarray)
+                else cast(DeviceMemory, memory).address
+            )
             for memory in memories
         )
         if (part := self._parts.get(places)) is not None:
@@ -99,11 +104,11 @@ class Stage:
         self.timed = experts is None or lane.gpu is None
         self.where = where
         self.lane = lane
-        self.memory: Any | None = None
+        self.memory: Memory | None = None
         self.slab: Slab | None = None  # the slab that holds ``memory``, on a GPU
         self.part: Part | None = None
         self.keep = False
-        self.copy: Any | None = None
+        self.copy: Memory | None = None
         self.returning: Slab | None = None
         self._load, self._moved = load, moved
         self._passing = PassingParts(lane if experts is None else None)
@@ -118,18 +123,18 @@ class Stage:
         """Where its weights are in a pass that has the GPU compute what can cross the link."""
         return self.where
 
-    def host_buffer(self) -> Any:
+    def host_buffer(self) -> Bytes:
         """Allocate RAM for the unit: pinned if copies read from it."""
         gpu = self.lane.gpu
         nbytes = self.unit.nbytes
         return aligned_buffer(nbytes) if gpu is None else gpu.host_buffer(nbytes)
 
-    def remember_vectors(self, data: Any) -> None:
+    def remember_vectors(self, data: Bytes) -> None:
         """Keep the unit's norms and biases from ``data`` in RAM before its bytes go to a GPU."""
         if self.lane.gpu is not None:
             self.lane.remember_vectors(self.unit, data)
 
-    def put(self, memory: Any, slab: Slab | None = None) -> None:
+    def put(self, memory: Memory, slab: Slab | None = None) -> None:
         """Make the unit resident in ``memory``, which is part of ``slab`` on a GPU."""
         self.memory, self.slab = memory, slab
         self._passing.clear()
@@ -151,7 +156,7 @@ class Stage:
         if gpu is None:
             return nbytes
         if before is Where.LINK:
-            return gpu.free_host(memory)
+            return gpu.free_host(cast(Bytes, memory))
         assert self.slab is not None, "that of resident units is in slabs"
         slab, self.slab = self.slab, None
         return slab.release()
@@ -176,7 +181,7 @@ class Stage:
     def passing(self) -> Sequence[StoredUnit]:
         return (self.unit,) if self.part is None else ()
 
-    def part_of(self, memories: Sequence[Any]) -> Part:
+    def part_of(self, memories: Sequence[Memory]) -> Part:
         """The resident part, or the one on ``memories``.
 
         The latter is made once for each place in the ring. Only the first copies norms and biases
@@ -191,12 +196,12 @@ class Stage:
             memories, lambda: self._load(lane.weights(unit, memory, self._vectors))
         )
 
-    def keep_copy(self, memory: Any) -> None:
+    def keep_copy(self, memory: Memory) -> None:
         """Copy the unit's bytes, as they pass through the ring, if they are to stay."""
         if self.keep:
             slab = self.returning
             self.copy = self.host_buffer() if slab is None else slab.take(self.unit.nbytes)
-            self.copy[:] = memory
+            cast(Bytes, self.copy)[:] = cast(Bytes, memory)
 
     def __call__(self, state: StreamedState) -> None:
         """Compute the part once its weights are there."""
@@ -226,16 +231,16 @@ class CrossingStage(Stage):
     def place(self, *, crossing: bool) -> Where:
         return self.where.crossed if crossing else self.where
 
-    def host_buffer(self) -> Any:
+    def host_buffer(self) -> Bytes:
         return self._on_gpu.host_buffer()
 
-    def remember_vectors(self, data: Any) -> None:
+    def remember_vectors(self, data: Bytes) -> None:
         self._on_gpu.remember_vectors(data)
 
     def move(self, where: Where) -> int:
         memory = self.memory
         freed = super().move(where)
-        return freed if memory is None else self._gpu.free_host(memory)
+        return freed if memory is None else self._gpu.free_host(cast(Bytes, memory))
 
     def free(self) -> None:
         super().free()
@@ -311,7 +316,7 @@ class Segment:
         for _, part, _ in self._parts:
             part(state)
 
-    def part_of(self, memories: Sequence[Any]) -> Part:
+    def part_of(self, memories: Sequence[Memory]) -> Part:
         """One part that replays the recording of all parts."""
         return self._replay
 
@@ -421,14 +426,14 @@ def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
     parts: list[Part] = []
     for run in runs:
         if run[0].part is not None:
-            part = _joined(config, run, [stage.memory for stage in run])
+            part = _joined(config, run, [cast(Memory, stage.memory) for stage in run])
             parts.append(Segment(run[0].lane, [("head", part, None)], tuple(s.part for s in run)))
         else:
             parts.append(run[0] if len(run) == 1 else _PassingRun(run, partial(_joined, config)))
     return parts
 
 
-def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Any]) -> Part:
+def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Memory]) -> Part:
     lane, units = run[0].lane, [stage.unit for stage in run]
     weight = lane.joined(list(zip(units, memories, strict=True)))
     return Head(config, lane.norm, weight, units[0].tensors[0].row)
@@ -441,13 +446,13 @@ class _PassingRun:
     timed = True
 
     def __init__(
-        self, run: Sequence[Stage], join: Callable[[Sequence[Stage], Sequence[Any]], Part]
+        self, run: Sequence[Stage], join: Callable[[Sequence[Stage], Sequence[Memory]], Part]
     ) -> None:
         self._run, self._join = run, join
         self._parts = PassingParts()
         self.passing = [stage.unit for stage in run]
 
-    def part_of(self, memories: Sequence[Any]) -> Part:
+    def part_of(self, memories: Sequence[Memory]) -> Part:
         """The slices as one part."""
         for stage, memory in zip(self._run, memories, strict=True):
             stage.keep_copy(memory)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +52,7 @@ class RowTable:
         store: StoreCheckpoint,
         name: str,
         files: StoreFiles,
-        resident: Callable[[str], Any | None],
+        resident: Callable[[str], Bytes | None],
         *,
         keep: int = KEPT_BYTES,
         stall_s: float = 60.0,

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
@@ -21,6 +20,7 @@ from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Lease, Ring, fixed_places
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import Memory
 from localrt.quant.ops.protocol import Check
 
 
@@ -48,7 +48,7 @@ class QueuedCopies:
     def __init__(
         self,
         gpu: Gpu,
-        ring: Ring,
+        ring: Ring[Memory],
         resident: Callable[[str], Bytes | None],
         reader: UnitReader | None,
     ) -> None:
@@ -96,7 +96,7 @@ class QueuedCopies:
             self._places = fixed_places([unit.nbytes for unit in units], self._ring.nbytes)
             self._begin()
 
-    def place(self, name: str) -> Any:
+    def place(self, name: str) -> Memory:
         """The ring's memory of unit ``name``, which is in the order."""
         units = zip(self._order, self._places, strict=True)
         unit, start = next((unit, start) for unit, start in units if unit.name == name)
@@ -122,7 +122,7 @@ class QueuedCopies:
                     self._free(copy)
             self._queue()
 
-    def acquire(self, name: str, check: Check | None = None) -> Any:
+    def acquire(self, name: str, check: Check | None = None) -> Memory:
         """The GPU's memory of unit ``name``; kernels from now on wait for its copy.
 
         The host waits only for a unit that has not been read. ``check`` is called meanwhile.

@@ -13,12 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
 from localrt.offload.ring import Chunk, Lease, Ring, chunks
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.protocol import Check
 
 POLL_S = 0.05
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class Source(Protocol):
     """Where a reader gets units from. Used by several threads at once."""
 
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
+    def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
         """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
 
         Raises:
@@ -73,7 +74,7 @@ class Load:
     """
 
     unit: StoredUnit
-    memory: Any
+    memory: Bytes
     waiting: deque[Chunk]
     missing: int = field(init=False)
     unread: int = field(init=False)
@@ -109,7 +110,7 @@ class Reader:
         threads: int,
         stall_s: float,
         name: str,
-        verify: Callable[[StoredUnit, Any], None] | None = None,
+        verify: Callable[[StoredUnit, Bytes], None] | None = None,
     ) -> None:
         self._source = source
         self._verify = verify
@@ -233,11 +234,11 @@ class UnitReader(Reader):
     def __init__(
         self,
         source: Source,
-        ring: Ring,
+        ring: Ring[Bytes],
         *,
         threads: int,
         stall_s: float = 60.0,
-        verify: Callable[[StoredUnit, Any], None] | None = None,
+        verify: Callable[[StoredUnit, Bytes], None] | None = None,
     ) -> None:
         self.on_arrival: Callable[[], None] = lambda: None
         self._ring = ring
@@ -247,7 +248,7 @@ class UnitReader(Reader):
         self._loads: deque[_UnitLoad] = deque()  # oldest first
         self._draining = False  # loads are dropped once nothing of them is in flight
         self._following: tuple[StoredUnit, ...] | None = None  # the order to follow after draining
-        self._new_ring: Ring | None = None  # the ring to use after draining
+        self._new_ring: Ring[Bytes] | None = None  # the ring to use after draining
         super().__init__(source, threads=threads, stall_s=stall_s, name="reader", verify=verify)
 
     @property
@@ -256,7 +257,7 @@ class UnitReader(Reader):
         with self._changed:
             return any(load.error is not None for load in self._loads)
 
-    def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
+    def schedule(self, units: Sequence[StoredUnit], ring: Ring[Bytes] | None = None) -> None:
         """Drop what was fetched; from now on fetch ``units`` in a cycle, from the first.
 
         ``ring`` replaces the present ring.
@@ -289,7 +290,7 @@ class UnitReader(Reader):
             self._sweep()
             self._changed.notify_all()
 
-    def acquire(self, name: str, check: Check | None = None) -> Any:
+    def acquire(self, name: str, check: Check | None = None) -> Bytes:
         """The bytes of unit ``name`` once they have arrived.
 
         ``check`` is called while waiting, and may raise to give up. A ``Waiter`` is told of it.
@@ -304,7 +305,7 @@ class UnitReader(Reader):
                 check()
             return self._wait(lambda: self._take(name), name, check)
 
-    def take(self, name: str) -> Any | None:
+    def take(self, name: str) -> Bytes | None:
         """Acquire unit ``name`` if it has arrived; None if it has not, or has failed."""
         with self._changed:
             load = None if self._draining else self._oldest(name)
@@ -329,7 +330,7 @@ class UnitReader(Reader):
 
     # -- under the lock --------------------------------------------------------------------------
 
-    def _take(self, name: str) -> Any | None:
+    def _take(self, name: str) -> Bytes | None:
         """The unit if it has arrived; it is in use from then on."""
         if (load := self._find(name)) is None:
             return None
@@ -447,7 +448,7 @@ class DemandReader(Reader):
         threads: int,
         block: int = 2 << 20,
         stall_s: float = 60.0,
-        verify: Callable[[StoredUnit, Any], None] | None = None,
+        verify: Callable[[StoredUnit, Bytes], None] | None = None,
     ) -> None:
         self._block = block
         self._urgent: deque[DemandLoad] = deque()
@@ -455,7 +456,7 @@ class DemandReader(Reader):
         super().__init__(source, threads=threads, stall_s=stall_s, name="experts", verify=verify)
 
     def ask(
-        self, unit: StoredUnit, memory: Any, *, urgent: bool, ends: deque[DemandLoad]
+        self, unit: StoredUnit, memory: Bytes, *, urgent: bool, ends: deque[DemandLoad]
     ) -> DemandLoad:
         """Begin to read ``unit`` into ``memory``. See ``Load``."""
         waiting = deque(chunks(unit.nbytes, self._block, first=0))

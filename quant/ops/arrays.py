@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol, Self
 from weakref import ref
 
 import numpy as np
@@ -81,6 +81,28 @@ def vector_to_host(vector: Any, out: npt.NDArray[np.float32]) -> None:
     """Copy a norm's weights or a bias (D,) into ``out``."""
     values = getattr(vector, "values", None)
     copy_to_host(values if isinstance(values, np.ndarray) else vector, out)
+
+
+class Memory(Protocol):
+    """Bytes in RAM or on a GPU."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+
+    def __getitem__(self, index: slice, /) -> Self:
+        """Some of them, where they are."""
+
+
+class DeviceMemory(Memory, Protocol):
+    """Bytes on a GPU."""
+
+    @property
+    def address(self) -> int:
+        """Where they begin."""
+
+
+MemoryT = TypeVar("MemoryT", bound=Memory, default=Memory)
 
 
 _LARGE_PAGE = 1 << 21

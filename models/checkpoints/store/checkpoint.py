@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from localrt.models.weight_files import MANIFEST_NAME, model_stamp
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
+from localrt.quant.ops.arrays import Memory
 
 Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 
@@ -46,7 +47,7 @@ class UnitMemory:
         path: Path,
         architecture: str,
         unit: StoredUnit,
-        data: Any,
+        data: Memory,
         vectors: Mapping[str, PackedTensor] | None = None,
     ) -> None:
         self.path, self.architecture = path, architecture
@@ -90,8 +91,9 @@ class UnitMemory:
             for packed in (self.read(name),)
         }
 
-    def _bytes(self, tensor: UnitTensor) -> Any:
-        return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+    def _bytes(self, tensor: UnitTensor) -> Bytes:
+        data = self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        return cast(Bytes, data)  # or a GPU's, with the same names
 
 
 class Verifier:
