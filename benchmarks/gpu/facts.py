@@ -51,6 +51,8 @@ def _copies(device: str) -> Values:
                 start = number * piece % _COPIED
                 copies.queue(source[start : start + piece], memory[start : start + piece], None)
             ((began, ended),) = copies.end_copy()
+            assert began is not None, "a GPU has events"
+            assert ended is not None, "a GPU has events"
             ended.synchronize()
             return float(_DEEP * piece / began.ms_until(ended) / 1e6)
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 from localrt.models.weight_store import Resource
 from localrt.offload.device.gpu import Activations, Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.device import Event as CudaEvent
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.tensor import Tensor
 from localrt.quant.formats.packed import Bytes, Floats
@@ -65,7 +66,7 @@ class CudaGpu(Gpu):
         times, self._copies_stand_for = self._copies_stand_for, self._stands_for
         began, ended = copied[-1]
         if self._times and began is not None:
-            self._copied.add(name, copied, times)
+            self._copied.add(name, cast("list[_Timed]", copied), times)
         event: Event | None = ended
         return event
 
@@ -104,11 +105,11 @@ class CudaGpu(Gpu):
         finally:
             self._within = False
         parts = [(began, self._copies.record(timed=True))]
-        self._computed.add(name, parts, self._stands_for)
+        self._computed.add(name, cast("list[_Timed]", parts), self._stands_for)
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
-        self._copies.wait(event)
+        self._copies.wait(cast("CudaEvent | None", event))
 
     def record(self) -> Event | None:
         """An event of the current stream."""
@@ -135,7 +136,11 @@ class CudaGpu(Gpu):
         return self._copies.alloc(nbytes)
 
     def _queue_copy(self, source: Bytes, out: Memory, after: Event | None) -> None:
-        self._copies.queue(source, cast(Tensor, out), after)
+        self._copies.queue(source, cast(Tensor, out), cast("CudaEvent | None", after))
+
+
+_Timed = tuple[CudaEvent, CudaEvent]
+"""What is before and after some work."""
 
 
 class _Spans:
@@ -145,11 +150,11 @@ class _Spans:
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock
-        self._open: deque[tuple[str, list[tuple[Any, Any]], int]] = deque()
-        self._last: tuple[Any, float] | None = None  # an event, and when it has happened
+        self._open: deque[tuple[str, list[_Timed], int]] = deque()
+        self._last: tuple[CudaEvent, float] | None = None  # an event, and when it has happened
         self._counting = threading.Lock()
 
-    def add(self, name: str, parts: list[tuple[Any, Any]], times: int) -> None:
+    def add(self, name: str, parts: list[_Timed], times: int) -> None:
         self._open.append((name, parts, times))
 
     def count(self) -> None:

@@ -15,7 +15,7 @@ from ctypes import POINTER, Structure
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localrt.common.errors import MissingExtraError
 from localrt.quant.declarations import Declarations
@@ -183,7 +183,7 @@ class Step(Structure):
     """A step of a list that ``lrt_run`` runs: a kernel's arguments, or two rows that are added."""
 
 
-def _parameter(declaration: str) -> Any:
+def _parameter(declaration: str) -> object:
     """A parameter's type: where a pointer to a struct is declared, the struct itself is passed."""
     struct = _CPP.structs.get(declaration.replace("const ", "").strip().partition("*")[0])
     return POINTER(struct) if struct else _CPP.declared(declaration)[0][1]

@@ -99,8 +99,8 @@ class NativeAdapters:
         self._api, self._handle = api, handle
         self.of_rows: list[tuple[slice, Adapter[PackedLowRank]]] = []
         """The adapters of the latest pass's rows, where they have any."""
-        self._told: Any = None  # keeps alive what the kernels point at
-        self._entries: tuple[Any, ...] = ()  # tables of the latest adapter sets, for reuse
+        self._told: object = None  # keeps alive what the kernels point at
+        self._entries: tuple[object, ...] = ()  # tables of the latest adapter sets, for reuse
 
     def begin(self, batch: Batch) -> None:
         """Tell the kernels of a pass's adapters."""

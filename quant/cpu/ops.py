@@ -132,7 +132,7 @@ class NativeOps(StreamSteps):
     def adapters(self) -> AdapterTable[PackedLowRank]:
         return self._adapters.table
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def free_memory(self) -> int | None:
@@ -163,7 +163,7 @@ class NativeOps(StreamSteps):
         finally:
             self._api, self._tape = library, None
 
-    def run_steps(self, first: Any, count: int) -> None:
+    def run_steps(self, first: object, count: int) -> None:
         """Run ``count`` recorded steps, ``first`` being the first of them in their array."""
         self._api.lrt_run(self._handle, first, count)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -350,7 +350,7 @@ def native_cache(span: Span) -> NativeKVCache:
     return cache
 
 
-def _address(array: npt.NDArray[Any] | None) -> int | None:
+def _address(array: npt.NDArray[np.generic] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 

@@ -39,7 +39,7 @@ class Tape:
         self.library: Any = None
         self.steps: list[Step] = []
         self.ends: list[int] = []  # of parts
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         self.tables: RopeTables = {}
         self.attention: list[tuple[AttentionArgs, SpanArgs]] = []
         self.heads: list[HeadArgs] = []
@@ -55,7 +55,7 @@ class Tape:
             self.broken = True
             return function
 
-        def call(handle: int, args: Any, *more: Any) -> object:
+        def call(handle: int, args: ctypes.Structure, *more: object) -> object:
             step = Step(kind=kind)
             if more:  # rows of an embedding
                 self.kept.append(args)
@@ -78,7 +78,7 @@ class Tape:
         self.steps.append(step)
         self.ends.append(len(self.steps))
 
-    def _own(self, args: Any) -> Any:
+    def _own(self, args: ctypes.Structure) -> ctypes.Structure:
         """A copy of arguments that other passes fill in their way."""
         copy = type(args).from_buffer_copy(args)
         self.kept.append(copy)
@@ -107,7 +107,7 @@ class _Layers(Features):
 class Recording:
     """A pass of one row that can be repeated on other tokens and caches."""
 
-    def __init__(self, tape: Tape, batch: Batch, run: Callable[[Any, int], None]) -> None:
+    def __init__(self, tape: Tape, batch: Batch, run: Callable[[object, int], None]) -> None:
         self._kept, self._tables, self._run = tape.kept, tape.tables, run
         self._steps = (Step * len(tape.steps))(*tape.steps)
         self._layers, self._stream = tape.layers, tape.stream
@@ -169,7 +169,7 @@ class Recorder(Protocol):
 
     def recording(self, tape: Tape) -> AbstractContextManager[None]: ...
 
-    def run_steps(self, first: Any, count: int) -> None: ...
+    def run_steps(self, first: object, count: int) -> None: ...
 
 
 class ReplayedForward:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class StreamSteps:
     """A part of ``NativeOps``."""
 
     _api: ctypes.CDLL
-    _handle: Any
+    _handle: int | None
 
     def _array(self, rows: int, cols: int) -> Floats:
         raise NotImplementedError

@@ -75,7 +75,7 @@ def address_of(vector: NativeVector | None) -> int | None:
     return None if vector is None else vector.address
 
 
-def locate(array: npt.NDArray[Any]) -> int:
+def locate(array: npt.NDArray[np.generic]) -> int:
     """An array's address, faster than from numpy if it is writable."""
     buffer: Any = array
     try:

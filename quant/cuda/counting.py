@@ -75,11 +75,11 @@ def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
 
 
 @contextmanager
-def _our_calls() -> Iterator[list[dict[str, Any]]]:
+def _our_calls() -> Iterator[list[dict[str, object]]]:
     """What a trace would say of the driver's functions that are called within."""
-    calls, call = list[dict[str, Any]](), Cuda.call
+    calls, call = list[dict[str, object]](), Cuda.call
 
-    def noted(self: Cuda, name: str, *args: Any, **options: Any) -> Any:
+    def noted(self: Cuda, name: str, *args: object, **options: Any) -> object:
         calls.append({"cat": _OURS, "name": name, "tid": get_native_id()})
         return call(self, name, *args, **options)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.device import Device, Handle
 from localrt.quant.cuda.launch import is_noting
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor
 
@@ -53,7 +53,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
     device, stream = x.device, nullcontext()
     if device.is_gpu:
         cuda: Any = torch.cuda  # not typed throughout
-        stream = cuda.stream(cuda.ExternalStream(int(device.stream), str(device)))
+        stream = cuda.stream(cuda.ExternalStream(int(cast(Handle, device.stream)), str(device)))
     with _as_ours(), torch.inference_mode(), stream:
         rows, columns, there = _seen(x), _seen(weight).transpose(-1, -2), _seen(out)
         if bias is None and out.dtype is BFLOAT16:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.files import PAGE
+from localrt.quant.cuda.device import Event
 from localrt.quant.cuda.driver import array_of, device_of
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.routing import CudaRouting
@@ -28,6 +29,9 @@ from localrt.quant.ops.experts import Routing
 
 _SAMPLE = 256 << 20
 _RETURNED = 1 << 20  # pinned at once
+
+Span = tuple[Event | None, Event | None]
+"""Events before and after some work."""
 
 
 class CudaCopies:
@@ -46,8 +50,8 @@ class CudaCopies:
         self._pinned: dict[int, Bytes] = {}  # by address
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
-        self._copying: Any = None  # an event: the beginning of copies that go on
-        self._copied: list[tuple[Any, Any]] = []  # events around those before them, of one unit
+        self._copying: Event | None = None  # an event: the beginning of copies that go on
+        self._copied: list[Span] = []  # events around those before them, of one unit
         self._timed = True
         if self.is_gpu:  # what comes back is written in order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
@@ -101,7 +105,9 @@ class CudaCopies:
             self._may_pin -= data.nbytes
         return True
 
-    def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:
+    def copy_in(
+        self, source: Bytes, out: Tensor, after: Event | None, *, wait: bool = True
+    ) -> Event | None:
         """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
 
         Kernels may wait for the returned event. Without ``wait`` it also says when ``source`` may
@@ -113,7 +119,7 @@ class CudaCopies:
             event.synchronize()
         return event
 
-    def queue(self, source: Bytes, out: Tensor, after: Any) -> None:
+    def queue(self, source: Bytes, out: Tensor, after: Event | None) -> None:
         """Copy ``source``, which stays as it is, to ``out`` once ``after`` has happened."""
         assert out.nbytes == source.nbytes, "all of it is written"
         if not self.is_gpu:
@@ -129,7 +135,7 @@ class CudaCopies:
                 self._copying = self._stamp()
             self._device.copy_in(out.address, source, self._stream)
 
-    def end_copy(self, *, timed: bool = True) -> list[tuple[Any, Any]]:
+    def end_copy(self, *, timed: bool = True) -> list[Span]:
         """Timed events before and after what has been queued since the last call, without waits
         between copies. The last one is after all of it, if there is anything; from the next call
         on, there are those before only of what is ``timed``.
@@ -143,8 +149,8 @@ class CudaCopies:
             self._copying, self._timed = None, timed
             return [*copied, (began, ended)]
 
-    def _stamp(self) -> Any:
-        event = self._device.event(timed=True, sleeps=True)
+    def _stamp(self) -> Event:
+        event: Event = self._device.event(timed=True, sleeps=True)
         event.record(self._stream)
         return event
 
@@ -153,18 +159,18 @@ class CudaCopies:
         if self.is_gpu:
             self._device.synchronize(self._stream)
 
-    def ended(self, event: Any) -> bool:
+    def ended(self, event: Event | None) -> bool:
         """Whether ``event`` has happened."""
         return event is None or bool(event.query())
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Event | None) -> None:
         """Kernels started from now on wait for ``event``."""
         if event is not None:
             self._device.wait(self._device.stream, event)
 
-    def record(self, *, timed: bool = False) -> Any:
+    def record(self, *, timed: bool = False) -> Event | None:
         """An event after all kernels started so far."""
-        event = self._device.event(timed=timed)
+        event: Event | None = self._device.event(timed=timed)
         if event is not None:
             event.record()
         return event

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,33 @@ Values = npt.NDArray[Any]
 
 
 _SCARCE_NBYTES = 128 << 20
+
+
+class Handle(Protocol):
+    """What the driver has made and only it looks into: a stream, an event, a function, a graph."""
+
+    def __int__(self) -> int:
+        """Its address."""
+
+
+class Event(Protocol):
+    """A place in a stream's work."""
+
+    @property
+    def handle(self) -> Handle:
+        """The driver's."""
+
+    def record(self, stream: Handle | None = None) -> None:
+        """It happens once what has been given to the stream until now is done."""
+
+    def synchronize(self) -> None:
+        """Return when it has happened."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+
+    def ms_until(self, later: Self) -> float:
+        """Milliseconds between two timed events that have happened."""
 
 
 class Launcher(Protocol):
@@ -46,7 +73,7 @@ class Device(ABC):
     name = "cpu"
     processors = 1
     capability: tuple[int, int] = (0, 0)
-    stream: Any = None
+    stream: Handle | None = None
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -99,7 +126,7 @@ class Device(ABC):
         """Free what ``alloc`` returned."""
 
     @abstractmethod
-    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+    def copy_in(self, to: int, values: Values, stream: Handle | None = None) -> None:
         """Copy contiguous values from the host; pinned ones must not change until it is done."""
 
     @abstractmethod
@@ -107,7 +134,7 @@ class Device(ABC):
         """The same, but the caller may change the values at once; the host does not wait."""
 
     @abstractmethod
-    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+    def copy_out(self, values: Values, source: int, stream: Handle | None = None) -> None:
         """Copy to contiguous values of the host; done once the stream has got there."""
 
     @abstractmethod
@@ -123,13 +150,13 @@ class Device(ABC):
         """Write zeros."""
 
     @abstractmethod
-    def event(self, *, timed: bool = False, sleeps: bool = False) -> Any:
+    def event(self, *, timed: bool = False, sleeps: bool = False) -> Event | None:
         """A new event; None where everything has happened when a call returns. A thread that waits
         for it keeps its core busy, unless it ``sleeps``.
         """
 
     @abstractmethod
-    def synchronize(self, stream: Any = None) -> None:
+    def synchronize(self, stream: Handle | None = None) -> None:
         """Wait until the stream has done everything."""
 
     @abstractmethod
@@ -164,12 +191,12 @@ class Ram(Device):
     def free(self, address: int) -> None:
         del self._buffers[address]
 
-    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+    def copy_in(self, to: int, values: Values, stream: Handle | None = None) -> None:
         ctypes.memmove(to, values.ctypes.data, values.nbytes)
 
     stage = copy_in
 
-    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+    def copy_out(self, values: Values, source: int, stream: Handle | None = None) -> None:
         ctypes.memmove(values.ctypes.data, source, values.nbytes)
 
     fetch = copy_out
@@ -183,7 +210,7 @@ class Ram(Device):
     def event(self, *, timed: bool = False, sleeps: bool = False) -> None:
         return None
 
-    def synchronize(self, stream: Any = None) -> None:
+    def synchronize(self, stream: Handle | None = None) -> None:
         pass
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError, MissingExtraE
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
-from localrt.quant.cuda.device import Device, Grid, Ram, Values
+from localrt.quant.cuda.device import Device, Grid, Handle, Ram, Values
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.programs import OLDEST, Program, machine_code
 
@@ -37,11 +37,11 @@ _STAGED = 256 << 10
 class Event:
     """A place in a stream's work."""
 
-    def __init__(self, gpu: Cuda, handle: Any, spare: deque[Any]) -> None:
+    def __init__(self, gpu: Cuda, handle: Handle, spare: deque[Handle]) -> None:
         self._gpu, self.handle = gpu, handle
         weakref.finalize(self, spare.append, handle)
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Handle | None = None) -> None:
         """It happens once what has been given to the stream until now is done."""
         self._gpu.call("cuEventRecord", self.handle, stream or self._gpu.stream)
 
@@ -80,11 +80,11 @@ class Cuda(Device):
         self.cache_nbytes = attribute("L2_CACHE_SIZE")
         self.version = int(self.call("cuDriverGetVersion", enter=False))
         self._context = self.call("cuDevicePrimaryCtxRetain", handle, enter=False)
-        self._events: defaultdict[int, deque[Any]] = defaultdict(deque)  # spare ones, by kind
+        self._events: defaultdict[int, deque[Handle]] = defaultdict(deque)  # spare ones, by kind
         self._main = self.call("cuStreamCreate", _NON_BLOCKING)
         self._staging = _Staging(self)
         self._folder = Settings.from_environment().cache_dir / "kernels"
-        self._functions: dict[Program, Any] = {}
+        self._functions: dict[Program, Handle] = {}
         self._prepared: dict[Program, bytes] = {}
         self._loading = threading.Lock()
         self.most_nbytes: int | None = None
@@ -96,7 +96,9 @@ class Cuda(Device):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def call(self, name: str, *args: Any, enter: bool = True, among: tuple[int, ...] = (0,)) -> Any:
+    def call(
+        self, name: str, *args: object, enter: bool = True, among: tuple[int, ...] = (0,)
+    ) -> Any:
         """What a function of the driver returns, a list of several results; its status, where more
         than one is good.
 
@@ -118,7 +120,7 @@ class Cuda(Device):
         self.call("cuCtxSetCurrent", self._context, enter=False)
         _entered.context = self._context
 
-    def end(self, name: str, *args: Any) -> None:
+    def end(self, name: str, *args: object) -> None:
         """Call what ends a handle, whatever it says: nobody needs it any more."""
         with suppress(LocalrtError), self._unrecorded():
             self.enter()
@@ -167,17 +169,17 @@ class Cuda(Device):
         finally:
             self.call("cuThreadExchangeStreamCaptureMode", before)
 
-    def _mode(self, number: int) -> Any:
+    def _mode(self, number: int) -> object:
         return self._driver.CUstreamCaptureMode(number)
 
-    def copy_in(self, to: int, values: Values, stream: Any = None) -> None:
+    def copy_in(self, to: int, values: Values, stream: Handle | None = None) -> None:
         self.call("cuMemcpyHtoDAsync", to, values.ctypes.data, values.nbytes, stream or self.stream)
 
     def stage(self, to: int, values: Values) -> None:
         assert not self.recording, "replays would copy what is there by then"
         self._staging.copy_in(to, values)
 
-    def copy_out(self, values: Values, source: int, stream: Any = None) -> None:
+    def copy_out(self, values: Values, source: int, stream: Handle | None = None) -> None:
         stream = stream or self.stream
         self.call("cuMemcpyDtoHAsync", values.ctypes.data, source, values.nbytes, stream)
 
@@ -195,17 +197,18 @@ class Cuda(Device):
     # -- streams and pinned RAM --------------------------------------------------------------------
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> Handle:  # type: ignore[override]  # a thread's
         """Where what this thread starts runs."""
-        return getattr(self.thread, "stream", self._main)
+        stream: Handle = getattr(self.thread, "stream", self._main)
+        return stream
 
     @property
     def recording(self) -> bool:  # type: ignore[override]  # a thread's
         return getattr(self.thread, "pool", None) is not None
 
-    def new_stream(self, owner: object) -> Any:
+    def new_stream(self, owner: object) -> Handle:
         """One beside the others, for as long as its ``owner`` lives."""
-        stream = self.call("cuStreamCreate", _NON_BLOCKING)
+        stream: Handle = self.call("cuStreamCreate", _NON_BLOCKING)
         weakref.finalize(owner, self.end, "cuStreamDestroy", stream)
         return stream
 
@@ -218,11 +221,11 @@ class Cuda(Device):
             handle = self.call("cuEventCreate", kind)
         return Event(self, handle, spare)
 
-    def wait(self, stream: Any, event: Event) -> None:
+    def wait(self, stream: Handle | None, event: Event) -> None:
         """What the stream is given from now on waits for the event."""
         self.call("cuStreamWaitEvent", stream, event.handle, 0)
 
-    def synchronize(self, stream: Any = None) -> None:
+    def synchronize(self, stream: Handle | None = None) -> None:
         self.call("cuStreamSynchronize", stream or self.stream)
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
@@ -273,16 +276,16 @@ class Cuda(Device):
             )
         return machine_code(program, 10 * major + minor, self._folder)
 
-    def _load(self, program: Program) -> Any:
+    def _load(self, program: Program) -> Handle:
         with self._loading:
             code = self._prepared.pop(program, None) or self._code(program)
             module = self.call("cuModuleLoadData", code)
-            function = self.call("cuModuleGetFunction", module, program.name.encode())
+            function: Handle = self.call("cuModuleGetFunction", module, program.name.encode())
             self._functions[program] = function
             return function
 
     @contextmanager
-    def record_on(self, stream: Any, pool: Pool) -> Iterator[None]:
+    def record_on(self, stream: Handle | None, pool: Pool) -> Iterator[None]:
         """What this thread starts within goes to another stream, in memory of its own."""
         self.thread.stream, self.thread.pool = stream, pool
         try:
@@ -310,7 +313,7 @@ class Cuda(Device):
 class Graph:
     """Recorded work, and the memory that it was recorded with."""
 
-    def __init__(self, gpu: Cuda, handle: Any, pool: Pool) -> None:
+    def __init__(self, gpu: Cuda, handle: Handle, pool: Pool) -> None:
         self._gpu, self._handle, self._pool = gpu, handle, pool
         weakref.finalize(self, gpu.end, "cuGraphExecDestroy", handle)
 
@@ -394,7 +397,7 @@ def _full() -> MemoryBudgetError:
     )
 
 
-def _error(driver: Any, name: str, status: Any) -> LocalrtError:
+def _error(driver: Any, name: str, status: SupportsInt) -> LocalrtError:
     if int(status) == _OUT_OF_MEMORY and name == "cuMemHostAlloc":
         return MemoryBudgetError(
             "the system pins no more RAM for the GPU: close other programs, or give the model less "

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.driver import device_of
+from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_cache import (
     FINE_RATES,
@@ -197,12 +197,12 @@ def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> 
     return tuple(stopwatch.seconds(start) / (rows * columns) for start in _products(ops, weight))
 
 
-def _memory_bytes_s(device: Any, stopwatch: Stopwatch, size: type[Size]) -> float:
+def _memory_bytes_s(device: Device, stopwatch: Stopwatch, size: type[Size]) -> float:
     source, target = (zeros(size.copied, dtype=UINT8, device=device) for _ in range(2))
     return 2 * size.copied / stopwatch.seconds(lambda: target.put(source))
 
 
-def _replay_seconds(device: Any, stopwatch: Stopwatch, size: type[Size]) -> float:
+def _replay_seconds(device: Cuda, stopwatch: Stopwatch, size: type[Size]) -> float:
     """Seconds of a small kernel in a recorded pass."""
     x = upload(np.ones((1, 64), np.float32), device)
 

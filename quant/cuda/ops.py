@@ -66,7 +66,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
 
 
-def _missing(self: object, *args: Any) -> NoReturn:
+def _missing(self: object, *args: object) -> NoReturn:
     """See ``Ops``."""
     raise NotImplementedError("models that take this step compute with torch on a GPU")
 

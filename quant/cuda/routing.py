@@ -6,12 +6,10 @@ when it is first asked for. A row's bits depend on that row alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cuda.device import Device
+from localrt.quant.cuda.device import Device, Event
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
@@ -31,10 +29,10 @@ class CudaRouting(Routing):
         self.chosen_there = results[:plane].view(rows, ranked)[:, :used]
         self.weights_there = results[2 * plane :].typed(FLOAT32).view(rows, used)
         self._away = True
-        self._copied: Any = None  # the event by which ``_host`` has them
+        self._copied: Event | None = None  # the event by which ``_host`` has them
         self._host: npt.NDArray[np.int32] | None = None
 
-    def copy_to(self, host: npt.NDArray[np.int32], copied: Any) -> None:
+    def copy_to(self, host: npt.NDArray[np.int32], copied: Event | None) -> None:
         """``host`` has the results once the event ``copied`` has happened; None: it has them."""
         self._host, self._copied = host, copied
 

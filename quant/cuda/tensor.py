@@ -150,7 +150,7 @@ class Tensor:
         """One tensor of this and what comes next in the same block, both one-dimensional."""
         return self._view((self.size + other.size,), (1,), self.dtype)
 
-    def put(self, values: Tensor | npt.NDArray[Any]) -> Tensor:
+    def put(self, values: Tensor | npt.NDArray[np.generic]) -> Tensor:
         """Copy contiguous numbers of the same type, which the host may change at once; returns
         self.
         """
@@ -167,7 +167,9 @@ class Tensor:
                 self.device.stage(self.address, values)
         return self
 
-    def __setitem__(self, index: _Index | tuple[_Index, ...], values: Any) -> None:
+    def __setitem__(
+        self, index: _Index | tuple[_Index, ...], values: Tensor | npt.NDArray[np.generic]
+    ) -> None:
         """See ``put``."""
         self[index].put(values)
 
@@ -178,7 +180,7 @@ class Tensor:
             self.device.clear(self.address, self.nbytes)
         return self
 
-    def copy_to(self, out: npt.NDArray[Any]) -> None:
+    def copy_to(self, out: npt.NDArray[np.generic]) -> None:
         """Copy contiguous numbers to contiguous ones of the host, which waits for them. In a
         recording each replay does, and nobody waits; ``out`` must then be pinned.
         """
@@ -203,7 +205,7 @@ class Tensor:
         return np.ascontiguousarray(values)
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self) -> dict[str, object]:
         """For libraries that compute on the same memory."""
         strides = tuple(stride * self.dtype.itemsize for stride in self.strides)
         kind = "<i2" if self.dtype is BFLOAT16 else np.dtype(self.dtype.numpy).str
@@ -262,7 +264,7 @@ def nothing(*shape: int, dtype: Dtype = FLOAT32, device: Device) -> Tensor:
 
 
 def upload(
-    values: npt.NDArray[Any],
+    values: npt.NDArray[np.generic],
     device: Device,
     *,
     dtype: Dtype | None = None,

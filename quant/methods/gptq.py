@@ -9,7 +9,6 @@ come from.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +163,7 @@ def _inverse_factor(hessian: Floats, order: npt.NDArray[np.intp], name: str) -> 
     )
 
 
-def _inverse_of_root(matrix: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+def _inverse_of_root(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.floating] | None:
     """L^-1 of a symmetric ``matrix`` = L L^T; None where rounding makes it not positive definite.
 
     A symmetric matrix in C order is one in Fortran's: nothing is copied.

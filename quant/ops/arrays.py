@@ -48,7 +48,7 @@ PassT = TypeVar("PassT", default=Pass)
 which there are no objects: ``opaque`` says where the one becomes the other."""
 
 
-def copy_to_host(x: Any, out: npt.NDArray[np.float32]) -> None:
+def copy_to_host(x: object, out: npt.NDArray[np.float32]) -> None:
     """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
     settle = getattr(x, "settle", None)
     x = x if settle is None else settle()
@@ -77,7 +77,7 @@ def put_from_host(x: Any, values: npt.NDArray[np.float32]) -> None:
         x.copy_(x.new_tensor(values))
 
 
-def vector_to_host(vector: Any, out: npt.NDArray[np.float32]) -> None:
+def vector_to_host(vector: object, out: npt.NDArray[np.float32]) -> None:
     """Copy a norm's weights or a bias (D,) into ``out``."""
     values = getattr(vector, "values", None)
     copy_to_host(values if isinstance(values, np.ndarray) else vector, out)

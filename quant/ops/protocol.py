@@ -272,7 +272,7 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     def adapters(self) -> AdapterTable[Any] | None:
         """The adapters that are added to products, by sequence; None if unsupported."""
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Held around every pass and around loading (torch: inference mode)."""
 
     def free_memory(self) -> int | None:

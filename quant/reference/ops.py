@@ -114,7 +114,7 @@ class TorchOps(StreamSteps):
         if threads is not None:
             torch.set_num_threads(threads)
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
 
     def free_memory(self) -> int | None:
