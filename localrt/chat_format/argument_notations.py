@@ -106,7 +106,7 @@ class TaggedArguments:
     forgotten: bool = False
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
         while (head := opening.match(text, at)) is not None:
             mid, before = self._mid(text, head.end())
@@ -175,7 +175,7 @@ class KeywordArguments:
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """See ``Arguments``; stops before the closing bracket."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         while (head := _KEYWORD.match(text, at)) is not None:
             end = self._end(text, head.end())
             found[head[1]] = self._value(text[head.end() : end])
@@ -256,10 +256,10 @@ class QuotedArguments:
 
     def _items(self, text: str, at: int, closing: str) -> tuple[dict[Any, Any], int]:
         """The items within brackets; those of a list have numbers as keys."""
-        found: dict[Any, Any] = {}
+        found: dict[object, object] = {}
         at = _space(text, at + 1)
         while not text.startswith(closing, at):
-            key: Any = len(found)
+            key: object = len(found)
             if closing == "}":
                 key, at = self._key(text, at)
             found[key], at = self._value(text, at)

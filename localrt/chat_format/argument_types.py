@@ -20,7 +20,7 @@ ABSENT = object()
 _DEEPEST = 32  # references, and schemas within schemas
 
 
-def _refused(constant: str) -> Any:
+def _refused(constant: str) -> object:
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -77,9 +77,9 @@ Types: TypeAlias = Mapping[str, Accepted]
 """What each parameter of a function accepts."""
 
 
-def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozenset[str]]:
+def parameters_of(schema: object, root: object = None) -> tuple[dict[str, object], frozenset[str]]:
     """The properties of an object, and the required ones; ``schema`` is part of ``root``."""
-    properties: dict[str, Any] = {}
+    properties: dict[str, object] = {}
     required: tuple[str, ...] = ()
     for part, binding in _parts(schema, schema if root is None else root):
         own = part.get("properties")
@@ -89,7 +89,7 @@ def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozen
     return properties, frozenset(required) & properties.keys()
 
 
-def accepted(schema: Any, root: Any) -> Accepted:
+def accepted(schema: object, root: object) -> Accepted:
     """What ``schema``, which is part of ``root``, accepts."""
     kinds, words = _accepted(schema, root, {})
     return Accepted(kinds or frozenset(), None if words is None else tuple(words))
@@ -109,14 +109,14 @@ BOUNDS = {
 """Keywords that bind values further than their types do, in groups."""
 
 
-def bounds(schema: Any, root: Any, groups: Iterable[str]) -> set[str]:
+def bounds(schema: object, root: object, groups: Iterable[str]) -> set[str]:
     """The keywords of ``groups`` that ``schema``, a part of ``root``, or its alternatives have."""
     wanted = {"if", "not"}.union(*(BOUNDS[group].split() for group in groups))
     found = ((key, part[key]) for part, _ in _parts(schema, root) for key in wanted & part.keys())
     return {key for key, value in found if (key, value) != ("additionalProperties", True)}
 
 
-def _parts(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], bool]]:
+def _parts(schema: object, root: object) -> Iterator[tuple[Mapping[str, Any], bool]]:
     """Yield ``schema`` and those that it consists of, each once, and whether a value must fit it:
     it need not fit an alternative.
     """
@@ -132,7 +132,7 @@ def _parts(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], bool]]:
             left += [(each, binding and key == "allOf") for each, key in reversed(inner)]
 
 
-def resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: object) -> object:
     """Return ``schema``, with a reference replaced by the schema that it refers to."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
@@ -150,7 +150,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def _accepted(
-    schema: Any, root: Any, seen: dict[int, tuple[_Kinds, _Words]], depth: int = 0
+    schema: object, root: object, seen: dict[int, tuple[_Kinds, _Words]], depth: int = 0
 ) -> tuple[_Kinds, _Words]:
     """The types that a schema allows, and the strings that it lists; None if it does not say."""
     if id(schema) not in seen:  # many references may lead to it
@@ -160,7 +160,7 @@ def _accepted(
 
 
 def _read(
-    schema: Any, root: Any, seen: dict[int, tuple[_Kinds, _Words]], depth: int
+    schema: object, root: object, seen: dict[int, tuple[_Kinds, _Words]], depth: int
 ) -> tuple[_Kinds, _Words]:
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return None, None
@@ -208,15 +208,15 @@ def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     return (one & other) | (whole if not {"number"} <= one & other else frozenset())
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def _strings(value: object) -> tuple[str, ...]:
     return tuple(each for each in _list(value) if isinstance(each, str))
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The JSON schema type of ``value``."""
     match value:
         case None:
@@ -234,7 +234,7 @@ def kind_of(value: Any) -> str:
     return "object"
 
 
-def literal(text: str) -> Any:
+def literal(text: str) -> object:
     """Parse a value written as JSON, or else as Python.
 
     Raises:

@@ -33,12 +33,12 @@ _WORDS = ("title", "description", "$schema")
 
 def call_grammar(
     spelling: Spelling,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     terminal: Terminal,
     *,
     spaces: str = "",
     several: bool = False,
-    answer: tuple[str, Any] | None = None,
+    answer: tuple[str, object] | None = None,
 ) -> tuple[str, set[str]]:
     """A grammar for a call of one of ``tools``, which are functions with a name and parameters, and
     the schemas' keywords that it does not enforce: only JSON is bound by all.
@@ -67,7 +67,7 @@ class _Rules:
         self._spelling = spelling
         self._terminal = terminal
         self._spaces = spaces
-        self._root: Mapping[str, Any] = {}
+        self._root: Mapping[str, object] = {}
 
     def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """The rule for a call of one of ``tools``, or for ``several`` calls."""
@@ -80,13 +80,13 @@ class _Rules:
             calls += f" ({' | '.join(more)}){{0,{_MOST - 1}}}"
         return self._rule(f"{calls} {self._literal(spelling.after)}")
 
-    def json_calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+    def json_calls(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> str:
         """The rule for ``calls`` as JSON objects, using the terminals of other JSON."""
         calls = self._rule(" | ".join(self._rule(self._json_call(tool)) for tool in tools))
         more = f" ({self._terminal(chr(10))} {calls}){{0,{_MOST - 1}}}" if several else ""
         return self._rule(calls + more)
 
-    def _json_call(self, tool: Mapping[str, Any]) -> str:
+    def _json_call(self, tool: Mapping[str, object]) -> str:
         spelling = self._spelling
         parameters = _closed(tool.get("parameters"))
         shape = json.loads(f"{spelling.before}n{spelling.middle}{{}}{spelling.after}")
@@ -104,7 +104,7 @@ class _Rules:
             }
         )
 
-    def answer(self, mark: str, schema: Any) -> str:
+    def answer(self, mark: str, schema: object) -> str:
         """The rule for an answer that follows ``schema``."""
         return self._rule(f"{self._literal(mark)} {self._json(schema)}")
 
@@ -122,7 +122,7 @@ class _Rules:
         parts = re.split(f"({ID}|{NUMBERED})", text)
         return " ".join(_ANY.get(part) or self._terminal(part) for part in parts if part)
 
-    def _arguments(self, schema: Any) -> str:
+    def _arguments(self, schema: object) -> str:
         schema = self._root = _closed(schema)
         match self._spelling.arguments:
             case TaggedArguments() as tags:
@@ -135,7 +135,7 @@ class _Rules:
                 return self._rule(self._object(schema, quoted))
         return self._rule(self._json(schema))
 
-    def _json(self, schema: Any) -> str:
+    def _json(self, schema: object) -> str:
         """The rule's body for ``schema``, which may refer to definitions in the tool's schema."""
         given = dict(schema) if isinstance(schema, Mapping) else {}
         given |= {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
@@ -144,7 +144,7 @@ class _Rules:
         return f"%json {json.dumps(given)}"
 
     def _sequence(
-        self, schema: Mapping[str, Any], item: Callable[[str, Any], str], separator: str = ""
+        self, schema: Mapping[str, object], item: Callable[[str, object], str], separator: str = ""
     ) -> str:
         """The rule for all properties of ``schema`` in order; optional ones may be left out."""
         self._leave_out(schema, "object", "choice")
@@ -169,7 +169,7 @@ class _Rules:
 
     # -- values ------------------------------------------------------------------------------------
 
-    def _pair(self, tags: TaggedArguments, key: str, schema: Any) -> str:
+    def _pair(self, tags: TaggedArguments, key: str, schema: object) -> str:
         known = accepted(schema, self._root)
         is_text = (not known.kinds or "string" in known.kinds) and not tags.as_json
         if is_text and len(known.kinds) > 1 and any(mid.string is False for mid in tags.mids):
@@ -177,7 +177,7 @@ class _Rules:
             return " | ".join(map(self._rule, ways))
         return self._pair_as(tags, key, schema, is_text)
 
-    def _pair_as(self, tags: TaggedArguments, key: str, schema: Any, is_text: bool) -> str:
+    def _pair_as(self, tags: TaggedArguments, key: str, schema: object, is_text: bool) -> str:
         known = accepted(schema, self._root)
         kind = next(iter(known.kinds - {"string"}), "")
         kind = "number" if kind == "integer" else kind
@@ -195,7 +195,7 @@ class _Rules:
         self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
         return f"{opening} {text}"
 
-    def _keyword(self, key: str, schema: Any) -> str:
+    def _keyword(self, key: str, schema: object) -> str:
         known = accepted(schema, self._root)
         if known.kinds and not known.is_text:
             return f"{self._literal(key + '=')} {self._value(schema)}"
@@ -204,7 +204,7 @@ class _Rules:
         quote = self._terminal("'")
         return f"{self._literal(key + '=')} {quote} {text} {quote}"
 
-    def _value(self, schema: Any) -> str:
+    def _value(self, schema: object) -> str:
         return self._rule(self._json(schema))
 
     def _either(self, choices: Iterable[str]) -> str:
@@ -216,7 +216,7 @@ class _Rules:
         )
         return f"{self._terminal('{')} {inside} {self._terminal('}')}"
 
-    def _quoted(self, quoted: QuotedArguments, key: str, schema: Any) -> str:
+    def _quoted(self, quoted: QuotedArguments, key: str, schema: object) -> str:
         return f"{self._literal(key + ':')} {self._quoted_value(quoted, schema)}"
 
     def _quoted_value(self, quoted: QuotedArguments, schema: Any) -> str:
@@ -264,18 +264,18 @@ class _Rules:
 
     # -- what is not enforced ----------------------------------------------------------------------
 
-    def _leave_out(self, schema: Any, *groups: str) -> None:
+    def _leave_out(self, schema: object, *groups: str) -> None:
         self.left_out |= bounds(schema, self._root, groups)
 
     def _leave_out_of_text(
-        self, schema: Any, choices: Sequence[str] | None, *, only_text: bool
+        self, schema: object, choices: Sequence[str] | None, *, only_text: bool
     ) -> None:
         """Note what does not bind a text; unless it is ``only_text``, it may be any value."""
         followed = {"choice", "words"} if choices is None else {"choice"}
         self._leave_out(schema, *(["string"] if only_text else BOUNDS.keys() - followed))
 
 
-def _closed(parameters: Any) -> Mapping[str, Any]:
+def _closed(parameters: object) -> Mapping[str, object]:
     """Return ``parameters``; if they name no property, they allow none."""
     given = parameters if isinstance(parameters, Mapping) else {}
     named = given.get("properties") or given.keys() - {"type", "properties", *_WORDS}

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from localrt.chat_format.argument_notations import (
     Arguments,
@@ -41,7 +40,7 @@ from localrt.common.errors import TemplateError
 _KEY, _NEXT_KEY = "zqa", "zqb"
 _VALUE, _NEXT_VALUE = "zvc", "zvd"
 _NUMBER = 730_151
-_VALUES: dict[str, Any] = {
+_VALUES: dict[str, object] = {
     **{"number": _NUMBER, "boolean": True, "null": None},
     **{"object": {"zqk": _NUMBER}, "array": [_NUMBER]},
 }
@@ -49,7 +48,7 @@ _VALUES: dict[str, Any] = {
 _SPECIAL = "zq\"1'2\n3\\4<5&6é"
 _ONE = {_KEY: _VALUE}
 _TWO = {_KEY: _VALUE, _NEXT_KEY: _NEXT_VALUE}
-_EVERYTHING: dict[str, Any] = {
+_EVERYTHING: dict[str, object] = {
     **{"zqa": _SPECIAL, "zqb": "", "zqc": _NUMBER, "zqd": -1.5, "zqe": True, "zqf": False},
     **{"zqg": None, "zqh": {"k": ["v", {"w": 1, "x": []}], "l": {}}, "zqi": ["a", 2, None]},
 }
@@ -481,7 +480,7 @@ def _json_unit(text: str) -> _Unit | None:
     return None
 
 
-def _keys(value: Any, path: tuple[str, ...]) -> JsonCalls | None:
+def _keys(value: object, path: tuple[str, ...]) -> JsonCalls | None:
     """Find the keys of the name and the arguments in ``value``."""
     if not isinstance(value, Mapping):
         return None
@@ -501,7 +500,7 @@ def _keys(value: Any, path: tuple[str, ...]) -> JsonCalls | None:
     return next((found for found in inner if found is not None), None)
 
 
-def _is_one(value: Any) -> bool:
+def _is_one(value: object) -> bool:
     try:
         return bool((DECODER.decode(value) if isinstance(value, str) else value) == _ONE)
     except ValueError:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from localrt.chat_format.argument_notations import JsonArguments
 from localrt.chat_format.histories import text_of
@@ -39,11 +38,11 @@ def is_harmony(template: str) -> bool:
     return _CHANNEL in template and _MESSAGE in template
 
 
-def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
+def with_thoughts_joined(messages: Sequence[object]) -> list[object]:
     """Shape ``messages`` for a template of gpt-oss, which takes thoughts or text with calls, but
     not both: text before calls is appended to the thoughts.
     """
-    shaped: list[Any] = []
+    shaped: list[object] = []
     for message in messages:
         if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
             thought = next(filter(None, map(message.get, THOUGHT_FIELDS)), "")

@@ -57,17 +57,17 @@ _ROWS = {"system": Situation.SYSTEMS, "user": Situation.USERS, "assistant": Situ
 Can: TypeAlias = Callable[[Situation], bool]
 
 
-def fitted(messages: Sequence[Mapping[str, Any]], can: Can) -> list[_Message]:
+def fitted(messages: Sequence[Mapping[str, object]], can: Can) -> list[_Message]:
     """Rewrite ``messages``, shaped by ``for_template``, so that ``can`` allows every situation."""
     return _in_turns(_with_calls(_with_rules(list(map(dict, messages)), can), can), can)
 
 
-def rules_first(messages: Sequence[Mapping[str, Any]]) -> int:
+def rules_first(messages: Sequence[Mapping[str, object]]) -> int:
     """The number of system and developer messages at the beginning."""
     return sum(1 for _ in takewhile(lambda message: message["role"] in RULES, messages))
 
 
-def text_of(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, object]) -> str:
     """The text of a message; parts of its content are joined by new lines."""
     content = message.get("content")
     if isinstance(content, list | tuple):
@@ -158,14 +158,14 @@ def _is_answer(message: _Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
 
 
-def _call_text(call: Any) -> str:
+def _call_text(call: object) -> str:
     function = _function(call)
     arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     name, spelling = function.get("name"), HERMES_CALL
     return f"{spelling.before}{name}{spelling.middle}{arguments}{spelling.after}"
 
 
-def _function(call: Any) -> Mapping[str, Any]:
+def _function(call: object) -> Mapping[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     return function if isinstance(function, Mapping) else {}
 
@@ -226,7 +226,7 @@ class CallForm:
     def shaped(self, messages: Sequence[_AnyMessage]) -> list[dict[str, Any]]:
         """Return ``messages`` with such ids in calls and results, and such empty contents."""
         ids: dict[str, str] = {}
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, object]] = []
         for message in messages:
             message = dict(message)
             if calls := message.get("tool_calls"):
@@ -369,15 +369,15 @@ class HistoryProbe:
         return not missing_messages(history, written)
 
 
-def _says(role: str, number: int) -> dict[str, Any]:
+def _says(role: str, number: int) -> dict[str, object]:
     return {"role": role, "content": f"Zq{role}{number} says."}
 
 
-def _user(number: int) -> dict[str, Any]:
+def _user(number: int) -> dict[str, object]:
     return _says("user", number)
 
 
-def _calling(*numbers: int, text: str = "") -> dict[str, Any]:
+def _calling(*numbers: int, text: str = "") -> dict[str, object]:
     calls = []
     for number in numbers:
         function = {"name": (FIRST, SECOND)[number], "arguments": {"zqa": f"zqvalue{number}"}}
@@ -385,12 +385,12 @@ def _calling(*numbers: int, text: str = "") -> dict[str, Any]:
     return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
-def _result_of(number: int) -> dict[str, Any]:
+def _result_of(number: int) -> dict[str, object]:
     name = (FIRST, SECOND)[number]
     return {**_says("tool", number), "tool_call_id": _ID.format(number), "name": name}
 
 
-def _probes() -> dict[Situation, tuple[list[dict[str, Any]], ...]]:
+def _probes() -> dict[Situation, tuple[list[dict[str, object]], ...]]:
     s0, s1, d0, d1, a0, a1 = (
         _says(role, number) for role in ("system", "developer", "assistant") for number in (0, 1)
     )
@@ -490,6 +490,6 @@ class HistoryRenderer:
                 raise
             return self._template.render_segments(other, **options)
 
-    def _probe(self, tools: bool, history: Sequence[Mapping[str, Any]]) -> str:
+    def _probe(self, tools: bool, history: Sequence[Mapping[str, object]]) -> str:
         segments = self._segments(list(history), control_tokens=(), tools=TOOLS if tools else None)
         return "".join([text for text, _ in segments])

@@ -24,7 +24,9 @@ from localrt.common.option_names import option
 from localrt.engine.types import ToolCall
 
 
-def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def functions_to_call(
+    choice: str, tools: Sequence[Mapping[str, object]]
+) -> list[Mapping[str, object]]:
     """The functions of ``tools`` that ``choice`` allows: all for "required", else the named one.
 
     Raises:
@@ -44,19 +46,19 @@ def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[M
     return found
 
 
-def arguments_of(call: ToolCall) -> dict[str, Any]:
+def arguments_of(call: ToolCall) -> dict[str, object]:
     """The arguments of ``call`` as values; if they are not an object, one that holds their text."""
     return _as_object(call.arguments)
 
 
-def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) -> list[Any]:
+def for_template(messages: Sequence[object], *, arguments_as_text: bool = False) -> list[Any]:
     """Put ``messages`` in the shape that chat templates take.
 
     A call's arguments become a mapping, as most templates want, or JSON text; a tool's result gets
     the name of the called tool. Anything of unknown shape is not changed.
     """
     names: dict[str, str] = {}
-    shaped: list[Any] = []
+    shaped: list[object] = []
     for message in messages:
         if not isinstance(message, Mapping):
             shaped.append(message)
@@ -76,7 +78,7 @@ def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) ->
     return shaped
 
 
-def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> Any:
+def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> object:
     if isinstance(call, ToolCall):
         call = call.to_dict()
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -92,7 +94,7 @@ def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _as_object(arguments: Any) -> dict[str, Any]:
+def _as_object(arguments: object) -> dict[str, object]:
     """Convert a call's arguments, or their JSON text, to an object: empty for no arguments, and
     with the text in it if they are not an object.
     """
@@ -113,7 +115,7 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _result(content: Any) -> Any:
+def _result(content: object) -> object:
     """A tool's result for a template: text and lists of parts unchanged, all else as JSON text."""
     parts = isinstance(content, list) and all(
         isinstance(part, Mapping) and "type" in part for part in content
@@ -134,7 +136,7 @@ _OTHERS = {
 _THOUGHTS = ("thinking", "reasoning")  # parts with their text in a field of this name
 
 
-def check_text_only(messages: Sequence[Any], *, pictures: bool = False, blind: str = "") -> None:
+def check_text_only(messages: Sequence[object], *, pictures: bool = False, blind: str = "") -> None:
     """Check that all parts of all contents are text, or ``pictures``.
 
     ``blind`` is why a model that sees cannot.
@@ -161,7 +163,7 @@ def kind_in_words(kind: str) -> str | None:
     return next((word for word in _OTHERS if word in kind), None)
 
 
-def _other_than_text(part: Mapping[str, Any]) -> str | None:
+def _other_than_text(part: Mapping[str, object]) -> str | None:
     """Describe a part of a content in words; None if it is text."""
     kind = str(part.get("type", ""))
     if kind in _THOUGHTS:
@@ -217,7 +219,7 @@ class Offer:
             joined = f"{content}\n\n{self.text}" if content else self.text
         return [{**first, "content": joined}, *messages[1:]]
 
-    def _renamed(self, message: Any) -> Any:
+    def _renamed(self, message: object) -> object:
         if not isinstance(message, Mapping):
             return message
         message = dict(message)
@@ -227,7 +229,7 @@ class Offer:
             message["tool_calls"] = [self._renamed_call(call) for call in calls]
         return message
 
-    def _renamed_call(self, call: Any) -> Any:
+    def _renamed_call(self, call: Any) -> object:
         call = call.to_dict() if hasattr(call, "to_dict") else call
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -272,7 +274,7 @@ class Offers:
         return all(name in written or json.dumps(name)[1:-1] in written for name in names)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 

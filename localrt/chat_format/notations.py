@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from localrt.chat_format.argument_notations import Arguments, end_of, ends_in_string
 from localrt.chat_format.argument_types import DECODER, Types, accepted, parameters_of
@@ -39,12 +39,12 @@ def _paired(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def as_json(arguments: Mapping[str, Any]) -> str:
+def as_json(arguments: Mapping[str, object]) -> str:
     """Return arguments as JSON text."""
     return _paired(json.dumps(arguments, ensure_ascii=False))
 
 
-def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
+def signatures(tools: Sequence[Mapping[str, object]]) -> dict[str, Types]:
     """The parameters of each tool in a list of the form of OpenAI or Hugging Face."""
     found: dict[str, Types] = {}
     for tool in tools:
@@ -79,9 +79,9 @@ class Notation(Protocol):
 # -- JSON ----------------------------------------------------------------------------------------
 
 
-def json_values(text: str) -> list[Any] | None:
+def json_values(text: str) -> list[object] | None:
     """The JSON values that ``text`` consists of, separated by spaces, commas or semicolons."""
-    values: list[Any] = []
+    values: list[object] = []
     at = 0
     while True:
         while at < len(text) and (text[at].isspace() or text[at] in ",;"):
@@ -95,7 +95,7 @@ def json_values(text: str) -> list[Any] | None:
         values.append(value)
 
 
-def call_of(name: Any, arguments: Any, call_id: Any = None) -> Call | None:
+def call_of(name: object, arguments: object, call_id: object = None) -> Call | None:
     """A call with ``arguments``, an object or its JSON text; None if they are neither.
 
     None, an empty text and an empty list mean no arguments.
@@ -138,7 +138,7 @@ class JsonCalls:
         inside = text.strip().removeprefix(self.lead).lstrip()
         return inside[:1] in ("{", "[") and ends_in_string(inside)
 
-    def _call(self, value: Any) -> Call | None:
+    def _call(self, value: object) -> Call | None:
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
         if not isinstance(value, Mapping):

@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from localrt.chat_format.argument_notations import JsonArguments, pattern
 from localrt.chat_format.notations import (
@@ -157,7 +156,7 @@ class TextParser:
     def __init__(
         self,
         syntax: CallSyntax | None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
         *,
         names: Mapping[str, str] = _NO_NAMES,
         thinking: str = "",

@@ -42,11 +42,11 @@ def pictures_of(messages: Sequence[Any]) -> list[Any]:
     return [part["image"] for message in messages for part in _parts(message) if is_picture(part)]
 
 
-def without_pictures(messages: Sequence[Any], mark: str | None = None) -> list[Any]:
+def without_pictures(messages: Sequence[object], mark: str | None = None) -> list[Any]:
     """The conversation with each picture as templates take it, or as the text ``mark``."""
     stand_in = PICTURE if mark is None else {"type": "text", "text": mark}
 
-    def taken_out(message: Any) -> Any:
+    def taken_out(message: Any) -> object:
         parts = _parts(message)
         if not any(map(is_picture, parts)):
             return message
@@ -94,6 +94,6 @@ def put_in(
     return None if left else placed
 
 
-def _parts(message: Any) -> Sequence[Any]:
+def _parts(message: object) -> Sequence[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, list | tuple) else ()

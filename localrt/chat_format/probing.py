@@ -27,7 +27,7 @@ _SECONDS = 10.0  # for all probes; a usual template takes a hundredth of it
 _USER = "Zuser zq¶"
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _tool(name: str) -> dict[str, object]:
     properties = {
         "zqa": {"type": "string", "description": "A word."},
         "zqc": {"type": "integer", "description": "A count."},
@@ -75,7 +75,7 @@ class Probes:
         first = cls(render, time.monotonic() + _SECONDS)
         return cls(render, first.until, first._behind_user(None), first.message(TEXT))
 
-    def calls(self, *calls: ProbeCall, text: str = "", **fields: Any) -> str:
+    def calls(self, *calls: ProbeCall, text: str = "", **fields: object) -> str:
         """Render an answer with these calls."""
         made = [self._call(index, *call) for index, call in enumerate(calls)]
         return self.message(text or self.empty, tool_calls=made, **fields)
@@ -91,10 +91,10 @@ class Probes:
         """Render an answer with this text."""
         return self._behind_user({"role": "assistant", "content": text, **fields})
 
-    def _behind_user(self, answer: Mapping[str, Any] | None) -> str:
+    def _behind_user(self, answer: Mapping[str, object] | None) -> str:
         if time.monotonic() > self.until:
             raise UnreadableError("the template takes too long")
-        messages: list[Mapping[str, Any]] = [{"role": "user", "content": _USER}]
+        messages: list[Mapping[str, object]] = [{"role": "user", "content": _USER}]
         if answer is not None:
             messages.append(answer)
         _, found, behind = self.render(messages, TOOLS, answer is None).rpartition(_USER)
@@ -102,7 +102,7 @@ class Probes:
             raise UnreadableError("the user's words are gone")
         return behind
 
-    def _call(self, index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, index: int, name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
         call_id = self.id_form.format(name=name, index=index) or IDS[index]
         value = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}

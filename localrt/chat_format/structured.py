@@ -51,7 +51,7 @@ Reduced = tuple[Any, tuple[str, ...]]
 """A schema that can be followed, and the keywords that it lacks."""
 
 
-def loosened(schema: Any, fits: Callable[[Any], bool]) -> Reduced:
+def loosened(schema: object, fits: Callable[[Any], bool]) -> Reduced:
     """Return ``schema`` reduced to what ``fits``, and the keywords that were left out."""
     for one_of in (True, False):
         work = _Loosening(fits, one_of=one_of)
@@ -67,11 +67,11 @@ def outline(schema: Any) -> Reduced:
     return work.schema(schema), tuple(sorted(work.left_out))
 
 
-def _expression(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _expression(schema: Mapping[str, object]) -> dict[str, object]:
     return {"type": "string", **{key: schema[key] for key in _EXPRESSION if key in schema}}
 
 
-def _expressions(schema: Any) -> Iterator[Any]:
+def _expressions(schema: object) -> Iterator[object]:
     """Yield the schema of each text that has to match a pattern."""
     left = [schema]
     while left:
@@ -95,10 +95,10 @@ class _Loosening:
         self._until = time.monotonic() + _SECONDS
         self._tried: dict[str, bool] = {}
 
-    def schema(self, schema: Any) -> Any:
+    def schema(self, schema: object) -> object:
         if not isinstance(schema, Mapping):
             return schema
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for key, value in schema.items():
             if key in _NESTED and isinstance(value, Mapping):
                 inner = {name: self.schema(each) for name, each in value.items()}
@@ -121,7 +121,7 @@ class _Loosening:
             del found["oneOf"]
         return found
 
-    def _may(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    def _may(self, key: str, value: object, schema: Mapping[str, object]) -> bool:
         """Whether a keyword of ``schema`` fits alone, or with only what it needs beside it."""
         alone = {key: {value: {}} if key == "patternProperties" else value}
         if key == "pattern":
@@ -197,7 +197,7 @@ class Grammars:
     def call(
         self,
         syntax: CallSyntax,
-        functions: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, object]],
         *,
         several: bool = False,
         answer: tuple[str, str] | None = None,
@@ -232,7 +232,7 @@ class Grammars:
                 return made(reduce)
         return made(_names_alone)
 
-    def _whole(self, schema: Any) -> Reduced:
+    def _whole(self, schema: object) -> Reduced:
         """Return ``schema``, unless the model could not write one of its texts.
 
         Raises:
@@ -242,7 +242,7 @@ class Grammars:
             raise OptionError(f"{option('json_schema')} has an expression that is too complex")
         return schema, ()
 
-    def _parameters(self, schema: Any) -> Reduced:
+    def _parameters(self, schema: object) -> Reduced:
         """Return the schema of a tool's parameters, reduced to what can be followed."""
         try:
             found, left_out = self.followed(json.dumps(schema))
@@ -250,7 +250,7 @@ class Grammars:
         except OptionError:
             return outline(schema)
 
-    def _fits(self, schema: Any) -> bool:
+    def _fits(self, schema: object) -> bool:
         return self._compiles(json.dumps(schema))
 
     def _tried(self, schema: str) -> bool:
@@ -426,15 +426,15 @@ def _on_a_large_stack(work: Callable[[], _T]) -> _T:
         return result.result()
 
 
-def _names_alone(schema: Any) -> Reduced:
+def _names_alone(schema: object) -> Reduced:
     properties, required = parameters_of(schema)
-    free: dict[str, Any] = {key: {} for key in properties}
+    free: dict[str, object] = {key: {} for key in properties}
     return {"type": "object", "properties": free, "required": [*required]}, outline(schema)[1]
 
 
 def _readable(schema: str) -> str:
     """Replace a schema such as ``true`` by ``{}``: llguidance accepts only objects."""
-    value: Any = json.loads(schema)
+    value: object = json.loads(schema)
     return schema if isinstance(value, Mapping) else "{}"
 
 

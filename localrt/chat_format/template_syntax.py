@@ -92,8 +92,8 @@ class ThinkingSyntax:
     """
 
     tags: ThinkingTags | None = None
-    on: Mapping[str, Any] = field(default_factory=dict)
-    off: Mapping[str, Any] = field(default_factory=dict)
+    on: Mapping[str, object] = field(default_factory=dict)
+    off: Mapping[str, object] = field(default_factory=dict)
     efforts: Mapping[str, str] = field(default_factory=dict)
     has_budget: bool = False
 
@@ -122,7 +122,7 @@ class ThinkingSyntax:
                 "this model does not think: its chat template knows no thinking (leave "
                 f"{option('thinking')} out, or choose a model that thinks)"
             )
-        told: dict[str, Any] = {} if thinking is None else dict(self.on)
+        told: dict[str, object] = {} if thinking is None else dict(self.on)
         if isinstance(thinking, str) and thinking in self.efforts:
             told["reasoning_effort"] = self.efforts[thinking]
         if self.has_budget and tokens is not None:
@@ -136,8 +136,8 @@ def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> 
     if not source:
         return ThinkingSyntax()
     usual = _prompt(template)
-    on: dict[str, Any] = {}
-    off: dict[str, Any] = {}
+    on: dict[str, object] = {}
+    off: dict[str, object] = {}
     for name in _SWITCHES:
         if name in source:
             written = _prompt(template, **{name: True}), _prompt(template, **{name: False})
@@ -192,7 +192,7 @@ def _known_tags(source: str, frame: AnswerFrame) -> ThinkingTags | None:
     return next(named, None) or next(of_frame, usual)
 
 
-def _efforts(template: MessageTemplate, on: Mapping[str, Any]) -> dict[str, str]:
+def _efforts(template: MessageTemplate, on: Mapping[str, object]) -> dict[str, str]:
     """Map each effort to itself, a refused one to the next higher; empty if all are alike."""
     found = {
         effort: text

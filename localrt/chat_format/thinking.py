@@ -146,12 +146,12 @@ def split_thinking(text: str) -> Thinking:
     return Thinking("", text)
 
 
-def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
+def thoughts_apart(messages: Sequence[Any]) -> list[object]:
     """Move the thoughts of ``messages`` from contents to the fields that templates name.
 
     For templates that do not understand ``<think>`` in a content.
     """
-    shaped: list[Any] = []
+    shaped: list[object] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str) and message.get("role") == "assistant":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import Template, TemplateSyntaxError
 from jinja2 import TemplateError as JinjaError
@@ -35,7 +35,7 @@ _LONGEST_REASON = 1_000  # characters of an error message
 _COMPILED = 16  # cached templates
 
 
-def answer(source: str, variables: Mapping[str, Any] | None, size: int) -> dict[str, str]:
+def answer(source: str, variables: Mapping[str, object] | None, size: int) -> dict[str, str]:
     """Render the template with ``variables``, as ``text``; None only checks the template.
 
     Instead, ``invalid`` says why the template is not valid, ``refused`` why rendering failed. The
@@ -102,7 +102,7 @@ class _GenerationTag(Extension):
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
