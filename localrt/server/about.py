@@ -51,7 +51,7 @@ class ModelFacts:
     capabilities: tuple[str, ...]
     picture: PictureCost | None = None
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Return the details that lists of models contain."""
         return {
             "parent_model": "",
@@ -138,7 +138,7 @@ def _picture(path: Path) -> PictureCost | None:
     return None
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -194,7 +194,7 @@ async def props(request: Request) -> Response:
     )
 
 
-def _openai(offered: Offered, started: int) -> dict[str, Any]:
+def _openai(offered: Offered, started: int) -> dict[str, object]:
     """Describe a model, with its context under several servers' names; unknown until loaded."""
     ctx, facts = offered.ctx, known_facts(offered)
     served = {} if ctx is None else {"max_model_len": ctx, "context_length": ctx}
@@ -222,7 +222,7 @@ def _openai(offered: Offered, started: int) -> dict[str, Any]:
     }
 
 
-def _lm_studio(offered: Offered) -> dict[str, Any]:
+def _lm_studio(offered: Offered) -> dict[str, object]:
     facts = known_facts(offered)
     loaded = offered.state != "unloaded"
     return {

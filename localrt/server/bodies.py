@@ -85,9 +85,9 @@ class Unpacker:
             raise invalid(f"the body is incomplete {self._name} data")
 
 
-def encodings() -> dict[str, Callable[[], Any]]:
+def encodings() -> dict[str, Callable[[], object]]:
     """Return the decoders of the known encodings, by name."""
-    found: dict[str, Callable[[], Any]] = dict.fromkeys(
+    found: dict[str, Callable[[], object]] = dict.fromkeys(
         ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
     )
     for module in ("compression.zstd", "backports.zstd"):
@@ -209,7 +209,7 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
     return b"".join(parts)
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> object:
     """Parse JSON.
 
     Raises:
@@ -246,7 +246,7 @@ def _outside(data: bytes) -> Callable[[bytes], int]:
     return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
 
 
-def check_fields(kind: str, value: Any) -> dict[str, Any]:
+def check_fields(kind: str, value: Any) -> dict[str, object]:
     """Return ``value`` if it follows the schema, with whole numbers as integers.
 
     Raises:
@@ -296,7 +296,7 @@ def _kinds(given: str | list[str]) -> str:
     return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
 
 
-def _values(given: list[Any]) -> str:
+def _values(given: list[object]) -> str:
     return "must be " + " or ".join(json.dumps(value) for value in given if value is not None)
 
 
@@ -324,7 +324,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -334,7 +334,7 @@ def _finite(digits: str) -> float:
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
-def _whole_characters(value: Any) -> Any:
+def _whole_characters(value: object) -> object:
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):

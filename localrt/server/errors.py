@@ -64,7 +64,7 @@ _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
 _FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return one line of JSON in ASCII."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
@@ -128,9 +128,9 @@ def in_words(error: ApiError) -> str:
     )
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> dict[str, object]:
     """Return an error's JSON in OpenAI's form; for a context overflow, also in llama.cpp's."""
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "message": in_words(error),
         "type": _TYPES.get(error.status, "server_error"),
         "param": error.param,
@@ -143,7 +143,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": found}
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
+def anthropic_error(error: ApiError) -> dict[str, object]:
     """Return an error's JSON in Anthropic's form."""
     kind, message = _ANTHROPIC_TYPES.get(error.status, "api_error"), str(error)
     if error.overflow is not None:
@@ -152,7 +152,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def ollama_error(error: ApiError) -> dict[str, Any]:
+def ollama_error(error: ApiError) -> dict[str, object]:
     """Return an error's JSON in Ollama's form."""
     return {"error": in_words(error)}
 

@@ -117,7 +117,7 @@ async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event],
 
 
 async def rendered(
-    asked: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, Any]], T]
+    asked: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, object]], T]
 ) -> T:
     """Run ``work`` on the model and the one prompt of ``call`` in a thread; it computes no passes.
 

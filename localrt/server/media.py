@@ -78,7 +78,7 @@ def _mixed(prompts: Sequence[Prompt]) -> Iterator[Mixed]:
         yield from (content for content in contents if isinstance(content, Mixed))
 
 
-def _shown(prompt: Prompt, show: Callable[[Mixed], Any]) -> Prompt:
+def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:
     """Return the prompt with ``show`` of each content that has media."""
 
     def shown(content: Any) -> Any:
@@ -152,7 +152,7 @@ def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_Source]
     return [_source(one.part, f"picture {number}") for number, one in enumerate(media, 1)]
 
 
-def _source(part: Mapping[str, Any], name: str) -> _Source:
+def _source(part: Mapping[str, object], name: str) -> _Source:
     given = next((part[key] for key in ("image_url", "source") if part.get(key)), part)
     if isinstance(given, Mapping):
         data = given.get("data")

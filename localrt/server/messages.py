@@ -88,14 +88,14 @@ def thought(text: str) -> dict[str, str]:
     return dict.fromkeys(THOUGHT_FIELDS, text)
 
 
-def flat_name(name: str, namespace: Any) -> str:
+def flat_name(name: str, namespace: object) -> str:
     """Return the name that models see for a tool in a namespace."""
     if not isinstance(namespace, str) or namespace in ("", _FUNCTIONS):
         return name
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def made_call(call_id: Any, name: str, arguments: Any) -> Message:
+def made_call(call_id: object, name: str, arguments: object) -> Message:
     """Return a call in an assistant's form; ``arguments`` is their text, or a value."""
     if arguments is None:
         arguments = {}
@@ -105,7 +105,7 @@ def made_call(call_id: Any, name: str, arguments: Any) -> Message:
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
 
-def messages_of(role: str, content: Any, note: Note, *, between: str = "\n\n") -> list[Message]:
+def messages_of(role: str, content: object, note: Note, *, between: str = "\n\n") -> list[Message]:
     """Return the messages for one of ``role`` with this ``content``: results become their own.
 
     ``between`` separates the texts of a message. Content without anything to show gives no message.
@@ -122,7 +122,7 @@ def without_billing(text: str, role: str = "system") -> str:
     return _BILLING.sub("", text) if role in ("system", "developer") else text
 
 
-def content_of(content: Any, note: Note, between: str = "\n\n") -> Content:
+def content_of(content: object, note: Note, between: str = "\n\n") -> Content:
     """Return a content, which is a text, a part, or a list of both, in our form."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -132,13 +132,13 @@ def content_of(content: Any, note: Note, between: str = "\n\n") -> Content:
     return Mixed(pieces, between)
 
 
-def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
+def text_of(content: object, note: Note, between: str = "\n\n") -> str:
     """Return the text of a content, with words in the place of media."""
     found = content_of(content, note, between)
     return found if isinstance(found, str) else found.in_words()
 
 
-def _parts(content: Any) -> list[Any]:
+def _parts(content: object) -> list[Any]:
     return content if isinstance(content, list) else [] if content is None else [content]
 
 
@@ -175,7 +175,7 @@ def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Mes
     yield from gathered()
 
 
-def _kind(part: Any) -> str:
+def _kind(part: object) -> str:
     return str(part.get("type") or "")[:_KIND] if isinstance(part, Mapping) else ""
 
 
@@ -203,7 +203,7 @@ def _answered(kind: str, part: Fields) -> str | None:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def _shown(part: Any, note: Note) -> str | Media:
+def _shown(part: object, note: Note) -> str | Media:
     """Return a part in words, or as media, or "" if there is nothing to show."""
     if isinstance(part, str):
         return part
@@ -259,7 +259,7 @@ def _document(part: Fields, note: Note) -> str:
     return text_of(part.get("content"), note)
 
 
-def _decoded(media_type: str, data: Any) -> str:
+def _decoded(media_type: str, data: object) -> str:
     """Return the text of a text file in base64; "" for other files."""
     if not media_type.startswith(("text/", "application/json", "application/xml")):
         return ""
@@ -269,7 +269,7 @@ def _decoded(media_type: str, data: Any) -> str:
         return ""
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: object) -> object:
     """Return ``value`` without ids and without encrypted or encoded bytes."""
     if isinstance(value, str):
         head = value[:_OPAQUE]
@@ -294,7 +294,7 @@ _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
 # Tools that clients run and whose parameters only their vendors' models know, by the beginnings of
 # their types.
-_OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
+_OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, object], Sequence[str]]] = {
     "bash": ("Run a command in bash.", {"command": _STRING, "restart": {"type": "boolean"}}, ()),
     "local_shell": (
         "Run a program with its arguments.",
@@ -417,7 +417,7 @@ def _leaves(tool: Fields, namespace: str | None = None) -> Iterator[tuple[str, s
     yield kind, namespace, inner if isinstance(inner, Mapping) else fields
 
 
-def _function(kind: str, given: Fields) -> dict[str, Any] | None:
+def _function(kind: str, given: Fields) -> dict[str, object] | None:
     """Return the function for a tool; None if only a server could run it."""
     schema = next((given[one] for one in _SCHEMAS if isinstance(given.get(one), Mapping)), None)
     if _takes_text(kind, given):
@@ -440,10 +440,10 @@ def _takes_text(kind: str, given: Fields) -> bool:
     return kind == "custom" and not any(one in given for one in _SCHEMAS)
 
 
-def _text_function(given: Fields) -> dict[str, Any]:
+def _text_function(given: Fields) -> dict[str, object]:
     """Return a function with one text argument; its description has the grammar to follow."""
     wanted = _inner(_inner(given, "format"), "grammar")  # Chat has it one level deeper
-    argument: dict[str, Any] = dict(_STRING)
+    argument: dict[str, object] = dict(_STRING)
     description = str(given.get("description") or "")
     if isinstance(wanted.get("definition"), str):
         syntax, definition = wanted.get("syntax") or "given", wanted["definition"]
@@ -474,5 +474,5 @@ def _inner(fields: Fields, name: str) -> Fields:
     return inner if isinstance(inner, Mapping) else fields
 
 
-def _mappings(value: Any) -> list[Fields]:
+def _mappings(value: object) -> list[Fields]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []

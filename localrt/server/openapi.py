@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from localrt.common.version import __version__
 from localrt.server.anthropic import schemas as anthropic
@@ -32,9 +31,9 @@ OPEN = ("/health", "/openapi.json")
 """What needs no key."""
 
 
-def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str, Any]:
+def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str, object]:
     """Return the whole document; ``keyed`` says that requests need a key."""
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, dict[str, object]] = {}
     for one in endpoints:
         if one.answer:
             path = paths.setdefault(_PARAMETER.sub(r"{\1}", one.path), {})
@@ -44,7 +43,7 @@ def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str,
                     {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                     for name in names
                 ]
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "openapi": "3.1.0",
         "info": {
             "title": "localrt",
@@ -70,7 +69,7 @@ def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str,
     return document
 
 
-def _operation(one: Endpoint) -> dict[str, Any]:
+def _operation(one: Endpoint) -> dict[str, object]:
     error = "ERROR"
     if one.path.startswith("/api/"):
         error = "OLLAMA_ERROR"
@@ -80,7 +79,7 @@ def _operation(one: Endpoint) -> dict[str, Any]:
     found = {"200": {"description": "the answer", "content": answers}}
     for status, description in _ERRORS.items():
         found[status] = {"description": description, "content": _content(error)}
-    operation: dict[str, Any] = {
+    operation: dict[str, object] = {
         "summary": (one.handler.__doc__ or "").strip().removesuffix("."),
         "responses": found,
     }
@@ -91,7 +90,7 @@ def _operation(one: Endpoint) -> dict[str, Any]:
     return operation
 
 
-def _content(kind: str) -> dict[str, Any]:
+def _content(kind: str) -> dict[str, object]:
     """Return the content of a media type, or of JSON with this schema."""
     if "/" in kind:
         return {kind: {}}

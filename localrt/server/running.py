@@ -186,7 +186,7 @@ class Server(uvicorn.Server):
         finally:
             timer.cancel()
 
-    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")
         # asyncio accepts the next connection within a second; uvicorn closes what is not HTTP.
         no_room = isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -20,7 +20,7 @@ def whole(**properties: Schema) -> Schema:
     return object_of(*properties, **properties)
 
 
-def list_of(items: Schema, **more: Any) -> Schema:
+def list_of(items: Schema, **more: object) -> Schema:
     """Return a list's schema; ``more`` are further keywords of it."""
     return {"type": "array", "items": items, **more}
 

@@ -153,7 +153,7 @@ async def tokenize(request: Request) -> Response:
         ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
         return shown(model, ids)
 
-    def of_messages(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_messages(model: Model, given: Mapping[str, Any]) -> dict[str, object]:
         return shown(model, model.tokenize(given["prompt"], tools=given["tools"]))
 
     def shown(model: Model, ids: Sequence[int]) -> dict[str, Any]:

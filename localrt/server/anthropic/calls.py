@@ -69,7 +69,7 @@ def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
     kind = thinking.get("type", "disabled" if wanted is None else "adaptive")
     if kind == "disabled":
         return {"thinking": False}
-    options: dict[str, Any] = {"thinking": effort(wanted or "high")}
+    options: dict[str, object] = {"thinking": effort(wanted or "high")}
     if kind == "enabled":
         options["thinking_tokens"] = thinking["budget_tokens"]
     return options

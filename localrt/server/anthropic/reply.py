@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream, parted
@@ -119,11 +118,11 @@ class MessageReply(Reply):
         return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def _event(name: str, **fields: Any) -> bytes:
+def _event(name: str, **fields: object) -> bytes:
     return event({"type": name, **fields}, name)
 
 
-def _call_block(call: ToolCall, given: Any) -> Payload:
+def _call_block(call: ToolCall, given: object) -> Payload:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 

@@ -64,7 +64,7 @@ def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
     prompt = content_of([*_images(fields), fields.get("prompt") or ""], note)
     system = fields.get("system")
     if fields.get("suffix"):
-        given: dict[str, Any] = {"prompt": prompt, "suffix": fields["suffix"]}
+        given: dict[str, object] = {"prompt": prompt, "suffix": fields["suffix"]}
     elif not prompt:
         return None
     elif fields.get("raw"):
@@ -89,7 +89,7 @@ def keep_alive_s(given: float | str | None) -> float | None:
         raise invalid(f"keep_alive: {error}", "keep_alive") from error
 
 
-def _call(fields: Fields, prompt: dict[str, Any], options: dict[str, Any]) -> Generation:
+def _call(fields: Fields, prompt: dict[str, object], options: dict[str, object]) -> Generation:
     return Generation(
         prompts=[prompt],
         options=options,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +33,7 @@ async def generate(request: Request) -> Response:
 async def _answered(
     request: Request,
     kind: str,
-    read: Callable[[dict[str, Any], Note], Generation | None],
+    read: Callable[[dict[str, object], Note], Generation | None],
     *,
     chat: bool,
 ) -> Response:

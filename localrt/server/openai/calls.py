@@ -140,7 +140,7 @@ def _options(fields: Fields) -> dict[str, Any]:
     return options | _form(fields)
 
 
-def _form(fields: Fields) -> dict[str, Any]:
+def _form(fields: Fields) -> dict[str, object]:
     """Return the option that binds the answer, by any server's name for it.
 
     Raises:
@@ -177,7 +177,7 @@ def _guiding(fields: Fields) -> dict[str, Any]:
 
 def _thinking(fields: Fields) -> dict[str, Any]:
     """Whether and how much the model should think, by several servers' fields."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     told = fields.get("chat_template_kwargs") or {}
     efforts = (one for one in (told, fields) if one.get("reasoning_effort") is not None)
     if (given := next(efforts, None)) is not None:

@@ -166,7 +166,7 @@ class ChatReply(Completion):
         legacy = self.call.legacy and chunk.finish_reason == "tool_calls"
         return "function_call" if legacy else chunk.finish_reason
 
-    def _delta(self, index: int, delta: Payload, **more: Any) -> Payload:
+    def _delta(self, index: int, delta: Payload, **more: object) -> Payload:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     def _shown(self, chunk: Chunk) -> Payload | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,7 +36,7 @@ async def embeddings(request: Request) -> Response:
         asked, prompts_of(fields["input"]), dimensions=fields.get("dimensions")
     )
     if fields.get("encoding_format") == "base64":
-        rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
+        rows: list[object] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
     else:
         rows = vectors.tolist()
     data = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream
@@ -18,7 +17,7 @@ from localrt.server.errors import ApiError, in_words
 from localrt.server.messages import Known, text_argument
 
 # Request fields that are repeated in the response.
-_SHOWN: Mapping[str, Any] = {
+_SHOWN: Mapping[str, object] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -34,7 +33,7 @@ _SHOWN: Mapping[str, Any] = {
     "truncation": "disabled",
 }
 # All that events contain of a response while there is nothing new.
-_BRIEF: Mapping[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+_BRIEF: Mapping[str, object] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 _HEAD = ("id", "object", "created_at", "status", "error", "incomplete_details", "model")
 _WRITTEN = {
     "arguments": "response.function_call_arguments",
@@ -52,7 +51,7 @@ class ResponseReply(Reply):
         model: str,
         tokenizer: TokenBytes,
         *,
-        fields: Mapping[str, Any],
+        fields: Mapping[str, object],
         keep: Callable[[Payload], None],
     ) -> None:
         super().__init__(call, model, tokenizer)
@@ -209,7 +208,7 @@ class ResponseReply(Reply):
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": self._at, "content_index": 0}
 
-    def _event(self, name: str, /, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: object) -> bytes:
         self._sent += 1
         return event({"type": name, "sequence_number": self._sent - 1, **fields}, name)
 
