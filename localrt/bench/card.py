@@ -35,7 +35,7 @@ def run_card(
     notify: Callable[[str], None],
     start: Callable[[], ChildProcess] = lambda: ChildProcess(child_command()),
     evaluator: Callable[[], ChildProcess] = lambda: ChildProcess(child_command(__name__)),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure each of ``models``, given by name and path, with the settings of ``options``.
 
     With ``text``, also the change of its perplexity on the beginning of that file against the same
@@ -69,7 +69,7 @@ def run_card(
 
 def _measured(
     options: BenchOptions, notify: Callable[[str], None], start: Callable[[], ChildProcess]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a model's figures, or the reason why there are none."""
     try:
         outcome = run_bench(options, notify=notify, start=lambda engine: start())

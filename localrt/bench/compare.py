@@ -67,7 +67,7 @@ def _differences(a: Figures, b: Figures) -> Iterator[list[str]]:
         yield [of, name, *("-" if each is None else show(each) for each in (before, after)), change]
 
 
-def _applications(mix: Report, alone: bool) -> Iterator[tuple[tuple[str, str], Any]]:
+def _applications(mix: Report, alone: bool) -> Iterator[tuple[tuple[str, str], object]]:
     """Yield the figures of a mix; a lone server compares with a lone one of another name."""
     for server in mix["servers"]:
         for app in server["apps"]:

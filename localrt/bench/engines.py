@@ -114,7 +114,7 @@ class _LocalrtEngine:
             pass
         return last.metrics
 
-    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, object]:
         """Answer prompts together, with exactly ``tokens`` greedy tokens each.
 
         Times are medians over the answers. Prefill lasts until every answer has its first token;
@@ -145,13 +145,13 @@ class _LocalrtEngine:
             "peak_ram_bytes": peak_rss(),
         }
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
+    def gpu_use(self, prompt: list[int]) -> dict[str, object]:
         """Return the fields of a ``GpuUse``, measured after ``prompt``."""
         from localrt.bench.gpu import gpu_use
 
         return asdict(gpu_use(self._model, prompt))
 
-    def trace_events(self) -> Iterator[dict[str, Any]]:
+    def trace_events(self) -> Iterator[dict[str, object]]:
         """Yield the latest tasks; the first call starts recording. Empty without a pipeline."""
         for task in self._engine.weights.tasks(_TRACED_TASKS):
             times = {"start_s": task.start, "end_s": task.end}

@@ -278,17 +278,17 @@ def _timelines(server: Report, seconds: float) -> Iterator[Figure]:
     title = f"Requests{of}: thin ones met their goals, thick ones missed them or failed"
     yield timeline(title, spans, seconds=seconds)
 
-    def over(*path: str) -> list[tuple[float, Any]]:
+    def over(*path: str) -> list[tuple[float, object]]:
         found = []
         for sample in samples:
-            value: Any = sample
+            value: object = sample
             for name in path:
                 value = value.get(name) if isinstance(value, Mapping) else None
             found.append((number(sample["at_s"]) or 0.0, value))
         return found
 
     owners = dict.fromkeys(name for each in samples for name in each["owners"] or ())
-    plots: list[tuple[str, dict[str, list[tuple[float, Any]]], Callable[[float], str]]] = [
+    plots: list[tuple[str, dict[str, list[tuple[float, object]]], Callable[[float], str]]] = [
         ("Processors", {"CPU": over("cpu"), "GPU": over("gpu", "busy")}, percent),
         ("Memory by owner", {name: over("owners", name) for name in owners}, format_bytes),
         ("Free memory", {"free": over("free_bytes")}, format_bytes),

@@ -85,7 +85,7 @@ def colour(name: str) -> str:
 
 def lines(
     title: str,
-    series: Mapping[str, Sequence[tuple[float, Any]]],
+    series: Mapping[str, Sequence[tuple[float, object]]],
     *,
     seconds: float,
     show: Callable[[float], str],
@@ -149,7 +149,7 @@ def timeline(title: str, rows: Mapping[str, Sequence[Span]], *, seconds: float) 
     return _figure(title, bottom + _AXIS, [*shapes, *_time_axis(seconds, bottom)])
 
 
-def bars(title: str, rows: Sequence[tuple[str, Any, str]]) -> Figure:
+def bars(title: str, rows: Sequence[tuple[str, object, str]]) -> Figure:
     """Draw a bar for each (name, value, how the value is shown)."""
     values = [number(value) for _, value, _ in rows]
     most = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
@@ -170,7 +170,7 @@ def heat_map(
     title: str,
     columns: Sequence[str],
     rows: Sequence[str],
-    values: Sequence[Sequence[Any]],
+    values: Sequence[Sequence[object]],
     show: Callable[[float], str],
 ) -> Figure:
     """Draw ``values`` (rows, columns): the more, the darker; a missing one is an empty cell."""

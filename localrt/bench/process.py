@@ -134,7 +134,7 @@ class Requests:
         """Return the token ids of ``text``."""
         return self._engine.encode(text)
 
-    def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], tokens: int) -> dict[str, object]:
         """Generate; return the `Metrics`, and while decoding the bytes read from disk and the
         joules that the machine took.
         """
@@ -154,7 +154,7 @@ class Requests:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
 
-    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, object]:
         """Answer prompts that share passes; return times and rates under the names of `Metrics`."""
         together = getattr(self._engine, "generate_batch", None)
         if together is None:
@@ -165,7 +165,7 @@ class Requests:
         """Free what earlier prompts left, so that it counts for no later one's memory."""
         getattr(self._engine, "free", lambda: None)()
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, Any] | None:
+    def gpu_use(self, prompt: list[int]) -> dict[str, object] | None:
         """Return the fields of a ``GpuUse``; None if the engine cannot measure it."""
         look = getattr(self._engine, "gpu_use", None)
         return None if look is None else dict(look(prompt))

@@ -29,7 +29,7 @@ _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
 
 
-def facts(machine: Machine) -> dict[str, Any]:
+def facts(machine: Machine) -> dict[str, object]:
     """Return what every report has: ``machine``, ``versions`` and the ``command``."""
     versions = {"localrt": __version__}
     for package in _PACKAGES:
@@ -41,7 +41,7 @@ def facts(machine: Machine) -> dict[str, Any]:
     return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 
-def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, Any]:
+def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
     """Return the run as JSON: ``results`` has an entry per engine and setting; best ones marked."""
     best = _best(outcome.results)
     return {
@@ -184,7 +184,7 @@ def _why(skip: Skipped) -> str:
 # -- a trace ---------------------------------------------------------------------------------------
 
 
-def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str, Any]:
+def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str, object]:
     """Convert events ``{"name", "resource", "start_s", "end_s"}`` to the Trace Event Format (in
     microseconds), which Perfetto and Chrome read.
 
@@ -214,7 +214,7 @@ def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str,
     return {"traceEvents": names + complete, "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path, events: Sequence[Mapping[str, Any]], *, process: str) -> None:
+def write_trace(path: Path, events: Sequence[Mapping[str, object]], *, process: str) -> None:
     """Write the trace of ``events`` to ``path``, whole or not at all.
 
     Raises:
@@ -233,5 +233,5 @@ def _first_free(lines: list[float], start: float, end: float) -> int:
     return len(lines) - 1
 
 
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+def _named(what: str, thread: int, name: str) -> dict[str, object]:
     return {"name": what, "ph": "M", "pid": _PROCESS_ID, "tid": thread, "args": {"name": name}}

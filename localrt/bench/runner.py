@@ -33,7 +33,7 @@ from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
 # An engine's settings, by name: all are measured, and the best counts.
-_SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"llamacpp": LLAMACPP_SETTINGS}
+_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"llamacpp": LLAMACPP_SETTINGS}
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 
@@ -208,7 +208,7 @@ def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
 def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
-        settings: Mapping[str, Mapping[str, Any]] = _SETTINGS.get(engine, {"": {}})
+        settings: Mapping[str, Mapping[str, object]] = _SETTINGS.get(engine, {"": {}})
         if engine == "native":
             given = {name: getattr(options, name) for name in _NATIVE}
             settings = {"": {name: value for name, value in given.items() if value is not None}}
@@ -251,7 +251,7 @@ def _result(running: _Running) -> Result:
     )
 
 
-def _median(samples: Sequence[Mapping[str, Any]], name: str) -> Any:
+def _median(samples: Sequence[Mapping[str, Any]], name: str) -> object:
     """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None

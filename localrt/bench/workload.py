@@ -150,7 +150,7 @@ class Outcome:
     skipped: Sequence[Skipped]
     interleaved: bool
     interrupted: bool = False
-    forecast: Mapping[str, Any] | None = None
+    forecast: Mapping[str, object] | None = None
     heading: str = ""
 
 

@@ -154,7 +154,7 @@ def _complete(app: App, rng: random.Random, prompt: str, give_up_s: float) -> Re
     return Request("/completions", body, give_up_s=give_up_s)
 
 
-def _generation(app: App, rng: random.Random) -> dict[str, Any]:
+def _generation(app: App, rng: random.Random) -> dict[str, object]:
     """All answers have the mix's length, so that servers do the same work."""
     return {
         "max_tokens": app.answer_tokens,

@@ -301,7 +301,7 @@ class _Reader:
                 self._refuse(where, key, f"has no meaning for {kind}")
 
     def _values(
-        self, found: Mapping[str, Any], keys: _Keys, where: str, required: Any = ()
+        self, found: Mapping[str, object], keys: _Keys, where: str, required: Any = ()
     ) -> dict[str, Any]:
         """Return the checked values of a table, sizes as bytes."""
         for key in found:

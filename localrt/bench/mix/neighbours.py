@@ -43,7 +43,7 @@ class RunningNeighbour(Closing):
         each = self.neighbour
         self._child.ask("start", kind=each.kind, for_s=each.for_s, work=dict(each.work))
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> dict[str, object]:
         """End the work; return what is known of it, as in the report."""
         found = {"name": self.neighbour.name, "kind": self.neighbour.kind}
         try:
@@ -65,7 +65,7 @@ class Requests:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._result: dict[str, Any] = {}
+        self._result: dict[str, object] = {}
 
     def ready(self) -> bool:
         """Return at once."""
@@ -81,14 +81,14 @@ class Requests:
             self._threads.append(threading.Thread(target=self._run, args=(kind, work)))
             self._threads[-1].start()
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> dict[str, object]:
         """End the work and return its result."""
         self._over.set()
         for thread in self._threads:
             thread.join()
         return self._result
 
-    def _run(self, kind: str, work: Mapping[str, Any]) -> None:
+    def _run(self, kind: str, work: Mapping[str, object]) -> None:
         try:
             result = _WORK[kind](self._over, **work)
         except (OSError, MemoryError) as error:  # a full disk, no memory
@@ -96,7 +96,7 @@ class Requests:
         self._result.update(result)
 
 
-def _compiler(over: threading.Event, cores: int, busy_s: float, idle_s: float) -> dict[str, Any]:
+def _compiler(over: threading.Event, cores: int, busy_s: float, idle_s: float) -> dict[str, object]:
     """Keep one core busy in bursts; the bursts of all cores are the same."""
     text = os.urandom(_BLOCK // 4)
     while not over.is_set():
@@ -107,7 +107,7 @@ def _compiler(over: threading.Event, cores: int, busy_s: float, idle_s: float) -
     return {}
 
 
-def _video(over: threading.Event, frame_ms: float, work_mb: float) -> dict[str, Any]:
+def _video(over: threading.Event, frame_ms: float, work_mb: float) -> dict[str, object]:
     """Do a frame's work when it is due; a frame's time is from then to its end.
 
     A frame that ends late takes the place of the next ones.
@@ -124,7 +124,7 @@ def _video(over: threading.Event, frame_ms: float, work_mb: float) -> dict[str, 
     return {"frames": len(took), "dropped": dropped, "frame_ms": percentiles(took)}
 
 
-def _memory(over: threading.Event, bytes: int) -> dict[str, Any]:
+def _memory(over: threading.Event, bytes: int) -> dict[str, object]:
     """Take memory and keep touching all of it."""
     taken = np.zeros(bytes // mmap.PAGESIZE * mmap.PAGESIZE, np.uint8)
     while not over.is_set():
@@ -133,7 +133,7 @@ def _memory(over: threading.Event, bytes: int) -> dict[str, Any]:
     return {}
 
 
-def _disk(over: threading.Event, bytes: int) -> dict[str, Any]:
+def _disk(over: threading.Event, bytes: int) -> dict[str, object]:
     """Copy a file over and over, to the disk."""
     copies = 0
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
@@ -148,7 +148,7 @@ def _disk(over: threading.Event, bytes: int) -> dict[str, Any]:
     return {"copies": copies}
 
 
-_WORK: Mapping[str, Callable[..., dict[str, Any]]] = {
+_WORK: Mapping[str, Callable[..., dict[str, object]]] = {
     "compiler": _compiler,
     "video": _video,
     "memory": _memory,

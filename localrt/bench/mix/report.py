@@ -20,7 +20,7 @@ from localrt.offload.hardware import Machine
 _NOT = "not measured"
 
 
-def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, Any]:
+def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, object]:
     """Return the outcome; what could not be measured is None."""
     return {
         "kind": "mix",
@@ -35,7 +35,7 @@ def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _mix(mix: Mix) -> dict[str, Any]:
+def _mix(mix: Mix) -> dict[str, object]:
     """Return the mix under its file's keys, without folders; of prompts only how many."""
     apps = [asdict(app) | {"prompts": len(app.prompts)} for app in mix.apps]
     for app in apps:
@@ -46,7 +46,7 @@ def _mix(mix: Mix) -> dict[str, Any]:
     return {**named, "apps": apps, "neighbours": rest}
 
 
-def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, Any]:
+def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, object]:
     return {
         "server": name,
         "settings": {"commands": runs[0].commands},
@@ -81,7 +81,7 @@ def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, A
     }
 
 
-def _whole(run: Run, cores: int) -> dict[str, Any]:
+def _whole(run: Run, cores: int) -> dict[str, object]:
     """Return the figures of a run's whole machine."""
     tokens = sum(event.reply.tokens for event in run.events)
     joules, rows = run.samples.joules, run.samples.samples
@@ -106,7 +106,7 @@ def _whole(run: Run, cores: int) -> dict[str, Any]:
     }
 
 
-def _app(app: App, run: Run) -> dict[str, Any]:
+def _app(app: App, run: Run) -> dict[str, object]:
     """Return the figures of an application in one run.
 
     Tokens per second count from its first request to its last token.
@@ -131,7 +131,7 @@ def _app(app: App, run: Run) -> dict[str, Any]:
     }
 
 
-def _event(event: Event) -> dict[str, Any]:
+def _event(event: Event) -> dict[str, object]:
     reply = event.reply
     return {
         "at_s": event.at_s,

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx2
 
@@ -86,7 +85,7 @@ class Localrt(Server):
 
     name = "localrt"
 
-    def __init__(self, paths: Mapping[str, Path], options: Mapping[str, Any]) -> None:
+    def __init__(self, paths: Mapping[str, Path], options: Mapping[str, object]) -> None:
         self._paths, self._options = paths, options
         self._alone = len(set(paths.values())) == 1
 
@@ -203,7 +202,7 @@ def make_servers(
     paths: Mapping[str, Path],
     peers: Sequence[str],
     *,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     arguments: Sequence[str],
     key: str | None,
 ) -> list[Server]:
