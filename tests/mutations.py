@@ -44,7 +44,9 @@ def changed(document: Any, changes: Sequence[tuple[Path, Any]]) -> Any:
         for key in path[:-1]:
             if isinstance(at, dict) and not isinstance(at.get(key), dict | list):
                 at[key] = {}
-            if isinstance(at, list) and not (isinstance(key, int) and key < len(at)):
+            if not isinstance(at, dict) and not (
+                isinstance(at, list) and isinstance(key, int) and key < len(at)
+            ):
                 break  # another change made it something else
             at = at[key]
         else:
