@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.engine.batch.goals import RequestClass
+from localrt.engine.batch.latency_goals import RequestClass
 from localrt.engine.types import Chunk
 from localrt.server.errors import ApiError, error_body, to_json
 from localrt.server.messages import Fields, Known

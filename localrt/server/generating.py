@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from localrt.api import Model
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
-from localrt.engine.batch.goals import GOALS
+from localrt.engine.batch.latency_goals import GOALS
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.server.dialect import Generation, Reply, TokenBytes

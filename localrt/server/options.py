@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
-from localrt.engine.batch.goals import GOALS
+from localrt.engine.batch.latency_goals import GOALS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.engine.batch.batch import kv_room
+from localrt.engine.batch.device_turns import DeviceTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
-from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
 from localrt.service.arguments import joined
@@ -53,7 +53,7 @@ class LiveModel(Closing):
         limits: LiveLimits,
         *,
         reserve_ram: int = 0,
-        turns: PassTurns | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self._core = core
         self._reserved = 0

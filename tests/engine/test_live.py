@@ -20,9 +20,9 @@ from localrt.common.errors import (
     MemoryBudgetError,
     OptionError,
 )
+from localrt.engine.batch.device_turns import DeviceTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.batch.schedule import FairQueue
-from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.quant.ops.kv import grown_capacity
@@ -87,7 +87,7 @@ def test_join() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_turns_of_several_models(device: str, streamed: bool) -> None:
     """A model in memory waits for the others of its device; a streamed one does not."""
-    engine, turns = Stepped(), PassTurns()
+    engine, turns = Stepped(), DeviceTurns()
     engine.info = replace(engine.info, device=device, streamed=streamed)
     engine.free = True
     limits = LiveLimits(ctx=CTX)
@@ -97,7 +97,7 @@ def test_turns_of_several_models(device: str, streamed: bool) -> None:
             if streamed:
                 assert said(answer) == [11, 12]
             else:
-                wait_for(lambda: len(turns._waiting) == 1)
+                wait_for(lambda: len(turns._requests) == 1)
                 assert engine.asked == 0
         assert streamed or said(answer) == [11, 12]
 
@@ -410,7 +410,7 @@ def test_cache_of_a_conversation() -> None:
 
 
 def test_caches_freed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
+    monkeypatch.setattr("localrt.engine.batch.live._IDLE_TIMEOUT_S", 0.05)
     engine = ScriptedEngine()
     with open_live(engine) as live:
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
@@ -419,7 +419,7 @@ def test_caches_freed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
+    monkeypatch.setattr("localrt.engine.batch.live._IDLE_TIMEOUT_S", 0.05)
     saving, saved = threading.Event(), threading.Event()
 
     def save(session: Any) -> None:

@@ -20,7 +20,7 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import read_text
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
-from localrt.engine.batch.goals import GOALS
+from localrt.engine.batch.latency_goals import GOALS
 
 SHIPPED = ("student", "developer", "office", "contention")
 _STALL_S = 1.0  # of an application without a goal for the time per token

@@ -26,8 +26,7 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.protocol import Check
 
-# The rest is for activations and other programs.
-_KV_SHARE = 0.8
+_KV_SHARE = 0.8  # of free memory; the rest is for activations and other programs
 
 
 def kv_room(engine: Engine) -> int:

@@ -1,8 +1,8 @@
-"""Requests that join and leave a running batch: one thread computes, any thread asks.
+"""Requests that join and leave a running batch: one thread computes, any thread may submit.
 
-Every pass serves all running answers; new requests join the next pass. A ``LiveAnswer`` holds the
-chunks that its reader has not read yet; if a reader is far behind, its answer is paused without
-delaying the others. ``schedule.py`` decides what a pass computes.
+Every pass serves all running answers; new requests join the next pass. A ``LiveAnswer`` buffers the
+chunks for its reader; if the reader is far behind, the answer is paused without delaying others.
+``schedule.py`` decides what a pass computes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.engine.batch.goals import goal_of
+from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.latency_goals import goal_of
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
-from localrt.engine.batch.turns import PassTurns
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer, check_number
@@ -67,7 +67,7 @@ class LiveAnswer(Iterator[Chunk]):
             if not self._unread:
                 raise StopIteration
             chunk = self._unread.popleft()
-        self._taken()
+        self._resume()
         if chunk.error is not None:
             raise chunk.error
         return chunk
@@ -84,7 +84,7 @@ class LiveAnswer(Iterator[Chunk]):
                 chunks.pop()
             for _ in chunks:
                 self._unread.popleft()
-        self._taken()
+        self._resume()
         if chunks and chunks[-1].error is not None:
             raise chunks[-1].error
         return chunks
@@ -100,11 +100,11 @@ class LiveAnswer(Iterator[Chunk]):
         self._request.cancel.set()
         self._wake()
 
-    def _taken(self) -> None:
+    def _resume(self) -> None:
         with self._changed:
-            goes_on = self._full and 2 * len(self._unread) <= self._limit
-            self._full = self._full and not goes_on
-        if goes_on:
+            resumes = self._full and 2 * len(self._unread) <= self._limit
+            self._full = self._full and not resumes
+        if resumes:
             self._wake()
 
     # -- for the computing thread ----------------------------------------------------------------
@@ -132,18 +132,18 @@ class LiveAnswer(Iterator[Chunk]):
         return True
 
 
-# An answer joins if there is room for this many more tokens. One that outgrows memory goes back
-# to the queue and is computed again.
+# An answer joins if this many more of its tokens fit. One that outgrows memory goes back to the
+# queue and is computed again.
 _AHEAD = 512
 # Rows of prompts in the first passes with answers, where weights are in memory: more rows would
 # delay each answer's next token and gain little.
 _PROMPT_ROWS = 128
-# The most caches kept for conversations that go on, if there is room. Where weights are streamed,
-# caches take their room.
+# The most idle caches, for conversations that go on. Where weights are streamed, caches take room
+# from them.
 _KEEP, _KEEP_STREAMED = 32, 2
-_ROOM_AGE_S = 0.5  # until free memory is read again: other programs use it too
-_LOOK_S = 0.25  # between checks of paused answers while nothing runs
-_FORGET_S = 600.0  # until unused caches are freed
+_ROOM_AGE_S = 0.5  # free memory is read again after this: other programs use it too
+_POLL_S = 0.25  # between checks of paused answers while nothing runs
+_IDLE_TIMEOUT_S = 600.0  # until unused caches are freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +170,8 @@ class LiveLimits:
 class LiveStats:
     """The current state of a batch, and its counts so far.
 
-    ``running`` answers share passes, ``waiting`` ones wait for their turn, and ``paused`` ones wait
-    for their readers. ``kv_bytes`` is the size of all caches.
+    ``running`` answers share passes, ``waiting`` ones have not started, ``paused`` ones wait for
+    their readers. ``kv_bytes`` is the size of all caches.
     """
 
     running: int
@@ -189,8 +189,8 @@ class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
     ``room`` returns how many more bytes the caches may take. ``save`` saves a cache before it is
-    freed, if computing it again would take long. Batches of one device that share ``turns`` compute
-    one after another.
+    freed, if computing it again would take long. Batches that share ``turns`` of a device compute
+    one at a time.
     """
 
     def __init__(
@@ -201,25 +201,25 @@ class Live:
         *,
         room: Callable[[], int],
         save: Callable[[EngineSession], object] = lambda session: None,
-        turns: PassTurns | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self._engine = engine
         alone = engine.info.streamed  # its passes mostly wait for weights
-        self._turns = PassTurns() if turns is None or alone else turns
+        self._turns = DeviceTurns() if turns is None or alone else turns
         engine.turn = partial(self._turns.turn, object(), math.inf)
-        self._more_room = room
+        self._free_memory = room
         self._save = save
         self._parked: threading.Event | None = None  # set once caches are saved and freed
         self._limits = limits
         self._waiting: FairQueue[BatchSequence[LiveAnswer]] = FairQueue()
-        self._schedule = self._scheduler(engine, tokenizer)
+        self._schedule = self._new_schedule(engine, tokenizer)
         self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # with their deadlines
         self._room = (0.0, 0)  # when memory was read, and the bytes that caches may take
-        self._prompted = self._cached = self._said = 0
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self._changed = threading.Condition()
-        self._news = self._closing = False
-        # All submitted sequences, in whichever list they are.
-        self._asked: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
+        self._woken = self._closing = False
+        # All submitted sequences: running, waiting and paused.
+        self._submitted: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
 
@@ -232,12 +232,10 @@ class Live:
         within_s: float = math.inf,
         notify: Callable[[], None] | None = None,
     ) -> LiveAnswer:
-        """Queue ``request`` after those of the same ``client`` and class; its chunks come once
-        computed.
+        """Queue ``request`` after those of the same ``client`` and class; return its answer.
 
-        It fails with ``LateError`` once its first token cannot come ``within_s`` seconds.
-        ``notify`` is called by the computing thread when there is something to read: it must not
-        block.
+        The answer fails with ``LateError`` when its first token cannot come ``within_s`` seconds.
+        The computing thread calls ``notify`` for new chunks; it must not block.
 
         Raises:
             OptionError: the prompt is empty, or has an id outside the vocabulary, or there is no
@@ -253,11 +251,11 @@ class Live:
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            turns = client, request_class
-            seq = BatchSequence(answer, request, limits.ctx, turns, goal, within_s)
-            self._asked.add(seq)
-            self._waiting.push(turns, seq)
-            self._news = True
+            key = client, request_class
+            seq = BatchSequence(answer, request, limits.ctx, key, goal, within_s)
+            self._submitted.add(seq)
+            self._waiting.push(key, seq)
+            self._woken = True
             self._changed.notify()
         return answer
 
@@ -267,18 +265,18 @@ class Live:
             running=len(self._schedule.sequences),
             waiting=len(self._waiting),
             paused=len(self._paused),
-            kv_bytes=self._schedule.held_bytes,
+            kv_bytes=self._schedule.cache_bytes,
             passes=self._schedule.passes,
-            prompt_tokens=self._prompted,
-            cached_tokens=self._cached,
-            completion_tokens=self._said,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
             pipeline=self._engine.counts(),
         )
 
     def cancel_all(self) -> None:
         """End every answer with its text so far."""
         with self._changed:
-            sequences = list(self._asked)
+            sequences = list(self._submitted)
         for seq in sequences:
             seq.request.cancel.set()
         self._wake()
@@ -289,7 +287,7 @@ class Live:
             if self._closing:
                 return
             self._parked = done = self._parked or threading.Event()
-            self._news = True
+            self._woken = True
             self._changed.notify()
         done.wait()
 
@@ -301,7 +299,7 @@ class Live:
     def close(self) -> None:
         """End every answer as cancelled, and free the caches."""
         with self._changed:
-            self._closing = self._news = True
+            self._closing = self._woken = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -311,36 +309,36 @@ class Live:
     def _run(self) -> None:
         try:
             while self._ready():
-                self._tend()
+                self._end_and_pause()
                 if self._schedule.sequences or self._waiting.first() is not None:
                     self._step()
         finally:
             with self._changed:
                 self._closing = True
             self._engine.turn = None
-            self._turns.rest(self)
-            for seq in self._all():
+            self._turns.leave(self)
+            for seq in self._open_sequences():
                 self._end(seq)
             self._schedule.close()
             self._park(lambda session: None)
 
     def _ready(self) -> bool:
         """Wait until there is work; return False when closing."""
-        forgotten = False
+        timed_out = False
         with self._changed:
-            if not self._schedule.sequences and not self._news and self._waiting.first() is None:
+            if not self._schedule.sequences and not self._woken and self._waiting.first() is None:
                 self._schedule.rest()
-                self._turns.rest(self)
-                woken = self._changed.wait(_LOOK_S if self._paused else _FORGET_S)
-                forgotten = not woken and not self._paused
-            self._news = False
+                self._turns.leave(self)
+                woken = self._changed.wait(_POLL_S if self._paused else _IDLE_TIMEOUT_S)
+                timed_out = not woken and not self._paused
+            self._woken = False
             closing = self._closing
-        if forgotten:  # saving takes time, in which others may submit
+        if timed_out:  # saving takes time, in which others may submit
             self._schedule.park(self._save)
         return not closing
 
     def _park(self, save: Callable[[EngineSession], object]) -> None:
-        """Do the work that ``park`` waits for."""
+        """Save and free idle caches if ``park`` waits for it."""
         with self._changed:
             done, self._parked = self._parked, None
         if done is not None:
@@ -349,7 +347,7 @@ class Live:
             finally:
                 done.set()
 
-    def _tend(self) -> None:
+    def _end_and_pause(self) -> None:
         """End cancelled answers; pause, resume or end those whose readers are behind."""
         self._park(self._save)
         for seq in [*self._schedule.sequences, *self._waiting.items()]:
@@ -366,8 +364,8 @@ class Live:
                 self._waiting.put_back(seq.client, seq)
 
     def _step(self) -> None:
-        asked = [*self._schedule.sequences, *self._waiting.items()]
-        due = min((seq.due for seq in asked), default=math.inf)
+        sequences = [*self._schedule.sequences, *self._waiting.items()]
+        due = min((seq.due for seq in sequences), default=math.inf)
         try:
             with self._turns.turn(self, due) as others:
                 items = self._schedule.step(others)
@@ -380,8 +378,8 @@ class Live:
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
             self._schedule.forget()  # the contents of the caches are unknown
             return
-        for seq, found in items:
-            self._give(seq, found)
+        for seq, chunks in items:
+            self._give(seq, chunks)
 
     def _give(self, seq: BatchSequence[LiveAnswer], chunks: Chunks) -> None:
         for chunk in chunks:
@@ -392,9 +390,9 @@ class Live:
     def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:
         if not answer.started and chunk.token_ids:
             answer.started = True
-            self._prompted += chunk.metrics.prompt_tokens
-            self._cached += chunk.metrics.cached_tokens
-        self._said += len(chunk.token_ids)
+            self._prompt_tokens += chunk.metrics.prompt_tokens
+            self._cached_tokens += chunk.metrics.cached_tokens
+        self._completion_tokens += len(chunk.token_ids)
 
     def _fail(self, error: LocalrtError) -> None:
         """Report a failed pass to all sequences in it; the others go on."""
@@ -414,17 +412,17 @@ class Live:
         self._waiting.remove(seq)
         self._give(seq, self._schedule.end(seq))
 
-    def _all(self) -> list[BatchSequence[LiveAnswer]]:
+    def _open_sequences(self) -> list[BatchSequence[LiveAnswer]]:
         return [*self._schedule.sequences, *list(self._paused), *self._waiting.items()]
 
     def _wake(self) -> None:
         with self._changed:
-            self._news = True
+            self._woken = True
             self._changed.notify()
 
     # -- passes and memory -----------------------------------------------------------------------
 
-    def _scheduler(self, engine: Engine, tokenizer: Tokenizer | None) -> Schedule[LiveAnswer]:
+    def _new_schedule(self, engine: Engine, tokenizer: Tokenizer | None) -> Schedule[LiveAnswer]:
         limits = self._limits
         terms = Terms(
             most=limits.most,
@@ -445,9 +443,9 @@ class Live:
 
     def _kv_room(self) -> int:
         """Return the bytes that all caches together may take, including what they take now."""
-        looked, room = self._room
-        if time.monotonic() - looked > _ROOM_AGE_S:
-            room = self._more_room() + self._schedule.held_bytes
+        read_at, room = self._room
+        if time.monotonic() - read_at > _ROOM_AGE_S:
+            room = self._free_memory() + self._schedule.cache_bytes
             self._room = (time.monotonic(), room)
         return room
 

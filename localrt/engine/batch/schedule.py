@@ -2,10 +2,10 @@
 
 A pass takes one row of every sequence that is answering and fills up with rows of prompts
 (FlexGen's block schedule, Sheng et al. 2023, with prompts joining as others finish, as in Orca, Yu
-et al. 2022, and Sarathi, Agrawal et al. 2023). Clients take turns (``FairQueue``): one with nothing
-running displaces a sequence of the busiest client, which resumes later. A beginning shared by a
-client's prompts is computed once (``SharedPrompts``). An engine whose passes hold one sequence runs
-one after another. This module does not know threads, or where the weights are.
+et al. 2022, and Sarathi, Agrawal et al. 2023). Clients are served round robin (``FairQueue``): one
+with nothing running preempts a sequence of the busiest client, which resumes later. A prefix shared
+by a client's prompts is computed once (``SharedPrompts``). An engine whose passes hold one sequence
+runs one after another. This module does not know threads, or where the weights are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LateError, LocalrtError, MemoryBudgetError
-from localrt.engine.batch.goals import PassTimes, Reading, rows_of_pass
+from localrt.engine.batch.latency_goals import PassTimes, UnreadPrompt, rows_of_pass
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
@@ -33,11 +33,13 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue with a turn per client. Thread-safe; one thread calls ``first`` and ``take``."""
+    """A queue that serves clients round robin. Thread-safe; one thread calls ``first`` and
+    ``take``.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clients: dict[Hashable, deque[T]] = {}  # in the order of their turns
+        self._clients: dict[Hashable, deque[T]] = {}  # the client to serve next comes first
 
     def __len__(self) -> int:
         with self._lock:
@@ -49,19 +51,19 @@ class FairQueue(Generic[T]):
             self._clients.setdefault(client, deque()).append(item)
 
     def put_back(self, client: Hashable, item: T) -> None:
-        """Put ``item`` before all others of ``client``, and give that client the next turn."""
+        """Put ``item`` before all others of ``client``, and serve that client next."""
         with self._lock:
             items = self._clients.pop(client, deque())
             items.appendleft(item)
             self._clients = {client: items, **self._clients}
 
     def first(self, order: Callable[[T], Any] = lambda item: 0) -> T | None:
-        """Return the next item, of the clients' next ones the least in ``order``; None: no item."""
+        """Return the first by ``order`` of the clients' next items; None if there is none."""
         with self._lock:
             return min((items[0] for items in self._clients.values()), key=order, default=None)
 
     def take(self, item: T) -> None:
-        """Remove ``item``, which ``first`` returned; the next turn is another client's."""
+        """Remove ``item``, which ``first`` returned; its client is then served last."""
         with self._lock:
             for client, items in list(self._clients.items()):
                 if items[0] is item:
@@ -110,23 +112,24 @@ class SharedPrompts(Generic[Owner]):
         if session.blocks is None:  # nothing can be copied to it
             return
         tokens = seq.tokens
-        alike = [(other, held) for other, held in live if held.mix == session.mix]
-        held_by = [*(held for _, held in alike), *(one for one in idle if one.mix == session.mix)]
+        running = [(other, theirs) for other, theirs in live if theirs.mix == session.mix]
+        sessions = [theirs for _, theirs in running]
+        sessions += [candidate for candidate in idle if candidate.mix == session.mix]
         least = len(tokens) - len(seq.pending) + _LEAST
-        copied = max(held_by, key=lambda held: common_prefix(held.tokens, tokens), default=None)
-        most = 0 if copied is None else common_prefix(copied.tokens, tokens)
-        for other, held in alike:
+        source = max(sessions, key=lambda one: common_prefix(one.tokens, tokens), default=None)
+        most = 0 if source is None else common_prefix(source.tokens, tokens)
+        for other, theirs in running:
             if other.client == seq.client and len(other.pending) > 1:
                 shared = min(common_prefix(other.tokens, tokens), len(tokens) - 1)
                 if shared >= max(least, most + 1):
-                    self._waits[seq], most = (held, shared), shared
-        if seq not in self and copied is not None and most >= least:
-            _copy(seq, session, copied, live)
+                    self._waits[seq], most = (theirs, shared), shared
+        if seq not in self and source is not None and most >= least:
+            _copy(seq, session, source, live)
 
     def advance(self, live: Live[Owner]) -> None:
         """Copy each shared prefix that has been computed to the sequences that wait for it."""
         for seq, (source, length) in list(self._waits.items()):
-            reads = any(held is source and len(other.pending) > 1 for other, held in live)
+            reads = any(theirs is source and len(other.pending) > 1 for other, theirs in live)
             if reads and len(source.tokens) < length:
                 continue
             del self._waits[seq]
@@ -142,13 +145,13 @@ class SharedPrompts(Generic[Owner]):
 def _copy(
     seq: BatchSequence[Owner], session: EngineSession, source: EngineSession, live: Live[Owner]
 ) -> None:
-    for other, held in live:
-        if held is source:
+    for other, theirs in live:
+        if theirs is source:
             other.settle()  # draft tokens leave the cache
     seq.copy(session, source)
 
 
-_WORTH_SAVING_S = 1.0  # tokens that take less are computed again
+_WORTH_SAVING_S = 1.0  # caches that take less to compute are computed again, not saved
 
 # More rows of a decode pass gain little: from here on matrix products are compute-bound.
 MOST_SEQUENCES = 64
@@ -158,12 +161,11 @@ MOST_SEQUENCES = 64
 class Terms:
     """How a schedule shares passes and memory.
 
-    At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: for
-    what its sequence needs). An answer joins if there is room for ``ahead`` more tokens of it
-    (None: for its longest). ``keep`` caches of finished sequences stay, for requests that continue
-    their text. Passes are shared by the goals of their sequences, and ``prompt_rows`` rows of
-    prompts are taken beside answers until passes were measured; None: there are no goals, and
-    prompts come in order.
+    At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: what
+    its sequence needs). An answer joins if ``ahead`` more of its tokens fit (None: all of them).
+    ``keep`` caches of finished sequences stay, for requests that continue their text. Rows are
+    divided by the sequences' latency goals, with ``prompt_rows`` of prompts until a pass has been
+    measured; with None there are no goals, and prompts are read in order.
     """
 
     most: int = MOST_SEQUENCES
@@ -177,8 +179,7 @@ class Schedule(Generic[Owner]):
     """The running sequences, and what the next pass computes. Not thread-safe.
 
     ``waiting`` has sequences that have not started or must restart. ``room`` returns the bytes that
-    all caches may take, ``check`` raises to abandon a pass, ``save`` saves a cache that gives its
-    room to others.
+    all caches may take, ``check`` raises to abandon a pass, ``save`` saves an evicted cache.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Schedule(Generic[Owner]):
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self._times = PassTimes()
-        self._others = 0  # models with work that is due, at this step
+        self._others = 0  # models that wait for the same cores, at this step
         self.passes = 0
 
     @property
@@ -216,15 +217,14 @@ class Schedule(Generic[Owner]):
         return [seq for seq, _ in self._live]
 
     @property
-    def held_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         """The bytes that all caches take now."""
         return sum(session.nbytes for _, session in self._live) + self._idle.nbytes
 
     def step(self, others: int = 0) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start the sequences that fit, compute one pass, and remove the finished sequences.
 
-        The time until next tokens are due is shared with so many ``others``, models on the same
-        cores.
+        ``others`` is the number of models that wait for the same cores.
 
         Raises:
             MemoryBudgetError: a lone sequence does not fit; one of several would wait instead.
@@ -260,7 +260,7 @@ class Schedule(Generic[Owner]):
         return [seq.end("cancelled")]
 
     def rest(self) -> None:
-        """Free idle caches until the usual number is left."""
+        """Free idle caches, but for ``keep`` of them."""
         while len(self._idle) > self._terms.keep:
             self._free(self._idle.evict())
 
@@ -297,7 +297,7 @@ class Schedule(Generic[Owner]):
 
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while they fit; return the errors of those that cannot start."""
-        failed = self._too_late()
+        failed = self._reject_late()
         while (seq := self._next()) is not None:
             try:
                 session = self._session(seq) if len(self._live) < self._most else None
@@ -310,32 +310,32 @@ class Schedule(Generic[Owner]):
                 seq.start(session, self._tokenizer)
                 self._shared.join(seq, session, self._live, self._idle)
                 self._live.append((seq, session))
-            elif not self._give_way(seq):
+            elif not self._preempt_for(seq):
                 break
         self.rest()
         return failed
 
-    def _too_late(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
+    def _reject_late(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Remove waiting sequences that cannot begin in time; return their errors."""
         failed = []
         for seq in self._waiting.items():
             if seq.latest == math.inf:
                 continue
-            expected, left = self._expected_s(seq), seq.latest - time.monotonic()
+            expected, left = self._prefill_s(seq), seq.latest - time.monotonic()
             if expected > left:
                 self._waiting.remove(seq)
                 text = f"the first token would come in about {expected:.2g} s, too late: try later"
                 failed.append((seq, seq.fail(LateError(text, expected))))
         return failed
 
-    def _expected_s(self, seq: BatchSequence[Owner]) -> float:
-        """Return about how long it takes to read the prompt of a waiting sequence, with those that
-        are being read; 0 before any pass was measured.
+    def _prefill_s(self, seq: BatchSequence[Owner]) -> float:
+        """Estimate how long it takes to read the prompt of a waiting sequence and the prompts
+        before it; 0 before any pass was measured.
         """
-        held = [s for s in self._idle if s.mix == seq.request.mix]
-        known = max((common_prefix(one.tokens, seq.tokens) for one in held), default=0)
+        sessions = [session for session in self._idle if session.mix == seq.request.mix]
+        cached = max((common_prefix(session.tokens, seq.tokens) for session in sessions), default=0)
         others = (len(other.pending) for other in self.sequences if not other.goal.background)
-        return self._times.seconds(seq.length - known + sum(others)) or 0.0
+        return self._times.seconds(seq.length - cached + sum(others)) or 0.0
 
     def _next(self) -> BatchSequence[Owner] | None:
         """Return the waiting sequence to start next: background work last, then by load."""
@@ -346,13 +346,13 @@ class Schedule(Generic[Owner]):
         """Count the running sequences of each client."""
         return Counter(seq.client for seq, _ in self._live)
 
-    def _give_way(self, seq: BatchSequence[Owner]) -> bool:
-        """Displace background work, or a sequence of the busiest client if the client of ``seq``
-        has none running.
+    def _preempt_for(self, seq: BatchSequence[Owner]) -> bool:
+        """Preempt background work, or a sequence of the busiest client if the client of ``seq`` has
+        none running; return whether one was preempted.
         """
         if not self._live:
             return False
-        load, other = self._load(), self._last_of_busiest()
+        load, other = self._load(), self._preemptible()
         if other.goal.background == seq.goal.background:
             if load[seq.client] or load[other.client] < 2:
                 return False
@@ -362,9 +362,9 @@ class Schedule(Generic[Owner]):
         self._waiting.put_back(other.client, other)
         return True
 
-    def _last_of_busiest(self) -> BatchSequence[Owner]:
-        """Return the sequence that joined last, of the client with the most running; of background
-        work, if there is any.
+    def _preemptible(self) -> BatchSequence[Owner]:
+        """Return the sequence to preempt first: background work, of the busiest client, the latest
+        to join.
         """
         load = self._load()
         return max(
@@ -373,7 +373,7 @@ class Schedule(Generic[Owner]):
 
     def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """Return an idle session that shares a prefix, or a new one; None if memory is short."""
-        session = self._left_over(seq)
+        session = self._reusable_session(seq)
         room = self._room() - sum(self.cost(*running) for running in self._live)
         needed = self.cost(seq, session)
         if self._live and needed > room:
@@ -386,21 +386,21 @@ class Schedule(Generic[Owner]):
             return session
         return self._engine.session(self._terms.capacity or seq.capacity)
 
-    def _left_over(self, seq: BatchSequence[Owner]) -> EngineSession | None:
+    def _reusable_session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """Return the idle session with the longest useful prefix of ``seq``, if any."""
         best, most = None, 0
         for session in self._idle:
             if session.mix != seq.request.mix:
                 continue
             shared = common_prefix(session.tokens, seq.tokens)
-            # A kept session is reused only by a sequence that continues most of its tokens.
-            worth = not self._terms.keep or 2 * shared > len(session.tokens)
-            if shared > most and worth and session.capacity >= seq.capacity:
+            # Where idle caches stay, one is reused only if most of its tokens are.
+            useful = not self._terms.keep or 2 * shared > len(session.tokens)
+            if shared > most and useful and session.capacity >= seq.capacity:
                 best, most = session, shared
         return best
 
     def _make_room(self) -> None:
-        """Postpone sequences, of the busiest client first, until all grown caches fit."""
+        """Preempt sequences, of the busiest client first, until all grown caches fit."""
         room = self._room()
         while len(self._live) > 1:
             needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
@@ -420,10 +420,10 @@ class Schedule(Generic[Owner]):
             return []
         passes, began = steps.passes, time.monotonic()
         try:
-            said = seq.step(steps, self._check)
-            if steps.passes > passes:  # of one row, or of a few that are drafted
+            chunks = seq.step(steps, self._check)
+            if steps.passes > passes:  # of one row, or of one and a few draft tokens
                 self._times.add(1, (time.monotonic() - began) / (steps.passes - passes))
-            return [(seq, said)]
+            return [(seq, chunks)]
         except MemoryBudgetError:  # a pass without a tree needs less
             seq.stop_drafting()
             return []
@@ -432,16 +432,18 @@ class Schedule(Generic[Owner]):
 
     def _advance(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Compute one pass; return the chunks of the sequences that have no more pending tokens."""
-        parts = self._parts()
-        if not parts:
+        entries = self._prompts_of_pass()
+        if not entries:
             return []
-        if len(self._live) > 1 and (said := self._with_drafts(parts)) is not None:
-            return said
-        whole = [i for i, (seq, _, tokens) in enumerate(parts) if len(tokens) == len(seq.pending)]
+        if len(self._live) > 1 and (items := self._with_drafts(entries)) is not None:
+            return items
+        whole = [i for i, (seq, _, tokens) in enumerate(entries) if len(tokens) == len(seq.pending)]
         began = time.monotonic()
         try:
             logits = self._engine.extend_batch(
-                [(session, tokens) for _, session, tokens in parts], wanted=whole, check=self._check
+                [(session, tokens) for _, session, tokens in entries],
+                wanted=whole,
+                check=self._check,
             )
         except MemoryBudgetError:
             if len(self._live) == 1 and not self._idle:
@@ -453,34 +455,34 @@ class Schedule(Generic[Owner]):
             else:
                 self._postpone()
             return []
-        self._passed(sum(len(tokens) for *_, tokens in parts), began)
-        for seq, _, tokens in parts:
+        self._record_pass(sum(len(tokens) for *_, tokens in entries), began)
+        for seq, _, tokens in entries:
             seq.pending = seq.pending[len(tokens) :]
         return [
-            (parts[i][0], parts[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
+            (entries[i][0], entries[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
         ]
 
     def _with_drafts(
-        self, parts: Sequence[Prompt[Owner]]
+        self, entries: Sequence[Prompt[Owner]]
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
         """Compute a pass with draft trees of the answers; return None if none speculates."""
-        running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
+        running = [(seq, session) for seq, session, _ in entries if len(seq.pending) == 1]
         if not running:
             return None
         began = time.monotonic()
-        said = self._speculation.advance(
-            running, [part for part in parts if len(part[0].pending) > 1]
+        items = self._speculation.advance(
+            running, [entry for entry in entries if len(entry[0].pending) > 1]
         )
-        if said is not None:
-            self._passed(self._speculation.rows, began)
-        return said
+        if items is not None:
+            self._record_pass(self._speculation.rows, began)
+        return items
 
-    def _passed(self, rows: int, began: float) -> None:
+    def _record_pass(self, rows: int, began: float) -> None:
         self.passes += 1
         self._times.add(rows, time.monotonic() - began)
 
-    def _parts(self) -> list[Prompt[Owner]]:
-        """Return what the next pass appends to each session; answers come before prompts."""
+    def _prompts_of_pass(self) -> list[Prompt[Owner]]:
+        """Return the tokens that the next pass appends to each session, answers first."""
         answers = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
         prompts = [
             (seq, session)
@@ -492,8 +494,8 @@ class Schedule(Generic[Owner]):
             rows = _shares_in_order([len(seq.pending) for seq, _ in prompts], room)
         else:
             rows = self._by_goals(answers, [seq for seq, _ in prompts])
-        parts = [(seq, session, seq.pending) for seq, session in answers]
-        return parts + [
+        entries = [(seq, session, seq.pending) for seq, session in answers]
+        return entries + [
             (seq, session, seq.pending[: self._engine.uncut(seq.pending, 0, min(share, seq.uncut))])
             for (seq, session), share in zip(prompts, rows, strict=True)
             if share
@@ -504,23 +506,23 @@ class Schedule(Generic[Owner]):
         answers: list[tuple[BatchSequence[Owner], EngineSession]],
         prompts: Sequence[BatchSequence[Owner]],
     ) -> list[int]:
-        """Return the rows of each prompt; answers that must wait leave ``answers``."""
+        """Return the rows of each prompt; remove the answers that must wait from ``answers``."""
         assert self._terms.prompt_rows is not None, "there are goals"
         chosen, rows = rows_of_pass(
             [seq.goal for seq, _ in answers],
-            [Reading(seq.client, len(seq.pending), seq.goal, seq.due) for seq in prompts],
+            [UnreadPrompt(seq.client, len(seq.pending), seq.goal, seq.due) for seq in prompts],
             self._times,
             most=self._engine.pass_rows,
             guess=self._terms.prompt_rows,
-            turn=self.passes,
+            pass_number=self.passes,
             others=self._others,
         )
         answers[:] = [answers[number] for number in chosen]
         return rows
 
     def _postpone(self) -> None:
-        """Memory is short: free the cache of a sequence, which is computed again later."""
-        seq = self._last_of_busiest()
+        """Free the cache of a sequence when memory is short; it is computed again later."""
+        seq = self._preemptible()
         (session,) = (session for other, session in self._live if other is seq)
         self._live.remove((seq, session))
         self._shared.leave(seq)
@@ -530,7 +532,7 @@ class Schedule(Generic[Owner]):
         self._most = len(self._live)
 
     def _free(self, session: EngineSession) -> None:
-        """Close ``session``; its cache is saved if reading its tokens again would take long."""
+        """Close ``session``; save its cache if computing it again would take long."""
         if (self._times.seconds(len(session.tokens)) or 0.0) >= _WORTH_SAVING_S:
             self._save(session)
         session.close()
@@ -541,12 +543,12 @@ class Schedule(Generic[Owner]):
         size = grown_capacity(tokens)
         if size not in self._kv:
             self._kv[size] = self._engine.kv_nbytes(size)
-        held = 0 if session is None else session.nbytes
-        return max(self._kv[size], held) + 4 * self._engine.info.vocab_size
+        nbytes = 0 if session is None else session.nbytes
+        return max(self._kv[size], nbytes) + 4 * self._engine.info.vocab_size
 
 
 def _shares_in_order(lengths: Sequence[int], room: int) -> list[int]:
-    """Share a pass's rows among prompts with ``lengths`` tokens to read, in order."""
+    """Divide ``room`` rows among prompts of ``lengths`` unread tokens, in order."""
     shares = []
     for length in lengths:
         shares.append(min(length, room))

@@ -12,7 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.answer import Answer
-from localrt.engine.batch.goals import Goal
+from localrt.engine.batch.latency_goals import Goal
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
@@ -23,16 +23,15 @@ from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
 
 Owner = TypeVar("Owner")
-# The chunks that a pass has brought a sequence.
-Chunks: TypeAlias = Sequence[Chunk]
+Chunks: TypeAlias = Sequence[Chunk]  # of one sequence, from one pass
 
 
 class BatchSequence(Generic[Owner]):
     """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
-    ``owner`` gets its chunks, ``client`` takes turns with other clients; ``capacity`` is the number
-    of tokens that its cache may have to hold. By its ``goal`` the next token is
-    ``due``, in ``time.monotonic()``'s seconds; a first one after ``latest`` is of no use.
+    ``owner`` gets its chunks, ``client`` is whose request it is, ``capacity`` the most tokens its
+    cache may hold. By its ``goal`` the next token is ``due``, in seconds of ``time.monotonic()``; a
+    first token after ``latest`` is useless.
     """
 
     def __init__(
@@ -47,8 +46,8 @@ class BatchSequence(Generic[Owner]):
         self.owner = owner
         self.client = client
         self.goal = goal
-        asked = time.monotonic()
-        self.due, self.latest = asked + goal.first_s, asked + within_s
+        now = time.monotonic()
+        self.due, self.latest = now + goal.first_s, now + within_s
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -56,21 +55,21 @@ class BatchSequence(Generic[Owner]):
         self.pending: Sequence[int] = ()
         self.done = False
         self._answer: Answer | None = None
-        self._held = 0
+        self._cached = 0
         self._speculation = request.speculation
         self._drafting: Drafting | None = None  # as the last pass used it
 
     @property
     def tokens(self) -> Sequence[int]:
         """The prompt and the answer's tokens."""
-        said = None if self._answer is None else self._answer.generated
-        return [*self.request.prompt, *said] if said else self.request.prompt
+        generated = None if self._answer is None else self._answer.generated
+        return [*self.request.prompt, *generated] if generated else self.request.prompt
 
     @property
     def length(self) -> int:
         """The number of ``tokens``."""
-        said = 0 if self._answer is None else len(self._answer.generated)
-        return len(self.request.prompt) + said
+        generated = 0 if self._answer is None else len(self._answer.generated)
+        return len(self.request.prompt) + generated
 
     @property
     def uncut(self) -> int:
@@ -85,18 +84,21 @@ class BatchSequence(Generic[Owner]):
 
     @property
     def ahead(self) -> int:
-        """Of the tokens ``left``, those that may be drafted, plus the token after them."""
+        """How many of the tokens ``left`` may be drafted, plus one."""
         return self.left if self._answer is None else self._answer.ahead(self.left)
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
-        """Start or resume on ``session``, keeping the tokens that it holds already."""
+        """Start or resume on ``session``, reusing the prefix in its cache."""
         session.use(self.request.mix)
         tokens = self.tokens
         if self.request.restore is not None:
             self.request.restore(session, tokens)
-        held = self._go_on(session, tokens)
+        cached = self._resume(session, tokens)
         if self._answer is None:
-            self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
+            self._answer, self._cached = (
+                Answer(self.request, session, tokenizer, shared=True),
+                cached,
+            )
 
     def copy(self, session: EngineSession, source: EngineSession) -> None:
         """Copy to ``session`` the tokens that ``source`` shares with it, if that is more."""
@@ -108,19 +110,19 @@ class BatchSequence(Generic[Owner]):
             session.copy_prefix(source, shared)
         except MemoryBudgetError:  # computed again, as far as there is room
             session.trim(0)
-        held = self._go_on(session, tokens)
+        cached = self._resume(session, tokens)
         if self._answer is not None and not self._answer.generated:
-            self._held = held
+            self._cached = cached
 
-    def _go_on(self, session: EngineSession, tokens: Sequence[int]) -> int:
-        """Keep the prefix of ``tokens`` that ``session`` holds, and return its length."""
-        # The last token runs in any case: its logits are what we need.
-        held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
-        self.pending = tokens[held:]
-        return held
+    def _resume(self, session: EngineSession, tokens: Sequence[int]) -> int:
+        """Trim ``session`` to its common prefix with ``tokens``; return the prefix's length."""
+        # The last token is computed again in any case, for its logits.
+        cached = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
+        self.pending = tokens[cached:]
+        return cached
 
     def stepper(self, session: EngineSession) -> Stepper | None:
-        """Return what speculates on ``session`` while it runs alone, or None."""
+        """Return the stepper that speculates on ``session`` while it runs alone, or None."""
         if not isinstance(self._drafting, Stepper):
             self._draft_by(lambda s: s.start(session, self.tokens[:-1], self.left))
         return self._drafting if isinstance(self._drafting, Stepper) else None
@@ -131,7 +133,7 @@ class BatchSequence(Generic[Owner]):
         return self.accept(steps.advance(token, self.ahead, check))
 
     def proposer(self, session: EngineSession) -> Proposer | None:
-        """Return what drafts for ``session`` while others share its passes, or None."""
+        """Return the proposer that drafts for ``session`` while it shares passes, or None."""
         if not isinstance(self._drafting, Proposer):
             self._draft_by(lambda s: s.start_shared(session, self.tokens[:-1]))
         return self._drafting if isinstance(self._drafting, Proposer) else None
@@ -143,25 +145,25 @@ class BatchSequence(Generic[Owner]):
             self._drafting = self._answer.meter.steps = start(self._speculation)
 
     def stop_drafting(self) -> None:
-        """Compute it token by token from now on."""
+        """Compute the answer token by token from now on."""
         self.settle()
         self._speculation = None
 
     def settle(self) -> None:
-        """Stop drafting; its session keeps the accepted tokens."""
+        """Finish the current drafting; the session's cache keeps accepted tokens only."""
         drafting, self._drafting = self._drafting, None
         if drafting is not None:
             drafting.finish()
 
     def accept(self, logits: Logits) -> Chunks:
-        """Return the chunks that follow from the logits (vocab,) after all pending tokens."""
+        """Return the chunks that result from the logits (vocab,) after all pending tokens."""
         try:
             return self._accept(logits)
         except LocalrtError as error:
             return self.fail(error)
 
     def fail(self, error: LocalrtError) -> Chunks:
-        """End it with ``error``."""
+        """End the answer with ``error``."""
         self.done = True
         return [failed(error)]
 
@@ -169,7 +171,7 @@ class BatchSequence(Generic[Owner]):
         answer = self._answer
         assert answer is not None, "it has started"
         if not answer.generated:
-            answer.meter.prefilled(self._held)
+            answer.meter.prefilled(self._cached)
         chunk = answer.accept(logits)
         if chunk is None:
             return [self.end("stop")]

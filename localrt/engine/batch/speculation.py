@@ -19,8 +19,8 @@ from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.source import propose_together
 from localrt.speculative.tree import TokenTree
 
-_NODES = 128  # draft tokens considered before a pass, for all sequences
-_FEWEST = 4  # for each sequence
+_NODES = 128  # draft tokens to choose from before a pass, for all sequences
+_MIN_NODES = 4  # for each sequence
 
 Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
 Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
@@ -40,8 +40,8 @@ class BatchSpeculation(Generic[Owner]):
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
         """Run one pass for all ``running``, with one pending token each; None if none speculates.
 
-        ``prompts`` are those that the pass computes some pending tokens for, from the first one on.
-        It also returns None if memory is too short for trees, which are then not tried again.
+        The pass also computes the given pending tokens of ``prompts``. If memory is too short for
+        trees, it returns None and the sequences stop drafting.
 
         Raises:
             LocalrtError: the pass failed, or ``check`` raised it; no sequence has changed.
@@ -77,12 +77,12 @@ class BatchSpeculation(Generic[Owner]):
         for (seq, session), proposer, tree, logits in zip(
             running, proposers, trees, logits_of, strict=False
         ):
-            computed = TreePass(tree, logits)
-            chunks = _accepted(seq, computed)
-            session.keep(computed.rows)
+            verified = TreePass(tree, logits)
+            chunks = _accepted(seq, verified)
+            session.keep(verified.rows)
             if proposer is not None:
-                proposer.verified(computed)
-            emitted += 1 + len(computed.path)
+                proposer.verified(verified)
+            emitted += 1 + len(verified.path)
             items.append((seq, chunks))
         for seq, _, tokens in prompts:
             seq.pending = seq.pending[len(tokens) :]
@@ -95,7 +95,7 @@ class BatchSpeculation(Generic[Owner]):
     # -- parts -----------------------------------------------------------------------------------
 
     def _tuner_of(self, proposers: Sequence[Proposer | None]) -> BatchTuner | None:
-        """Return the tuner of the model, whichever sequence knows it."""
+        """Return the model's tuner, from the first sequence that drafts."""
         tuner = next((proposer.tuner for proposer in proposers if proposer is not None), None)
         if tuner is None:
             return None
@@ -110,9 +110,9 @@ class BatchSpeculation(Generic[Owner]):
         proposers: Sequence[Proposer | None],
         prompt_rows: int,
     ) -> list[TokenTree]:
-        each = max(_FEWEST, _NODES // len(running))
+        each = max(_MIN_NODES, _NODES // len(running))
         drafts = tuner.should_draft(len(running))
-        depths: dict[Proposer, int] = {}  # the most, of those that draft
+        depths: dict[Proposer, int] = {}  # the deepest tree each may draft
         for (seq, _), proposer in zip(running, proposers, strict=True):
             if proposer is not None:
                 proposer.chosen(seq.pending[0])
@@ -149,9 +149,9 @@ class BatchSpeculation(Generic[Owner]):
         tuner.drafted(name, trees, size, time.perf_counter() - started)
 
 
-def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
+def _accepted(seq: BatchSequence[Owner], verified: TreePass) -> Chunks:
     """Accept the tokens along the sequence's tree; return their chunks."""
-    chunks = list(seq.accept(computed.first))
-    while not seq.done and (logits := computed.after(seq.pending[0])) is not None:
+    chunks = list(seq.accept(verified.first))
+    while not seq.done and (logits := verified.after(seq.pending[0])) is not None:
         chunks += seq.accept(logits)
     return chunks

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
-from localrt.engine.batch.goals import (
+from localrt.engine.batch.latency_goals import (
     GOALS,
     Goal,
     PassTimes,
-    Reading,
+    UnreadPrompt,
     even_shares,
     goal_of,
     rows_of_pass,
@@ -32,8 +32,8 @@ def linear(base: float, row: float, sizes: tuple[int, ...] = (1, 8, 64, 512)) ->
     return times
 
 
-def prompt(length: int, goal: Goal = CHAT, client: str = "", deadline: float = 0.0) -> Reading:
-    return Reading(client, length, goal, deadline)
+def prompt(length: int, goal: Goal = CHAT, client: str = "", deadline: float = 0.0) -> UnreadPrompt:
+    return UnreadPrompt(client, length, goal, deadline)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 10)), max_size=20))
@@ -64,9 +64,9 @@ def test_any_pass(
     costs: tuple[float, float] | None,
     turn: int,
 ) -> None:
-    prompts = [Reading(client, length, goal, length) for length, goal, client in asked]
+    prompts = [UnreadPrompt(client, length, goal, length) for length, goal, client in asked]
     times = PassTimes() if costs is None else linear(*costs)
-    chosen, rows = rows_of_pass(answers, prompts, times, most=64, guess=32, turn=turn)
+    chosen, rows = rows_of_pass(answers, prompts, times, most=64, guess=32, pass_number=turn)
     assert chosen == sorted({*chosen})
     assert all(i in chosen for i, goal in enumerate(answers) if not goal.background)
     assert bool(chosen) == bool(answers)
@@ -79,38 +79,46 @@ def test_any_pass(
 def test_next_tokens_keep_their_goal() -> None:
     """A prompt is cut so that nobody's next token is late, and no further."""
     times = linear(0.05, 0.001)
-    (share,) = rows_of_pass([CHAT], [prompt(900)], times, most=512, guess=64, turn=0)[1]
+    (share,) = rows_of_pass([CHAT], [prompt(900)], times, most=512, guess=64, pass_number=0)[1]
     assert 0.15 < 0.05 + 0.001 * (1 + share) <= 0.16
-    (share,) = rows_of_pass([COMPLETION], [prompt(900)], times, most=512, guess=64, turn=0)[1]
+    (share,) = rows_of_pass([COMPLETION], [prompt(900)], times, most=512, guess=64, pass_number=0)[
+        1
+    ]
     assert 0.095 < 0.05 + 0.001 * (1 + share) <= 0.11  # twice a pass without prompts, at least
-    (share,) = rows_of_pass([BACKGROUND], [prompt(900)], times, most=512, guess=64, turn=0)[1]
+    (share,) = rows_of_pass([BACKGROUND], [prompt(900)], times, most=512, guess=64, pass_number=0)[
+        1
+    ]
     assert share == 511  # nobody waits for the next token
     slow = linear(3.0, 0.001)  # weights are streamed: the goal is out of reach, and rows are cheap
-    (share,) = rows_of_pass([CHAT], [prompt(900)], slow, most=512, guess=64, turn=0)[1]
+    (share,) = rows_of_pass([CHAT], [prompt(900)], slow, most=512, guess=64, pass_number=0)[1]
     assert share == 511
 
 
 def test_background_leaves_room() -> None:
     """It fills passes without making others wait, and is never stopped."""
     times, long = linear(0.05, 0.001), prompt(900, BACKGROUND)
-    first, second = rows_of_pass([], [long, prompt(400)], times, most=512, guess=64, turn=0)[1]
+    first, second = rows_of_pass([], [long, prompt(400)], times, most=512, guess=64, pass_number=0)[
+        1
+    ]
     assert second == 400
     assert first == 50
-    (share,) = rows_of_pass([], [long], times, most=512, guess=64, turn=0)[1]
+    (share,) = rows_of_pass([], [long], times, most=512, guess=64, pass_number=0)[1]
     assert 40 <= share <= 60
     many = [CHAT, *[BACKGROUND] * 20]
     dear = linear(0.05, 0.02)
-    taken = [rows_of_pass(many, [], dear, most=512, guess=64, turn=turn)[0] for turn in range(20)]
+    taken = [
+        rows_of_pass(many, [], dear, most=512, guess=64, pass_number=turn)[0] for turn in range(20)
+    ]
     assert all(0 in chosen and 2 <= len(chosen) <= 8 for chosen in taken)
     assert set().union(*taken) == set(range(21))
 
 
 def test_earliest_deadline_first() -> None:
     chat, completion = prompt(300, CHAT, deadline=5.0), prompt(300, COMPLETION, deadline=6.0)
-    rows = rows_of_pass([], [chat, completion], PassTimes(), most=400, guess=64, turn=0)[1]
+    rows = rows_of_pass([], [chat, completion], PassTimes(), most=400, guess=64, pass_number=0)[1]
     assert rows == [300, 100]
     later = completion._replace(deadline=4.0)
-    rows = rows_of_pass([], [chat, later], PassTimes(), most=400, guess=64, turn=0)[1]
+    rows = rows_of_pass([], [chat, later], PassTimes(), most=400, guess=64, pass_number=0)[1]
     assert rows == [100, 300]
 
 

@@ -1,8 +1,8 @@
-"""When the readers of answers want their tokens, and which rows the next pass takes for that.
+"""Latency goals of requests, and which rows the next pass computes to meet them.
 
-A chat is read as it is written, a completion is of use at once or never, background work is read by
-programs. Rows of prompts and of background work fill a pass as long as nobody's next token comes
-later than its goal, by what passes of so many rows have taken lately. Nothing here knows sequences.
+A chat is read as it is written, a completion is useless when late, and nobody waits for background
+work. A pass takes rows of prompts and of background work as long as its expected time, measured on
+recent passes, meets the goals of the answers in it. This module does not know sequences.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ def goal_of(name: str) -> Goal:
     Raises:
         OptionError: there is no such class.
     """
-    found = next((goal for known, goal in GOALS.items() if known == name), None)
-    if found is None:
-        known = ", ".join(GOALS)
-        raise OptionError(f"{option('request_class')} must be one of {known}, is {name!r}")
-    return found
+    for request_class, goal in GOALS.items():
+        if request_class == name:
+            return goal
+    names = ", ".join(GOALS)
+    raise OptionError(f"{option('request_class')} must be one of {names}, is {name!r}")
 
 
 _BLEND = 0.25  # weight of a new measurement in a running mean
 
 
 class PassTimes:
-    """The seconds of passes by their rows, as measured lately."""
+    """How long recent passes took, by their number of rows."""
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}  # rows and seconds, by a power of two
+        self._means: dict[int, tuple[float, float]] = {}  # bits of the rows: mean rows, seconds
 
     def add(self, rows: int, seconds: float) -> None:
         """Record that a pass of ``rows`` took ``seconds``."""
@@ -72,10 +72,10 @@ class PassTimes:
         )
 
     def seconds(self, rows: int) -> float | None:
-        """Return the seconds of a pass of ``rows``; None if none was measured.
+        """Return the expected seconds of a pass of ``rows``; None if no pass was measured.
 
-        Outside the measured sizes it is taken to grow like the rows, which is more than it will be
-        for more rows, and less for fewer: these are then measured.
+        Outside the measured sizes, time is proportional to rows: too long for larger passes, too
+        short for smaller ones, which are therefore tried and measured.
         """
         points = self._points()
         for (fewer, short), (more, long) in pairwise(points):
@@ -106,9 +106,9 @@ class PassTimes:
         return points
 
 
-class Reading(NamedTuple):
-    """A prompt of ``client`` that is being read: ``length`` tokens are left, the answer has a
-    ``goal`` and its first token is wanted at ``deadline``.
+class UnreadPrompt(NamedTuple):
+    """The unread part of a prompt, ``length`` tokens; its answer's first token is due at
+    ``deadline``.
     """
 
     client: Hashable
@@ -119,94 +119,96 @@ class Reading(NamedTuple):
 
 # Passes are planned for this share of the shortest goal: their times vary.
 _MARGIN = 0.8
-# While only background work runs, a pass takes about this long: others may come meanwhile.
+# A pass of background work alone takes about this long, so that a new request waits no longer.
 _BACKGROUND_S = 0.1
 # However tight the goals, a pass may take this many times as long as without prompts, and has room
-# for so many rows of them: otherwise they would never be read where passes are long. Less where
-# other models wait for the same cores.
-_LONGER, _LEAST_ROWS = 2.0, 16
-# Background prompts may make a pass that reads others' prompts this much longer, or take one row
-# for so many of theirs.
-_BESIDE, _SHARE = 1.1, 8
+# for this many prompt rows: otherwise prompts would never be read where passes are long. Both are
+# lower if other models wait for the same cores.
+_PROMPT_SLOWDOWN, _MIN_PROMPT_ROWS = 2.0, 16
+# Background prompts may lengthen a pass by 10 %, or add one row for eight rows of other prompts.
+_BACKGROUND_SLOWDOWN, _ROWS_PER_BACKGROUND_ROW = 1.1, 8
 
 
 def rows_of_pass(
     answers: Sequence[Goal],
-    prompts: Sequence[Reading],
+    prompts: Sequence[UnreadPrompt],
     times: PassTimes,
     *,
     most: int,
     guess: int,
-    turn: int,
+    pass_number: int,
     others: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Return which ``answers`` get a row in the next pass, and how many rows each prompt gets.
 
-    A pass has at most ``most`` rows. Before one was measured, ``guess`` rows of prompts are taken
-    beside answers. ``turn`` counts passes: background answers that do not all fit take turns.
-    The goals' time is shared with ``others``, models that compute on the same cores by turns.
+    A pass has at most ``most`` rows. While no pass has been measured, ``guess`` prompt rows are
+    added to those of answers. Background answers that do not all fit rotate with ``pass_number``.
+    The time is divided among this model and ``others`` that wait for the same cores.
     """
     limit = _MARGIN / (1 + others) * min((goal.next_s for goal in answers), default=math.inf)
     if limit == math.inf and all(prompt.goal.background for prompt in prompts):
         limit = _BACKGROUND_S
 
-    def allowed(least: int) -> int:
-        """The rows of a pass that has ``least`` in any case."""
-        alone = times.seconds(max(least, 1))
-        if alone is None:
-            return least + guess
-        longest = max(limit, (1 + (_LONGER - 1) / (1 + 3 * others)) * alone)
-        return max(least, times.rows_within(longest))
+    def max_rows(rows: int) -> int:
+        """The most rows of a pass that needs ``rows`` at least."""
+        seconds = times.seconds(max(rows, 1))
+        if seconds is None:
+            return rows + guess
+        longest = max(limit, (1 + (_PROMPT_SLOWDOWN - 1) / (1 + 3 * others)) * seconds)
+        return max(rows, times.rows_within(longest))
 
-    waiting = [number for number, goal in enumerate(answers) if goal.background]
+    background = [number for number, goal in enumerate(answers) if goal.background]
     chosen = [number for number, goal in enumerate(answers) if not goal.background]
-    room = max(allowed(len(chosen)) - len(chosen), -(-len(waiting) // 4))
-    first = turn * room % len(waiting) if waiting else 0
-    chosen = sorted([*chosen, *[*waiting[first:], *waiting[:first]][:room]])
-    room = allowed(len(chosen)) - len(chosen) if limit < math.inf else most
-    room = min(most - len(chosen), max(room, _LEAST_ROWS // (1 + others), len(prompts)))
+    room = max(max_rows(len(chosen)) - len(chosen), -(-len(background) // 4))
+    first = pass_number * room % len(background) if background else 0
+    chosen = sorted([*chosen, *[*background[first:], *background[:first]][:room]])
+    room = max_rows(len(chosen)) - len(chosen) if limit < math.inf else most
+    room = min(most - len(chosen), max(room, _MIN_PROMPT_ROWS // (1 + others), len(prompts)))
     return chosen, _shares(prompts, room, len(chosen), times)
 
 
-def _shares(prompts: Sequence[Reading], room: int, beside: int, times: PassTimes) -> list[int]:
-    """Share ``room`` rows among prompts, the earliest deadlines of a class first, background last.
-
-    ``beside`` rows of the pass are answers'.
+def _shares(
+    prompts: Sequence[UnreadPrompt], room: int, answer_rows: int, times: PassTimes
+) -> list[int]:
+    """Divide ``room`` rows among prompts: the class with the earliest deadline first, background
+    last. The pass also has ``answer_rows``.
     """
     shares = [0] * len(prompts)
     groups: dict[Goal, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.goal, []).append(number)
-    kept = room // _SHARE if len(groups) > 1 and any(goal.background for goal in groups) else 0
+    mixed = len(groups) > 1 and any(goal.background for goal in groups)
+    reserved = room // _ROWS_PER_BACKGROUND_ROW if mixed else 0  # for background prompts
 
     def order(goal: Goal) -> tuple[bool, float]:
         return goal.background, min(prompts[number].deadline for number in groups[goal])
 
     for goal in sorted(groups, key=order):
         taken = sum(shares)
-        left = room - taken - (0 if goal.background else kept)
+        left = room - taken - (0 if goal.background else reserved)
         if goal.background and taken:
-            longer = _BESIDE * (times.seconds(beside + taken) or 0.0)
-            left = min(left, max(taken // _SHARE, times.rows_within(longer) - beside - taken))
-        asked = [(prompts[number].client, prompts[number].length) for number in groups[goal]]
-        for number, rows in zip(groups[goal], even_shares(asked, left), strict=True):
+            longest = _BACKGROUND_SLOWDOWN * (times.seconds(answer_rows + taken) or 0.0)
+            extra = times.rows_within(longest) - answer_rows - taken
+            left = min(left, max(taken // _ROWS_PER_BACKGROUND_ROW, extra))
+        group = [(prompts[number].client, prompts[number].length) for number in groups[goal]]
+        for number, rows in zip(groups[goal], even_shares(group, left), strict=True):
             shares[number] = rows
     return shares
 
 
 def even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
-    """Share ``room`` rows equally among clients, then among the prompts (client, tokens to read) of
-    each; unused rows go to others.
+    """Divide ``room`` rows equally among clients, then among each client's ``prompts`` (client,
+    unread tokens). Rows that one cannot use go to others.
     """
     totals: Counter[Hashable] = Counter()
     for client, length in prompts:
         totals[client] += length
     shares = [0] * len(prompts)
     for place, client in enumerate(sorted(totals, key=totals.__getitem__)):
-        own = [number for number, prompt in enumerate(prompts) if prompt[0] == client]
+        numbers = [number for number, prompt in enumerate(prompts) if prompt[0] == client]
         left = room // (len(totals) - place)
-        for after, number in enumerate(sorted(own, key=lambda number: prompts[number][1])):
-            shares[number] = min(prompts[number][1], left // (len(own) - after))
+        for index, number in enumerate(sorted(numbers, key=lambda number: prompts[number][1])):
+            shares[number] = min(prompts[number][1], left // (len(numbers) - index))
             left -= shares[number]
-        room -= sum(shares[number] for number in own)
+        room -= sum(shares[number] for number in numbers)
     return shares
