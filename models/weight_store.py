@@ -100,14 +100,14 @@ class WeightMemory:
     def take_gpu(self, nbytes: int) -> None:
         """The same of the GPU's memory."""
 
-    def set_budget(self, nbytes: int, words: str) -> None:
-        """Set the RAM for weights and caches to ``nbytes``; ``words`` is the size as text.
+    def set_budget(self, nbytes: int, note: str) -> None:
+        """Set the RAM for weights and caches to ``nbytes``; ``note`` says so to a user.
 
         Raises:
             MemoryBudgetError: weights that cannot be streamed take more; nothing changes.
         """
 
-    def shrink_gpu(self, nbytes: int, words: str) -> int:
+    def shrink_gpu(self, nbytes: int, note: str) -> int:
         """Use ``nbytes`` less of the GPU's memory; returns the bytes freed, maybe 0."""
         return 0
 

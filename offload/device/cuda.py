@@ -25,7 +25,7 @@ from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
 _TIMED = 8
-"""One of so many short passes is timed, and stands for the others: events cost the host time."""
+"""One of this many short passes is timed and counts for all: events cost the host time."""
 
 
 class CudaGpu(Gpu):
@@ -36,13 +36,13 @@ class CudaGpu(Gpu):
         self._copies = copies
         self._times = copies.is_gpu
         self._copied, self._computed = _Spans("link", clock), _Spans("gpu", clock)
-        self._within = False  # a task
+        self._in_task = False
         self._short = 0  # short passes so far
-        self._stands_for = 1  # passes, for which the present one is timed; 0: it is not
-        self._copies_stand_for = 1  # the same for the copy that is being queued
+        self._weight = 1  # passes that the current one counts for; 0: it is not timed
+        self._copy_weight = 1  # the same for the copy that is being queued
 
     def free(self, memory: Memory, unpacked: int = 0) -> None:
-        """Give memory back to the GPU at once."""
+        """Free the memory at once."""
         super().free(memory, unpacked)
         self._copies.free(cast(Tensor, memory))
 
@@ -62,8 +62,8 @@ class CudaGpu(Gpu):
 
     def end_copy(self, name: str) -> Event | None:
         """A timed event."""
-        copied = self._copies.end_copy(timed=bool(self._stands_for))
-        times, self._copies_stand_for = self._copies_stand_for, self._stands_for
+        copied = self._copies.end_copy(timed=bool(self._weight))
+        times, self._copy_weight = self._copy_weight, self._weight
         began, ended = copied[-1]
         if self._times and began is not None:
             self._copied.add(name, cast("list[_Timed]", copied), times)
@@ -76,36 +76,36 @@ class CudaGpu(Gpu):
         self.count_times()
 
     def begin_pass(self, rows: int) -> None:
-        """Choose whether it is timed."""
+        """Choose whether the pass is timed."""
         if rows > MOST_ROWS or self._clock.keeps:
-            self._stands_for = 1
+            self._weight = 1
             return
         first, due = not self._short, self._short % _TIMED == 0
-        self._stands_for = 0 if not due else 1 if first else _TIMED
+        self._weight = 0 if not due else 1 if first else _TIMED
         self._short += 1
 
     def count_times(self) -> None:
-        """Tell the clock of copies and tasks that have ended."""
+        """Report copies and tasks that have ended to the clock."""
         self._copied.count()
         self._computed.count()
 
     @contextmanager
     def task(self, name: str) -> Iterator[None]:
-        """Within another one, it is a part of it."""
+        """Time a task; one within another is not timed by itself."""
         if not self._times:
             with super().task(name):
                 yield
             return
-        if self._within or not self._stands_for:
+        if self._in_task or not self._weight:
             yield
             return
-        began, self._within = self._copies.record(timed=True), True
+        began, self._in_task = self._copies.record(timed=True), True
         try:
             yield
         finally:
-            self._within = False
-        parts = [(began, self._copies.record(timed=True))]
-        self._computed.add(name, cast("list[_Timed]", parts), self._stands_for)
+            self._in_task = False
+        spans = [(began, self._copies.record(timed=True))]
+        self._computed.add(name, cast("list[_Timed]", spans), self._weight)
 
     def wait(self, event: Event | None) -> None:
         """Have the current stream wait."""
@@ -129,7 +129,7 @@ class CudaGpu(Gpu):
         return cast(Callable[[], Array], self._copies.send(cast(Any, x), routing))
 
     def close(self) -> None:
-        """Give the cached memory back to the GPU."""
+        """Free the cached memory."""
         self._copies.close()
 
     def _alloc(self, nbytes: int) -> DeviceMemory:
@@ -144,26 +144,24 @@ _Timed = tuple[CudaEvent, CudaEvent]
 
 
 class _Spans:
-    """Tasks of one stream, the parts of each between timed events, for the clock once they have
-    ended.
-    """
+    """Tasks of one stream, timed by pairs of events, for the clock once they have ended."""
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock
         self._open: deque[tuple[str, list[_Timed], int]] = deque()
-        self._last: tuple[CudaEvent, float] | None = None  # an event, and when it has happened
+        self._last: tuple[CudaEvent, float] | None = None  # an event, and when it happened
         self._counting = threading.Lock()
 
-    def add(self, name: str, parts: list[_Timed], times: int) -> None:
-        self._open.append((name, parts, times))
+    def add(self, name: str, spans: list[_Timed], times: int) -> None:
+        self._open.append((name, spans, times))
 
     def count(self) -> None:
-        """Tell the clock of those that have ended. Any thread may."""
+        """Report tasks that have ended to the clock; from any thread."""
         with self._counting:
             while self._open and self._open[0][1][-1][1].query():
-                name, parts, times = self._open.popleft()
-                now, ended = time.perf_counter(), parts[-1][1]
-                seconds = sum(began.ms_until(end) for began, end in parts) / 1e3
+                name, spans, times = self._open.popleft()
+                now, ended = time.perf_counter(), spans[-1][1]
+                seconds = sum(began.ms_until(end) for began, end in spans) / 1e3
                 last, at = self._last or (ended, now)
                 at = min(now, at + last.ms_until(ended) / 1e3)
                 self._last = ended, at

@@ -41,27 +41,25 @@ class Clock:
         """Begin a task; pass the returned value to ``end``."""
         with self._lock:
             now = time.perf_counter()
-            count, since = self._active.get(resource, (0, now))
-            self._active[resource] = (count + 1, since if count else now)
+            count, began = self._active.get(resource, (0, now))
+            self._active[resource] = (count + 1, began if count else now)
             return now
 
     def end(self, resource: Resource, name: str, started: float) -> None:
         """End the task."""
         with self._lock:
             now = time.perf_counter()
-            count, since = self._active[resource]
-            self._active[resource] = (count - 1, since)
+            count, began = self._active[resource]
+            self._active[resource] = (count - 1, began)
             if count == 1:
-                self._busy[resource] = self._busy.get(resource, 0.0) + now - since
+                self._busy[resource] = self._busy.get(resource, 0.0) + now - began
             if self._tasks.maxlen:
-                self._tasks.append(Task(resource, name, max(started, since), now))
+                self._tasks.append(Task(resource, name, max(started, began), now))
 
     def span(
         self, resource: Resource, name: str, start: float, seconds: float, times: int = 1
     ) -> None:
-        """Count a task that something else has timed, beside which the resource has no other; it
-        stands for as many as ``times``.
-        """
+        """Count a task timed elsewhere, the resource's only one meanwhile, as ``times`` tasks."""
         with self._lock:
             self._busy[resource] = self._busy.get(resource, 0.0) + times * seconds
             if self._tasks.maxlen:
@@ -89,9 +87,9 @@ class Clock:
         """Seconds in which each resource has had at least one task, up to now."""
         with self._lock:
             busy, now = dict(self._busy), time.perf_counter()
-            for resource, (count, since) in self._active.items():
+            for resource, (count, began) in self._active.items():
                 if count:
-                    busy[resource] = busy.get(resource, 0.0) + now - since
+                    busy[resource] = busy.get(resource, 0.0) + now - began
             return busy
 
     @property
@@ -111,8 +109,8 @@ class Clock:
 
 
 SLABS = 64
-"""Slabs of one kind, about. At most one slab too much is given back at a time; of an 8 GB GPU about
-64 MB are lost to rounding.
+"""About how many slabs of one kind there are. An eviction frees at most one slab too much; on an
+8 GB GPU about 64 MB are lost to rounding.
 """
 
 
@@ -132,52 +130,52 @@ Activations = TypeVar("Activations", Hidden, Array)
 class Gpu:
     """One GPU; ``ops`` computes on its memory. Used by one thread at a time, but for copies to it.
 
-    ``capacity`` is the bytes that may be taken in all, ``used`` those allocated here, ``held``
-    those that others take: keys, values, kernels' scratch. ``peak`` is the largest sum of both so
-    far. ``link_bytes`` counts bytes copied to it.
+    ``capacity`` is the most bytes that may be used, ``used`` those allocated here, ``reserved``
+    those of caches and kernels' scratch. ``peak`` is the largest sum of both so far.
+    ``link_bytes`` counts bytes copied to it.
     """
 
     def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
         self.name, self.ops, self.capacity = name, ops, capacity
-        self.used = self.held = self.peak = 0
+        self.used = self.reserved = self.peak = 0
         self.link_bytes = 0
-        self._times = False  # itself, by events
+        self._times = False  # whether events time its work
         self._clock = clock
         self._lock = threading.Lock()
 
     def alloc(self, nbytes: int, unpacked: int = 0) -> DeviceMemory:
-        """Uninitialized memory of the GPU, to be sliced by bytes. What ``Ops`` make of its contents
-        takes ``unpacked`` bytes more.
+        """Uninitialized memory of the GPU, to be sliced by bytes. ``unpacked`` bytes more are
+        counted for what ``Ops`` make of its contents.
 
         Raises:
             MemoryBudgetError: it would exceed the capacity.
         """
-        taken = nbytes + unpacked
+        needed = nbytes + unpacked
         with self._lock:
-            if self.used + taken > self.capacity:
+            if self.used + needed > self.capacity:
                 raise MemoryBudgetError(
-                    f"{self.name}: {format_bytes(taken)} more do not fit the "
+                    f"{self.name}: {format_bytes(needed)} more do not fit the "
                     f"{format_bytes(self.capacity)} that may be used, of which "
                     f"{format_bytes(self.used)} are taken"
                 )
-            self.used += taken
+            self.used += needed
         try:
             memory = self._alloc(nbytes)
         except BaseException:
             with self._lock:
-                self.used -= taken
+                self.used -= needed
             raise
-        self.hold(self.held)
+        self.set_reserved(self.reserved)
         return memory
 
-    def hold(self, nbytes: int) -> None:
-        """Note that others take ``nbytes`` from now on."""
+    def set_reserved(self, nbytes: int) -> None:
+        """Count ``nbytes`` for caches and scratch from now on."""
         with self._lock:
-            self.held = nbytes
+            self.reserved = nbytes
             self.peak = max(self.peak, self.used + nbytes)
 
     def free(self, memory: Memory, unpacked: int = 0) -> None:
-        """Give memory back, and what was made of it."""
+        """Free memory, and what ``Ops`` made of it."""
         with self._lock:
             self.used -= memory.nbytes + unpacked
 
@@ -185,16 +183,16 @@ class Gpu:
         raise NotImplementedError
 
     def host_buffer(self, nbytes: int) -> Bytes:
-        """RAM for fast copies: pinned, page-aligned."""
+        """Pinned, page-aligned RAM for fast copies."""
         return aligned_buffer(nbytes)
 
     @property
     def unpinned(self) -> int:
-        """Bytes of such RAM that could not be pinned: copies from it are slower."""
+        """Bytes of host buffers that could not be pinned: copies from them are slower."""
         return 0
 
     def free_host(self, memory: Bytes) -> int:
-        """Free such RAM; returns its bytes."""
+        """Free a host buffer; returns its bytes."""
         return memory.nbytes
 
     def copy_in(self, name: str, source: Bytes, out: Memory, after: Event | None) -> None:
@@ -206,33 +204,33 @@ class Gpu:
     def begin_copy(
         self, name: str, source: Bytes, out: Memory, after: Event | None
     ) -> Event | None:
-        """Begin to copy; ``source`` must stay as it is until the event that is returned."""
+        """Begin to copy; ``source`` must not change until the returned event."""
         self.queue_copy(name, source, out, after)
         return self.end_copy(name)
 
     def queue_copy(self, name: str, source: Bytes, out: Memory, after: Event | None) -> None:
-        """Copy a piece of a unit once ``after`` has happened, behind what was queued before."""
+        """Queue the copy of a piece of a unit, to run after earlier copies and ``after``."""
         with self._lock:
             self.link_bytes += source.nbytes
         with nullcontext() if self._times else self._clock.task("link", name):
             self._queue_copy(source, out, after)
 
     def end_copy(self, name: str) -> Event | None:
-        """An event after the pieces of a unit, which have been queued since the last call."""
+        """An event after all pieces queued since the last call."""
         return None
 
     def settle_copies(self) -> None:
-        """Return when everything queued has been copied."""
+        """Wait for all queued copies."""
 
     def task(self, name: str) -> AbstractContextManager[None]:
         """A context that times the kernels started in it."""
         return self._clock.task("gpu", name)
 
     def begin_pass(self, rows: int) -> None:
-        """A pass of so many rows begins: what is started from now on is its."""
+        """A pass of ``rows`` begins: later work belongs to it."""
 
     def count_times(self) -> None:
-        """Tell the clock of the work that has ended on the GPU."""
+        """Report work that has ended on the GPU to the clock."""
 
     def _queue_copy(self, source: Bytes, out: Memory, after: Event | None) -> None:
         raise NotImplementedError
@@ -241,7 +239,7 @@ class Gpu:
         """Have kernels started from now on wait for ``event``."""
 
     def record(self) -> Event | None:
-        """An event after all kernels started so far: what they read may then be overwritten."""
+        """An event after all kernels started so far: their inputs may then be overwritten."""
         return None
 
     def to_gpu(self, x: Activations) -> Activations:
@@ -261,36 +259,36 @@ class Gpu:
         return lambda: self.to_host(x)
 
     def close(self) -> None:
-        """Free everything that callers do not hold."""
+        """Free all memory that no caller has."""
 
 
 class Slab:
-    """One allocation of ``nbytes`` on ``gpu``, taken in ``parts`` parts one after another.
+    """One allocation of ``nbytes`` on ``gpu`` for ``units`` units, one after another.
 
     Raises:
         MemoryBudgetError: the GPU has no room for it.
     """
 
-    def __init__(self, gpu: Gpu, nbytes: int, parts: int) -> None:
+    def __init__(self, gpu: Gpu, nbytes: int, units: int) -> None:
         self.nbytes = nbytes
         self._gpu = gpu
         self._memory: DeviceMemory | None = gpu.alloc(nbytes)
-        self._next, self._left = 0, parts
+        self._next, self._units_left = 0, units
 
     def take(self, nbytes: int) -> DeviceMemory:
-        """The next part."""
+        """The next unit's memory."""
         self._next += nbytes
-        assert self._next <= self.nbytes, "it was made for its parts"
+        assert self._next <= self.nbytes, "it has room for all its units"
         assert self._memory is not None, "it is not free"
         return self._memory[self._next - nbytes : self._next]
 
     def release(self) -> int:
-        """Release one part; returns the bytes freed: all of them with the last part, else 0."""
-        self._left -= 1
-        return self.free() if self._left == 0 else 0
+        """Release one unit; returns the bytes freed: all with the last unit, else 0."""
+        self._units_left -= 1
+        return self.free() if self._units_left == 0 else 0
 
     def free(self) -> int:
-        """Free it even if in use; returns the bytes, 0 if it was free already."""
+        """Free the memory even if in use; returns the bytes, 0 if it was free already."""
         memory, self._memory = self._memory, None
         if memory is None:
             return 0
@@ -302,8 +300,8 @@ def share_slabs(sizes: Mapping[str, int], most: int = SLABS) -> list[list[str]]:
     """Group units, whose ``sizes`` are in the order of a pass, into at most ``most`` slabs of about
     equal bytes.
 
-    A group's units are spread over the pass: once evicted together, they are copied while the units
-    between them are computed.
+    A group's units are spread over the pass: after an eviction, each is copied while the units
+    before it are computed.
     """
     target = -(-sum(sizes.values()) // most)
     alone = [[name] for name, size in sizes.items() if size >= target]

@@ -1,8 +1,8 @@
 """Chooses which units stay in memory: evicts some as caches grow or memory runs short.
 
-Evicted units are kept again when there is room, without an extra read or copy: they pass through a
-ring anyway. Of a GPU a slab comes back at a time. All changes happen between passes. This module
-moves units; it does not compute.
+Evicted units become resident again when there is room, without an extra read or copy, since they
+pass through a ring anyway; on a GPU one slab at a time. All changes happen between passes. This
+module moves units; it does not compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localrt.offload.ring import Ring
 from localrt.quant.formats.packed import Bytes
 
 _OTHERS = "other programs need the memory"
-_RELIEF_SHARE = 16  # a full GPU evicts one in so many bytes of its weights
+_RELIEF_SHARE = 16  # a full GPU evicts this fraction (1/16) of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
@@ -37,14 +37,14 @@ def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring[Bytes]:
 
 
 class Balance(WeightMemory):
-    """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
+    """Keeps weights and ``caches`` within ``budget`` bytes of RAM. ``stages`` are in pass order.
 
-    ``caches`` share the budget. ``ram_ring`` and ``vram_ring`` are bytes of the rings, 0 for none:
-    larger units cannot pass through. The CPU's, with chunks of ``chunk`` bytes, is enlarged if only
-    larger units are left to evict. ``fixed`` are bytes of weights in RAM that stay. ``shortage``
-    says how many bytes of RAM and of the GPU's memory others need now (below zero: how many are
-    spare again). ``experts`` are a mixture's slots, ``gpu_experts`` those on the GPU.
-    ``gpu_scratch`` says how many bytes of the GPU kernels need now beside weights and caches.
+    ``ram_ring`` and ``vram_ring`` are the sizes of the rings, 0 for none: larger units cannot pass
+    through. The RAM ring, in chunks of ``chunk`` bytes, is enlarged if only larger units are left
+    to evict. ``fixed`` is the size of weights in RAM that are never evicted. ``shortage`` returns
+    the bytes of RAM and of GPU memory that other programs lack (negative: that they have freed).
+    ``experts`` are the expert slots in RAM, ``gpu_experts`` those on the GPU. ``gpu_scratch``
+    returns the bytes of GPU memory that kernels need besides weights and caches.
     """
 
     def __init__(
@@ -74,38 +74,38 @@ class Balance(WeightMemory):
         self._shortage = shortage
         self._experts = experts
         self._gpu = None if gpu is None else gpu.gpu
-        self._gpu_most = 0 if self._gpu is None else self._gpu.capacity
+        self._max_gpu_capacity = 0 if self._gpu is None else self._gpu.capacity
         self._gpu_experts = gpu_experts
         self._gpu_scratch = gpu_scratch
-        self._most_experts = 0 if experts is None else experts.nbytes
+        self._max_expert_nbytes = 0 if experts is None else experts.nbytes
         self.ring_growth = 0
-        """Bytes of the CPU's ring beyond the plan."""
+        """Bytes by which the RAM ring exceeds the plan."""
         self._crossing = False  # whether the GPU computes units that can cross the link
-        self._withheld = 0  # bytes of the budget that others have needed
-        self._given: list[Stage] = []  # evicted stages, latest last
-        self._at_load = self.ram_nbytes
-        self._changed = ""  # says that the budget changed, and to what
-        self._why = ""  # why units were evicted
-        self._gpu_given = 0
-        self._evicted: list[list[Stage]] = []  # by their former slabs, latest last
-        self._returning: list[Stage] = []  # to a slab, in the pass at hand
-        self._gpu_why = ""
+        self._lent = 0  # bytes of the budget that other programs use
+        self._evicted_ram: list[Stage] = []  # latest last
+        self._ram_at_load = self.ram_nbytes
+        self._budget_note = ""  # on the last change of the budget
+        self._ram_reason = ""  # for the last eviction
+        self._gpu_evicted_nbytes = 0
+        self._evicted_slabs: list[list[Stage]] = []  # by their former slabs, latest last
+        self._restoring: list[Stage] = []  # copied to a slab in this pass
+        self._gpu_reason = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
-        self._gpu_taken = 0  # bytes of the GPU that something else has now
+        self._gpu_reserved = 0  # bytes taken by ``take_gpu``
 
     @property
     def note(self) -> str:
         """A sentence on which weights have moved since loading, and why; empty if none has."""
-        ram, vram = self._at_load - self.ram_nbytes, self._gpu_given
-        parts: list[str] = []
-        if ram > 0 and self._why:
-            parts.append(f"{format_bytes(ram)} more of the weights are read for every token")
-        if ram < 0 and self._changed:
-            parts.append(f"{format_bytes(-ram)} less of the weights are read for every token")
+        ram, vram = self._ram_at_load - self.ram_nbytes, self._gpu_evicted_nbytes
+        clauses: list[str] = []
+        if ram > 0 and self._ram_reason:
+            clauses.append(f"{format_bytes(ram)} more of the weights are read for every token")
+        if ram < 0 and self._budget_note:
+            clauses.append(f"{format_bytes(-ram)} less of the weights are read for every token")
         if vram:
-            parts.append(f"{format_bytes(vram)} more are copied to the GPU")
-        why = (self._why if ram > 0 else self._changed) or self._gpu_why
-        return f"{' and '.join(parts)}: {why}" if parts else ""
+            clauses.append(f"{format_bytes(vram)} more are copied to the GPU")
+        why = (self._ram_reason if ram > 0 else self._budget_note) or self._gpu_reason
+        return f"{' and '.join(clauses)}: {why}" if clauses else ""
 
     @property
     def ram_nbytes(self) -> int:
@@ -122,25 +122,28 @@ class Balance(WeightMemory):
         experts = 0 if self._experts is None else self._experts.reclaimable
         if self._ram_ring == 0:
             return experts
-        return experts + sum(s.ram_nbytes for s in self._stages if not s.stays)
+        return experts + sum(s.ram_nbytes for s in self._stages if not s.fixed)
 
     # -- the budget ------------------------------------------------------------------------------
 
-    def set_budget(self, nbytes: int, words: str) -> None:
+    def set_budget(self, nbytes: int, note: str) -> None:
         """See ``WeightMemory``; called between passes.
 
         With a larger budget, streamed units are kept as they pass, as far as there is room.
         """
-        before = self._changed
-        self._changed = words
+        before = self._budget_note
+        self._budget_note = note
         try:
             self._try_budget(nbytes)
         except MemoryBudgetError:
-            self._changed = before
+            self._budget_note = before
             raise
         read = [stage for stage in self._stages if stage.where is Where.SSD]
-        self._given = [*(stage for stage in read if stage not in self._given), *self._given]
-        self._choose_kept(self._caches.nbytes)
+        self._evicted_ram = [
+            *(stage for stage in read if stage not in self._evicted_ram),
+            *self._evicted_ram,
+        ]
+        self._choose_ram_restores(self._caches.nbytes)
 
     def take(self, nbytes: int) -> None:
         budget = self._budget - nbytes
@@ -152,33 +155,33 @@ class Balance(WeightMemory):
         missing = self.ram_nbytes + self.ring_growth + self._caches.nbytes > budget
         self._try_budget(budget)
         if missing:
-            self._why = "something else in this program needs memory"
+            self._ram_reason = "something else in this program needs memory"
 
     def take_gpu(self, nbytes: int) -> None:
         gpu = self._gpu
-        if gpu is None or nbytes <= 0:  # units return to what is given back as they pass
-            self._gpu_taken += nbytes
+        if gpu is None or nbytes <= 0:  # freed memory is refilled by later passes
+            self._gpu_reserved += nbytes
             return
-        self.drop_returning()
-        missing = nbytes - (gpu.capacity - gpu.used - gpu.held)
-        if missing > self._in_slabs:  # experts stay, as nothing brings them all back
+        self.drop_restore()
+        missing = nbytes - (gpu.capacity - gpu.used - gpu.reserved)
+        if missing > self._streamable_slab_nbytes:  # experts are not evicted: not all would return
             raise MemoryBudgetError(
                 f"{gpu.name}: {format_bytes(nbytes)} are wanted, and weights that can be streamed "
-                f"leave {format_bytes(max(0, nbytes - missing + self._in_slabs))}"
+                f"leave {format_bytes(max(0, nbytes - missing + self._streamable_slab_nbytes))}"
             )
         if missing > 0:
             self._evict_slabs(missing)
-            self._gpu_why = "something else in this program needs the GPU's memory"
-        self._gpu_taken += nbytes
-        gpu.hold(gpu.held + nbytes)
+            self._gpu_reason = "something else in this program needs the GPU's memory"
+        self._gpu_reserved += nbytes
+        gpu.set_reserved(gpu.reserved + nbytes)
 
     def _try_budget(self, nbytes: int) -> None:
-        before = self._budget, self._why
+        before = self._budget, self._ram_reason
         self._budget = nbytes
         try:
             self.make_room(0)
         except MemoryBudgetError:
-            self._budget, self._why = before
+            self._budget, self._ram_reason = before
             raise
 
     # -- before and after a pass -----------------------------------------------------------------
@@ -198,60 +201,60 @@ class Balance(WeightMemory):
         Raises:
             MemoryBudgetError: evicting everything that can be streamed is not enough.
         """
-        self.drop_returning()
+        self.drop_restore()
         caches = self._caches.nbytes + growth
         ram, vram = self._shortage()
         if ram > 0:
-            self._withheld += self.evict(ram)
-            self._why = _OTHERS
-        elif ram < 0:  # free: at least twice what we would take
-            self._withheld = max(0, self._withheld + ram)
+            self._lent += self.evict(ram)
+            self._ram_reason = _OTHERS
+        elif ram < 0:  # at least twice as much is free
+            self._lent = max(0, self._lent + ram)
         self._make_room_on_gpu(gpu_growth, vram)
         missing = max(0, self.ram_nbytes + self.ring_growth + caches - self._budget)
         if missing > 0:
-            self._why = self._changed or "keys and values have grown"
-        if missing > 0 and self.evict(missing) < missing and not self._widen(missing):
+            self._ram_reason = self._budget_note or "keys and values have grown"
+        if missing > 0 and self.evict(missing) < missing and not self._enlarge_ring(missing):
             raise MemoryBudgetError(
                 f"the context has grown to {format_bytes(caches)} of keys and values and "
                 f"{format_bytes(self._budget)} is left for them and for what cannot be streamed: "
                 f"use a shorter {option('ctx')}, {option('kv_format', 'int8')}, or more "
                 f"{option('ram')}"
             )
-        self._choose_kept(caches)
-        self._choose_returning()
+        self._choose_ram_restores(caches)
+        self._choose_slab_restore()
         self._grow_experts(caches)
 
     def settle(self) -> None:
         """After a pass, make the units resident that were copied as they passed."""
-        if any(stage.copy is None for stage in self._returning):  # such as a head without logits
-            self.drop_returning()
+        if any(stage.copy is None for stage in self._restoring):  # such as a head without logits
+            self.drop_restore()
         copied = [stage for stage in self._stages if stage.copy is not None]
         for stage in self._stages:
             stage.keep = False
         if copied:
             self._stop_copies()  # copies look up where a unit is
         for stage in copied:
-            memory, slab = stage.copy, stage.returning
-            stage.copy = stage.returning = None
+            memory, slab = stage.copy, stage.restore_slab
+            stage.copy = stage.restore_slab = None
             stage.where = Where.RAM if slab is None else Where.VRAM
             assert memory is not None, "it was copied"
             stage.put(memory, slab)
             if slab is None:
-                self._given.remove(stage)
+                self._evicted_ram.remove(stage)
             else:
-                self._gpu_given -= stage.unit.nbytes
-        if self._returning:
-            self._returning = []
-            self._evicted.pop()
+                self._gpu_evicted_nbytes -= stage.unit.nbytes
+        if self._restoring:
+            self._restoring = []
+            self._evicted_slabs.pop()
         if copied:
             self.schedule()
 
-    def drop_returning(self) -> None:
-        """Free the slab that units were to return to: their pass has not ended well."""
-        slab = self._returning[0].returning if self._returning else None
-        for stage in self._returning:
-            stage.keep, stage.copy, stage.returning = False, None, None
-        self._returning = []
+    def drop_restore(self) -> None:
+        """Free the slab of an unfinished restore: its pass has failed."""
+        slab = self._restoring[0].restore_slab if self._restoring else None
+        for stage in self._restoring:
+            stage.keep, stage.copy, stage.restore_slab = False, None, None
+        self._restoring = []
         if slab is not None:
             slab.free()
 
@@ -259,19 +262,19 @@ class Balance(WeightMemory):
     def gpu(self) -> tuple[int, int] | None:
         return None if self._gpu is None else (self._gpu.used, self._gpu.capacity)
 
-    # -- giving back -----------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
         """Free at least ``nbytes`` of RAM if possible; returns the bytes freed.
 
-        Slots of experts go first: they cost the least and are easiest to restore.
+        Expert slots are evicted first: they cost the least and are easiest to restore.
         """
         if self._gpu_experts is not None:
-            self._gpu_experts.settle()  # copies hold what they read
+            self._gpu_experts.settle()  # running copies lock the experts that they read
         freed = 0 if self._experts is None else self._experts.resize(self._experts.nbytes - nbytes)
         if freed >= nbytes:
             return freed
-        return freed + self._move(choose_units(self._stages, nbytes - freed, self._able()))
+        return freed + self._stream(choose_units(self._stages, nbytes - freed, self._evictable()))
 
     def evict_gpu(self, nbytes: int) -> int:
         """The same for the GPU's memory: evicted units are read and copied in each pass."""
@@ -280,26 +283,26 @@ class Balance(WeightMemory):
 
     def _evict_slabs(self, nbytes: int) -> int:
         chosen = choose_slabs(self._slabs(), nbytes)
-        self._evicted += map(list, chosen)
-        streamed = self._move([stage for slab in chosen for stage in slab])
-        self._gpu_given += streamed
+        self._evicted_slabs += map(list, chosen)
+        streamed = self._stream([stage for slab in chosen for stage in slab])
+        self._gpu_evicted_nbytes += streamed
         return streamed
 
-    def shrink_gpu(self, nbytes: int, words: str) -> int:
+    def shrink_gpu(self, nbytes: int, note: str) -> int:
         experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
-        if self._in_slabs + experts < nbytes:
+        if self._streamable_slab_nbytes + experts < nbytes:
             return 0
         freed = self.evict_gpu(nbytes)
-        self._evicted.clear()  # what was asked for stays away
+        self._evicted_slabs.clear()  # never restored: this memory is no longer ours
         if freed and self._gpu is not None:
             self._gpu.capacity -= freed
-            self._gpu_most = self._gpu.capacity
-            self._changed = self._why = words
+            self._max_gpu_capacity = self._gpu.capacity
+            self._budget_note = self._ram_reason = note
         return freed
 
     @property
-    def _in_slabs(self) -> int:
-        """Bytes of the GPU's units that can be streamed."""
+    def _streamable_slab_nbytes(self) -> int:
+        """Bytes of the slabs whose units can be streamed."""
         return sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
 
     def relieve(self) -> bool:
@@ -309,89 +312,89 @@ class Balance(WeightMemory):
             return False
         freed = self.evict_gpu(max(gpu.used // _RELIEF_SHARE, 1))
         if freed:
-            gpu.capacity = gpu.used + gpu.held
-            self._gpu_why = _OTHERS
+            gpu.capacity = gpu.used + gpu.reserved
+            self._gpu_reason = _OTHERS
         return freed > 0
 
     def _make_room_on_gpu(self, growth: int, shortage: int) -> None:
-        """Make room on the GPU for ``growth`` bytes of a pass and ``shortage`` bytes of others."""
+        """Make room on the GPU: ``growth`` bytes for a pass, ``shortage`` for other programs."""
         gpu = self._gpu
         if gpu is None:
             return
-        held = self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_taken
+        needed = self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_reserved
         if shortage > 0:
             freed = self.evict_gpu(shortage)
-            gpu.capacity = min(gpu.capacity, gpu.used + held)
-            self._gpu_why = _OTHERS if freed else self._gpu_why
+            gpu.capacity = min(gpu.capacity, gpu.used + needed)
+            self._gpu_reason = _OTHERS if freed else self._gpu_reason
         elif shortage < 0:
-            gpu.capacity = min(self._gpu_most, gpu.capacity - shortage)
-        missing = gpu.used + held - gpu.capacity
+            gpu.capacity = min(self._max_gpu_capacity, gpu.capacity - shortage)
+        missing = gpu.used + needed - gpu.capacity
         if missing > 0:
             if self._caches.gpu_nbytes + growth > self._gpu_caches:
-                self._gpu_why = "keys and values on the GPU have grown"
-            elif self._gpu_taken:
-                self._gpu_why = "something else in this program needs the GPU's memory"
-            elif not self._changed:
-                self._gpu_why = _OTHERS
+                self._gpu_reason = "keys and values on the GPU have grown"
+            elif self._gpu_reserved:
+                self._gpu_reason = "something else in this program needs the GPU's memory"
+            elif not self._budget_note:
+                self._gpu_reason = _OTHERS
             if self.evict_gpu(missing) < missing:
                 raise MemoryBudgetError(
-                    f"{gpu.name}: keys, values and what kernels need take {format_bytes(held)}, "
+                    f"{gpu.name}: keys, values and what kernels need take {format_bytes(needed)}, "
                     f"weights that cannot be streamed {format_bytes(gpu.used)}, and "
                     f"{format_bytes(gpu.capacity)} may be used: use a shorter {option('ctx')}, or "
                     f"more {option('gpu_memory')}"
                 )
         self._gpu_caches = self._caches.gpu_nbytes + growth
-        gpu.hold(held)
+        gpu.set_reserved(needed)
 
     def _slabs(self) -> list[list[Stage]]:
         """The units of each slab on the GPU whose units can all be streamed."""
         limit = min(self._ram_ring, self._vram_ring)
         slabs: dict[int, list[Stage]] = {}
         for stage in self._stages:
-            if stage.slab is not None and not stage.stays:
+            if stage.slab is not None and not stage.fixed:
                 slabs.setdefault(id(stage.slab), []).append(stage)
         return [slab for slab in slabs.values() if all(s.unit.nbytes <= limit for s in slab)]
 
-    def _able(self) -> list[Stage]:
-        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring and not s.stays]
+    def _evictable(self) -> list[Stage]:
+        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring and not s.fixed]
 
-    def _widen(self, missing: int) -> bool:
-        """Free ``missing`` bytes with an enlarged ring, through which larger units pass too."""
+    def _enlarge_ring(self, missing: int) -> bool:
+        """Free ``missing`` bytes by streaming larger units through an enlarged ring."""
         size = growing_ring_nbytes(
-            max((s.ram_nbytes for s in self._stages if not s.stays), default=0)
+            max((s.ram_nbytes for s in self._stages if not s.fixed), default=0)
         )
         more = size - self._ram_ring
         if more <= 0 or self._ram_ring == 0:
             return False
         before, self._ram_ring = self._ram_ring, size
-        chosen = choose_units(self._stages, missing + more, self._able())
+        chosen = choose_units(self._stages, missing + more, self._evictable())
         if not chosen:
             self._ram_ring = before
             return False
         self.ring_growth += more
-        self._move(chosen, host_ring(size, self._chunk, self._gpu))
+        self._stream(chosen, host_ring(size, self._chunk, self._gpu))
         return True
 
-    def _move(self, chosen: Sequence[Stage], ring: Ring[Bytes] | None = None) -> int:
-        """Stream the ``chosen`` from now on; returns the bytes freed."""
+    def _stream(self, chosen: Sequence[Stage], ring: Ring[Bytes] | None = None) -> int:
+        """Stream the ``chosen`` units from now on; returns the bytes freed."""
         if chosen:
-            self._stop_copies()  # copies may be reading what is freed
+            self._stop_copies()  # they may be reading this memory
         freed = 0
         for stage in chosen:
             if stage.where is Where.RAM:
-                self._given.append(stage)
+                self._evicted_ram.append(stage)
             freed += stage.move(_STREAMED[stage.where])
         if chosen:
             self.schedule(ring)
         return freed
 
     def schedule(self, ring: Ring[Bytes] | None = None) -> None:
-        """Begin to stream what is not resident, through ``ring`` in RAM if given."""
+        """Begin to stream the units that are not resident, through ``ring`` in RAM if given."""
         self._stop_copies()
         if ring is not None:
             for stage in self._stages:
                 if stage.lane is self._cpu:
-                    stage.forget_places()
+                    stage.clear_ring_parts()
         self._cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
         if self._gpu_lane is not None:
             crossing = self._crossing
@@ -399,80 +402,80 @@ class Balance(WeightMemory):
                 [s.unit for s in self._stages if s.place(crossing=crossing).copied]
             )
             for stage in self._stages if not crossing else ():
-                stage.follow_ring()
+                stage.bind_ring()
 
     def _stop_copies(self) -> None:
         if self._gpu_lane is not None:
             self._gpu_lane.stop_copies()
 
-    # -- keeping again ---------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------
 
     def _room(self, caches: int) -> int:
-        taken = self._withheld + self.ring_growth + self.ram_nbytes + caches
+        taken = self._lent + self.ring_growth + self.ram_nbytes + caches
         return self._budget - taken
 
     def _grow_experts(self, caches: int) -> None:
         """Restore experts' slots that were evicted, as far as there is room."""
         experts = self._experts
-        if experts is None or experts.nbytes >= self._most_experts:
+        if experts is None or experts.nbytes >= self._max_expert_nbytes:
             return
         room = self._room(caches)
         if room >= experts.step_nbytes:
-            experts.resize(min(self._most_experts, experts.nbytes + room))
+            experts.resize(min(self._max_expert_nbytes, experts.nbytes + room))
 
-    def _choose_returning(self) -> None:
-        """Have the units of the slab that was freed last stay on the GPU as they pass, if there is
-        room for it and for the next tokens: else it would leave again soon.
+    def _choose_slab_restore(self) -> None:
+        """Have the next pass restore the slab that was evicted last, if it fits together with the
+        caches of the next tokens: else it would soon be evicted again.
         """
         gpu = self._gpu
-        if gpu is None or not self._evicted:
+        if gpu is None or not self._evicted_slabs:
             return
-        stages = self._evicted[-1]
+        stages = self._evicted_slabs[-1]
         nbytes = sum(stage.unit.nbytes for stage in stages)
-        if gpu.capacity - gpu.used - gpu.held < nbytes + self._caches.gpu_step:
+        if gpu.capacity - gpu.used - gpu.reserved < nbytes + self._caches.gpu_step:
             return
         try:
             slab = Slab(gpu, nbytes, len(stages))
-        except MemoryBudgetError:  # others were quicker
+        except MemoryBudgetError:  # another program took the memory first
             return
-        self._returning = stages
+        self._restoring = stages
         for stage in stages:
-            stage.keep, stage.returning = True, slab
+            stage.keep, stage.restore_slab = True, slab
 
-    def _choose_kept(self, caches: int) -> None:
-        """Mark evicted units to keep, latest first, as far as there is room."""
+    def _choose_ram_restores(self, caches: int) -> None:
+        """Have the next pass restore evicted units to RAM, latest first, as far as they fit."""
         for stage in self._stages:
             stage.keep, stage.copy = False, None
-        if not self._given:
+        if not self._evicted_ram:
             return
         room = self._room(caches)
-        for stage in reversed(self._given):
+        for stage in reversed(self._evicted_ram):
             if stage.unit.nbytes <= room:
                 stage.keep = True
                 room -= stage.unit.nbytes
 
 
-def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) -> list[Stage]:
+def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stage]) -> list[Stage]:
     """Choose units of ``able`` with at least ``nbytes`` in all, in order; none if all are too few.
 
     The choice exceeds ``nbytes`` by little and is spread over the pass. ``stages`` is the whole
     pass, including what it streams already.
     """
     place = {stage.name: index for index, stage in enumerate(stages)}
-    left = list(able)
+    left = list(candidates)
     if sum(stage.unit.nbytes for stage in left) < nbytes:
         return []
     streamed = [index for index, stage in enumerate(stages) if stage.where.read]
     chosen: list[Stage] = []
     while nbytes > 0:
-        # The smallest unit that suffices, else the largest; of equals the farthest from the others.
+        # The smallest that suffices, else the largest; of equals, the farthest from streamed ones.
         enough = [stage for stage in left if stage.unit.nbytes >= nbytes]
         size = (min if enough else max)(stage.unit.nbytes for stage in enough or left)
         equals = [stage for stage in left if stage.unit.nbytes == size]
-        pick = max(equals, key=lambda stage: _distance(place[stage.name], streamed, len(stages)))
-        left.remove(pick)
-        streamed.append(place[pick.name])
-        chosen.append(pick)
+        unit = max(equals, key=lambda stage: _distance(place[stage.name], streamed, len(stages)))
+        left.remove(unit)
+        streamed.append(place[unit.name])
+        chosen.append(unit)
         nbytes -= size
     return sorted(chosen, key=lambda stage: place[stage.name])
 

@@ -1,6 +1,6 @@
-"""A pipeline's KV caches, each layer's where its attention is computed, and their memory.
+"""KV caches of a pipeline: each layer's is on the device that computes its attention.
 
-Where a GPU has memory and ``Ops`` of its own, a sequence's keys and values are on two devices.
+With a GPU that has its own memory and ``Ops``, a sequence's keys and values are on two devices.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class SplitCache:
         self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
         self._gpu_ops = gpu
         self._gpu_specs = _specs(memories, sorted(on_gpu))
-        self._parts: dict[int, KVCache] = {
+        self._caches: dict[int, KVCache] = {
             id(host): host.kv_cache(self._host_specs, capacity),
             id(gpu): gpu.kv_cache(self._gpu_specs, capacity),
         }
 
     def on(self, ops: Ops) -> KVCache:
-        """The part that ``ops`` computes on."""
-        return self._parts[id(ops)]
+        """The cache of the device of ``ops``."""
+        return self._caches[id(ops)]
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Number of tokens."""
         return self.on(self._host_ops).length
 
     @property
@@ -73,60 +73,60 @@ class SplitCache:
 
     @property
     def mix(self) -> Mix:
-        return next(iter(self._parts.values())).mix
+        return next(iter(self._caches.values())).mix
 
     @mix.setter
     def mix(self, mix: Mix) -> None:
-        for part in self._parts.values():
-            part.mix = mix
+        for cache in self._caches.values():
+            cache.mix = mix
 
     def reserve(self, length: int) -> None:
         """Make room on both devices."""
-        for part in self._parts.values():
-            part.reserve(length)
+        for cache in self._caches.values():
+            cache.reserve(length)
 
     def advance(self, count: int) -> None:
-        """Count written rows as held on both devices."""
-        for part in self._parts.values():
-            part.advance(count)
+        """Count written rows as tokens, on both devices."""
+        for cache in self._caches.values():
+            cache.advance(count)
 
     def trim(self, length: int) -> int:
         """Trim both devices' caches to the tokens that both can still hold."""
-        while any(part.length > length for part in self._parts.values()):
-            for part in self._parts.values():
-                length = part.trim(min(length, part.length))
+        while any(cache.length > length for cache in self._caches.values()):
+            for cache in self._caches.values():
+                length = cache.trim(min(length, cache.length))
         return length
 
     @property
     def kv_layout(self) -> str:
         """See ``BlockCache``; empty if either device's cache cannot be saved."""
-        layouts = [part.kv_layout for part in self._block_parts()]
-        whole = len(layouts) == len(self._parts) and all(layouts)
+        layouts = [cache.kv_layout for cache in self._block_caches()]
+        whole = len(layouts) == len(self._caches) and all(layouts)
         return " and ".join(layouts) if whole else ""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of 256 tokens, both devices together."""
-        return sum(part.block_bytes for part in self._block_parts())
+        return sum(cache.block_bytes for cache in self._block_caches())
 
     def take_blocks(self, first: int, count: int) -> Bytes:
         """The host's bytes of each block, then the GPU's."""
-        return np.concatenate([p.take_blocks(first, count) for p in self._block_parts()], axis=1)
+        return np.concatenate([p.take_blocks(first, count) for p in self._block_caches()], axis=1)
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
         for start, blocks in read_pieces(first, count, self.block_bytes, read):
             at = 0
-            for part in self._block_parts():
-                columns = blocks[:, at : at + part.block_bytes]
-                part.fill_blocks(start, len(blocks), held_blocks(columns, start))
-                at += part.block_bytes
+            for cache in self._block_caches():
+                columns = blocks[:, at : at + cache.block_bytes]
+                cache.fill_blocks(start, len(blocks), held_blocks(columns, start))
+                at += cache.block_bytes
 
     def saved_states(self) -> list[SavedState]:
         """See ``BlockCache``: joins the states of both devices after the same number of tokens."""
-        found = [part.saved_states() for part in self._block_parts()]
-        if not any(found):
+        saved = [cache.saved_states() for cache in self._block_caches()]
+        if not any(saved):
             return []
-        host, gpu = ({state.length: state for state in states} for states in found)
+        host, gpu = ({state.length: state for state in states} for states in saved)
         if not host or not gpu:
             return list((host or gpu).values())
         return [
@@ -136,29 +136,29 @@ class SplitCache:
         ]
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
-        parts = self._block_parts()
-        for part in parts:
-            own = [self._share(state, part) for state in states]
-            length = part.restore(length, own)
+        caches = self._block_caches()
+        for cache in caches:
+            shares = [self._share(state, cache) for state in states]
+            length = cache.restore(length, shares)
         return self.trim(length)
 
-    def _share(self, state: SavedState, part: BlockCache) -> SavedState:
-        """One device's part of a state."""
+    def _share(self, state: SavedState, cache: BlockCache) -> SavedState:
+        """One device's share of a state."""
         sizes = [
             StateLayout(split_layers(specs)[1]).saved_nbytes(state.position, state.length)
             for specs in (self._host_specs, self._gpu_specs)
         ]
         cut = sizes[0] if split_layers(self._host_specs)[1] else 0
-        on_host = part is self.on(self._host_ops)
+        on_host = cache is self.on(self._host_ops)
         return replace(state, data=state.data[:cut] if on_host else state.data[cut:])
 
-    def _block_parts(self) -> list[BlockCache]:
-        return [part for part in self._parts.values() if isinstance(part, BlockCache)]
+    def _block_caches(self) -> list[BlockCache]:
+        return [cache for cache in self._caches.values() if isinstance(cache, BlockCache)]
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep selected rows on both devices."""
-        for part in self._parts.values():
-            part.select(first, rows)
+        for cache in self._caches.values():
+            cache.select(first, rows)
 
 
 class Caches:
@@ -175,7 +175,7 @@ class Caches:
         self._specs = _specs(memories, range(len(memories)))
         self._host, self._gpu, self._on_gpu = host, gpu, on_gpu
         self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
-        self._made: WeakSet[KVCache] = WeakSet()
+        self._live: WeakSet[KVCache] = WeakSet()
 
     def make(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
@@ -184,24 +184,22 @@ class Caches:
             cache = self._host.kv_cache(self._specs, capacity)
         else:
             cache = SplitCache(self._host, self._gpu, self._memories, self._on_gpu, capacity)
-        self._made.add(cache)
+        self._live.add(cache)
         return cache
 
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that they take now."""
-        return sum(map(self._in_ram, self._made))
+        return sum(map(self._in_ram, self._live))
 
     @property
     def gpu_nbytes(self) -> int:
         """Bytes of the GPU's memory that they take now."""
-        return sum(map(self._on_the_gpu, self._made))
+        return sum(map(self._on_the_gpu, self._live))
 
     @property
     def gpu_step(self) -> int:
-        """Bytes of the GPU's memory that a sequence's first tokens take, and about as many its
-        next ones.
-        """
+        """Bytes of GPU memory by which a sequence's cache grows at a time, about."""
         if not self._on_gpu:
             return 0
         if self._gpu is None or self._gpu is self._host:
@@ -235,10 +233,8 @@ class Caches:
         if not self._on_gpu or cache.length + rows <= 0:
             return 0
         length = _grown_length(cache, rows)
-        everywhere, here = (
-            self._host.kv_nbytes(s, length) for s in (self._specs, self._host_specs)
-        )
-        return everywhere - here
+        total, in_ram = (self._host.kv_nbytes(s, length) for s in (self._specs, self._host_specs))
+        return total - in_ram
 
     def _on_the_gpu(self, cache: KVCache) -> int:
         """Bytes of a cache on the GPU; without ``Ops`` there, those its attention reads."""
@@ -250,8 +246,8 @@ class Caches:
         """Bytes of a cache in RAM, without layers whose attention the GPU computes."""
         if isinstance(cache, SplitCache) or len(self._host_specs) == len(self._specs):
             return cache.nbytes
-        here, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
-        return cache.nbytes * here // all_layers
+        in_ram, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
+        return cache.nbytes * in_ram // all_layers
 
 
 def _specs(
@@ -264,7 +260,7 @@ def _specs(
 
 
 def _grown_length(cache: KVCache, rows: int) -> int:
-    """At most the tokens that a cache has room for after a pass of ``rows`` more."""
+    """The most tokens that a cache has room for after a pass of ``rows``."""
     if getattr(cache, "grows_in_place", False):
         return cache.length + rows
     return min(cache.capacity, (cache.length + rows) * 3 // 2)

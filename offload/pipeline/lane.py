@@ -1,7 +1,7 @@
-"""The lanes of a pass, CPU and GPU, and the state that a pass carries between them.
+"""The lanes of a pass, one per processor, and the state that a pass carries between them.
 
-The CPU's ring is filled from the SSD, a GPU's over the link. A lane knows neither which parts it
-runs nor their order.
+The CPU's ring is filled from the SSD, a GPU's over the link. A lane does not know which parts it
+runs, or their order.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 class Step(Protocol):
-    """One computation of a lane: a part, made of resident weights or of units in the ring."""
+    """One computation of a lane: a part on resident weights or on units in the ring."""
 
     @property
     def name(self) -> str:
-        """The name of its task."""
+        """The task's name for the clock."""
 
     @property
     def timed(self) -> bool:
         """Whether the lane times it."""
 
     @property
-    def passing(self) -> Sequence[StoredUnit]:
-        """The units it needs from the ring, in order; none if its weights are resident."""
+    def ring_units(self) -> Sequence[StoredUnit]:
+        """The units that it needs from the ring, in order; none if its weights are resident."""
 
     def part_of(self, memories: Sequence[Memory]) -> Part:
-        """Make the part on the bytes of the passing units."""
+        """Make the part on the bytes of ``ring_units``."""
 
 
 class Lane:
-    """``reader`` fills the ring, if any.
+    """A processor with its ring, which ``reader`` fills; ``gpu`` is None on the CPU.
 
-    ``gpu`` is None on the CPU. ``attends``: whether some layers' keys and values are here. Used by
-    one thread at a time.
+    ``attends``: whether it computes some layer's attention. Used by one thread at a time.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Lane:
     def run(self, step: Step, state: StreamedState) -> None:
         """Wait for a step's weights, compute it, and release their places in the ring."""
         state.enter(self)
-        units = step.passing
+        units = step.ring_units
         if not units:
             self.compute(step.part_of(()), step.name, state, timed=step.timed)
             return
@@ -109,7 +108,7 @@ class Lane:
 
     @property
     def adapts(self) -> bool:
-        """Whether its ``Ops`` must know the adapters of each pass."""
+        """Whether its ``Ops`` must be told the adapters of each pass."""
         table = self.ops.adapters
         return table is not None and table.used
 
@@ -133,7 +132,7 @@ class Lane:
         return self.ops.weight((rows, tensors[0].shape[1]), blocks)
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
-        """Keep a unit's norms and biases: the CPU will not be able to read its bytes."""
+        """Copy a unit's norms and biases: the CPU cannot read its bytes later."""
         self._vectors[unit.name] = self._memory(unit, data).vectors()
 
     def _memory(self, unit: StoredUnit, data: Memory) -> UnitMemory:
@@ -148,19 +147,19 @@ class Lane:
         return self.reader.acquire(unit.name, check)
 
     def release(self, units: Sequence[StoredUnit]) -> None:
-        """What has been started is the last that reads these."""
-        assert self.reader is not None, "they are of its ring"
+        """Free the units' places once the kernels started so far have ended."""
+        assert self.reader is not None, "they are in its ring"
         last_use = None if self.gpu is None else self.gpu.record()
         for unit in units:
             self.reader.release(unit.name, last_use)
 
     def place(self, unit: StoredUnit) -> Memory:
-        """A unit's memory in the GPU's ring, as long as the order stays."""
-        assert isinstance(self.reader, QueuedCopies), "others have no fixed places"
+        """A unit's memory in the GPU's ring, valid until the next ``stream``."""
+        assert isinstance(self.reader, QueuedCopies), "only a GPU's ring has fixed places"
         return self.reader.place(unit.name)
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring[Bytes] | None = None) -> None:
-        """From now on stream ``units`` through the ring, or a new one in RAM, in each pass."""
+        """Stream ``units`` through the ring in each pass; ``ring`` replaces that in RAM."""
         if isinstance(self.reader, UnitReader):
             self.reader.schedule(units, ring)
         elif self.reader is not None:
@@ -188,10 +187,7 @@ class Lane:
 
 
 class StreamedState(PassState):
-    """The activations of a pass, and the lane that they are on.
-
-    ``check`` may be called while waiting.
-    """
+    """The activations of a pass, and their lane; ``check`` is called while it waits."""
 
     __slots__ = ("_batch", "_copies", "_steps", "check", "lane", "rows")
 
@@ -232,7 +228,7 @@ class StreamedState(PassState):
         self.step = cast(Pass, step)  # None where nothing on the lane attends
 
     def _move_inputs(self, lane: Lane, inputs: Hidden, move: Callable[[Hidden], Hidden]) -> None:
-        """Every layer reads the inputs: a lane's copy is made once."""
+        """Move ``inputs``, which every layer reads: each lane's copy is made once."""
         if self._copies.get(id(self.lane)) is not inputs:  # the inputs were made on this lane
             self._copies = {id(self.lane): inputs}
         if id(lane) not in self._copies:

@@ -1,8 +1,8 @@
-"""Puts a store's units where a placement wants them, ready for a decoder.
+"""Opens a pipeline: loads a store's units to the devices that a placement names.
 
-Each unit of the store becomes a stage of the pass; resident units are read to their places.
-Everything a pipeline holds is made here and freed by its ``close``: files, threads, rings, buffers,
-the GPU's memory. It does not choose the placement.
+Each unit of the store becomes a stage of the pass; resident units are read now. Files, threads,
+rings, buffers and GPU memory are all made here and freed by the pipeline's ``close``. This module
+does not choose the placement.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.split import HostPiece, PieceStage, SplitStage, split_unit
 from localrt.offload.pipeline.stage import (
     CrossingStage,
-    Joined,
+    JoinedParts,
     Stage,
     head_stage,
     join_head,
     join_segments,
 )
 from localrt.offload.pipeline.streamed import StreamedWeights
-from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
+from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
 from localrt.offload.placement import Where, link_piece
 from localrt.offload.reading.files import DiskSource, StoreFiles
 from localrt.offload.reading.queued import QueuedCopies
@@ -56,8 +56,8 @@ from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
-_VERIFIED = 2  # units at once while others are read: a core hashes a gigabyte in a second
-_PINNED_AT_ONCE = 256 << 20  # of experts in RAM: each call of the driver takes time
+_VERIFIED = 2  # units hashed while others are read: a core hashes a gigabyte in a second
+_PINNED_AT_ONCE = 256 << 20  # bytes of expert slots per allocation: each call of the driver is slow
 
 
 def open_pipeline(setup: Setup) -> StreamedWeights:
@@ -67,48 +67,48 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
         CheckpointError: a file is truncated or damaged.
         MemoryBudgetError: the GPU's memory is too small for the placement.
     """
-    held = ExitStack()
+    resources = ExitStack()
     if setup.kv_tier is not None:
-        held.callback(setup.kv_tier.close)
+        resources.callback(setup.kv_tier.close)
     try:
-        weights = _Opening(setup, held).open()
-        # Otherwise its threads would keep the memory of an unclosed decoder.
-        weakref.finalize(weights, held.close)
+        weights = _Opening(setup, resources).open()
+        # Else the threads would keep a decoder alive that nobody closes.
+        weakref.finalize(weights, resources.close)
         return weights
     except BaseException:
-        held.close()
+        resources.close()
         raise
 
 
 class _Opening:
-    """A pipeline being opened. ``held`` frees everything made, in reverse order.
+    """A pipeline being opened. ``resources`` frees everything made, in reverse order.
 
     ``stages`` are by name in the order of a pass; ``tables`` holds tables that are read by row, if
     in RAM.
     """
 
-    def __init__(self, setup: Setup, held: ExitStack) -> None:
-        self.setup, self.held = setup, held
+    def __init__(self, setup: Setup, resources: ExitStack) -> None:
+        self.setup, self.resources = setup, resources
         store = setup.store
         names = dict.fromkeys(unit.file for unit in store.manifest.units)
         self.files = setup.files or StoreFiles(store.path, names, direct=setup.mode.direct)
-        held.callback(self.files.close)
+        resources.callback(self.files.close)
         self.verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
         self.stages: dict[str, Stage] = {}
-        held.callback(self.stages.clear)  # cleared last, to break reference cycles
+        resources.callback(self.stages.clear)  # cleared last, to break reference cycles
         self.tables: dict[str, Bytes] = {}
         self.on_gpu = setup.attention_on_gpu()
 
     def open(self) -> StreamedWeights:
         """Make the whole pipeline."""
-        setup, held, config = self.setup, self.held, self.setup.config
+        setup, resources, config = self.setup, self.resources, self.setup.config
         cpu = self._cpu_lane()
         experts = self._experts(cpu)
         gpu = self._gpu_lane(cpu)
         runners = self._runners(gpu, experts)
         if gpu is not None:
-            held.callback(gpu.stop_copies)
-        segments, joined_head = Joined(join_segments), Joined(partial(join_head, config))
+            resources.callback(gpu.stop_copies)
+        segments, joined_head = JoinedParts(join_segments), JoinedParts(partial(join_head, config))
         self._make_layers(cpu, gpu, segments, runners)
         head = self._make_head(cpu, gpu, joined_head)
         stages = list(self.stages.values())
@@ -155,7 +155,7 @@ class _Opening:
             kv_tier=setup.kv_tier,
             expert_memory=experts,
             sparse=runners,
-            close=held.close,
+            close=resources.close,
         )
 
     # -- lanes -----------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ class _Opening:
         setup, gpu = self.setup, self.setup.gpu
         if gpu is None:
             return None
-        self.held.callback(gpu.close)
+        self.resources.callback(gpu.close)
         _, nbytes = setup.rings()
         copier = None
         if nbytes:
             memory = gpu.alloc(nbytes)
-            self.held.callback(gpu.free, memory)
+            self.resources.callback(gpu.free, memory)
             stages = self.stages
 
             def in_ram(name: str) -> Bytes | None:
@@ -210,7 +210,7 @@ class _Opening:
             if lane.recorder is not None:
                 lane.recorder.forget()
 
-        self.held.callback(close)
+        self.resources.callback(close)
         if setup.config.block.final_norm:
             unit = setup.unit("norm")
             with lane.ops.scope():
@@ -244,7 +244,7 @@ class _Opening:
             free=(lambda memory: None) if gpu is None else gpu.free_host,
             at_once=0 if gpu is None else _PINNED_AT_ONCE,
         )
-        self.held.callback(experts.close)
+        self.resources.callback(experts.close)
         return experts
 
     def _runners(
@@ -265,8 +265,8 @@ class _Opening:
                 gpu.gpu,
                 ring=placement.vram_ring - setup.rings()[1],
             )
-            self.held.callback(slots.close)
-            assert setup.expert_costs is not None, "who computes an expert is decided by its costs"
+            self.resources.callback(slots.close)
+            assert setup.expert_costs is not None, "a scheduler needs costs"
             runners["gpu"] = hybrid = HybridExperts(
                 slots,
                 experts,
@@ -276,7 +276,7 @@ class _Opening:
                 gpu_rows=placement.gpu_rows,
                 recorder=gpu.recorder,
             )
-            self.held.callback(hybrid.settle)
+            self.resources.callback(hybrid.settle)
         return runners
 
     # -- stages ----------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class _Opening:
         self,
         cpu: Lane,
         gpu: Lane | None,
-        segments: Joined,
+        segments: JoinedParts,
         runners: Mapping[str, CpuExperts | HybridExperts],
     ) -> None:
         """A stage for every unit of the layers, in order."""
@@ -321,9 +321,9 @@ class _Opening:
                 self.stages[unit.name] = stage
 
     def _make_split(
-        self, layer: int, unit: StoredUnit, cpu: Lane, gpu: Lane, segments: Joined
+        self, layer: int, unit: StoredUnit, cpu: Lane, gpu: Lane, segments: JoinedParts
     ) -> None:
-        """Stages for the pieces of an MLP, of which one computes all of it."""
+        """Stages for the pieces of an MLP; one of them computes the whole MLP."""
         config, placement = self.setup.config, self.setup.placement
         pieces = split_unit(config, layer, unit, placement.split[unit.name])
         host = HostPiece(pieces[-1], cpu, gpu, config, layer, self.setup.clock)
@@ -333,7 +333,7 @@ class _Opening:
         stage = SplitStage(pieces, gpu, host, rows, moved, resident=resident)
         self.stages |= {each.name: each for each in stage.stages}
 
-    def _make_head(self, cpu: Lane, gpu: Lane | None, joined: Joined) -> list[Stage]:
+    def _make_head(self, cpu: Lane, gpu: Lane | None, joined: JoinedParts) -> list[Stage]:
         """A stage for every slice of the head."""
         setup = self.setup
         head = [
@@ -356,12 +356,12 @@ class _Opening:
         return gpu
 
     def _cache_places(self, cpu: Lane, gpu: Lane | None) -> dict[int, tuple[int, ...]]:
-        """Each layer's places in its lane's cache; lanes share a cache or have one each."""
-        config, everything = self.setup.config, frozenset(range(self.setup.config.layers))
+        """Each layer's indices in its lane's cache; lanes share a cache or have one each."""
+        config, all_layers = self.setup.config, frozenset(range(self.setup.config.layers))
         split = gpu is not None and gpu.ops is not cpu.ops
         places: dict[int, tuple[int, ...]] = {}
-        for side in (self.on_gpu, everything - self.on_gpu) if split else (everything,):
-            layers = sorted(side)
+        for group in (self.on_gpu, all_layers - self.on_gpu) if split else (all_layers,):
+            layers = sorted(group)
             numbers = memory_places(config.memory_of(layer) for layer in layers)
             places |= zip(layers, numbers, strict=True)
         return places
@@ -394,29 +394,29 @@ class _Opening:
                 each.piece.take(whole, data)
                 put(each, data)
 
-        late = deque[tuple[Future[None], Stage, Bytes]]()
+        unverified = deque[tuple[Future[None], Stage, Bytes]]()
 
         def put_next() -> None:
-            verified, stage, data = late.popleft()
+            verified, stage, data = unverified.popleft()
             verified.result()
             put_pieces(stage, data) if isinstance(stage, SplitStage) else put(stage, data)
 
         with (
             ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool,
-            ThreadPoolExecutor(_VERIFIED, thread_name_prefix="localrt-verify") as beside,
+            ThreadPoolExecutor(_VERIFIED, thread_name_prefix="localrt-verify") as verifiers,
         ):
             for stage in stages:
                 if isinstance(stage, PieceStage):
-                    continue  # it comes with what it is a piece of
+                    continue  # loaded with its ``SplitStage``
                 if not stage.where.read:
                     unit, data = stage.unit, None
                     if isinstance(stage, SplitStage):
-                        unit = setup.unit(stage.whole)
+                        unit = setup.unit(stage.mlp_name)
                         data = aligned_buffer(unit.nbytes)
                     data = buffer(stage) if data is None else data
                     self._fill(unit, data, pool)
-                    late.append((beside.submit(self.verify, unit, data), stage, data))
-                    if len(late) > _VERIFIED:
+                    unverified.append((verifiers.submit(self.verify, unit, data), stage, data))
+                    if len(unverified) > _VERIFIED:
                         put_next()
                 elif stage.place(crossing=True) is Where.SSD_LINK:
                     stage.remember_vectors(self._read(stage.unit))
@@ -426,11 +426,11 @@ class _Opening:
                     self.tables[name] = aligned_buffer(unit.nbytes)
                     self._fill(unit, self.tables[name], pool)
                     self.verify(unit, self.tables[name])
-            while late:
+            while unverified:
                 put_next()
 
     def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> None:
-        """Read a unit."""
+        """Read a unit into ``data``."""
         files, block = self.files, self.setup.mode.block
 
         def read(start: int) -> int:
@@ -443,22 +443,22 @@ class _Opening:
                 self.setup.on_bytes(count)
 
     def _slabs(self, gpu: Gpu) -> dict[str, Slab]:
-        """Allocate GPU memory for its resident units; returns the slabs by unit."""
+        """Allocate GPU memory for resident units; returns each unit's slab."""
         stages = self.stages.values()
         sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
         head = [unit.name for unit in self.setup.head() if unit.name in sizes]
-        split = {name: size for name, size in sizes.items() if self.stages[name].stays}
+        split = {name: size for name, size in sizes.items() if self.stages[name].fixed}
         layers = {n: size for n, size in sizes.items() if n not in head and n not in split}
         slabs: dict[str, Slab] = {}
-        # The head's slices lie next to one another: they are one matrix.
+        # The head's slices are adjacent: they are one matrix.
         for names in (*share_slabs(layers), *share_slabs(split), *([head] if head else [])):
             slab = Slab(gpu, sum(sizes[name] for name in names), len(names))
-            self.held.callback(slab.free)
+            self.resources.callback(slab.free)
             slabs |= dict.fromkeys(names, slab)
         return slabs
 
     def _gpu_scratch(self, gpu: Lane | None) -> Callable[[], int]:
-        """Says how many bytes kernels need of the GPU's memory; 0 if it computes nothing."""
+        """Return a function that returns the bytes of GPU memory that kernels need."""
         placement = self.setup.placement
         if not (placement.gpu_rows or placement.uses_gpu):
             return lambda: 0
@@ -467,7 +467,7 @@ class _Opening:
         return lambda: gpu_scratch_nbytes(sizes, rows, 0 if recorder is None else recorder.nbytes)
 
     def _table(self, name: str, head: Mapping[str, Stage]) -> RowTable:
-        """A table that is read by row; ``head`` holds those of its slices that the CPU computes."""
+        """A table that is read by row; ``head`` holds the slices that the CPU computes."""
         setup, loaded = self.setup, self.tables
 
         def resident(unit: str) -> Bytes | None:
@@ -476,12 +476,14 @@ class _Opening:
             return cast(Bytes, head[unit].memory) if unit in head else None
 
         # N-grams rarely repeat soon.
-        keep = 0 if name == NGRAM_TABLE else KEPT_BYTES
-        table = RowTable(setup.store, name, self.files, resident, keep=keep, stall_s=setup.stall_s)
-        self.held.callback(table.close)
+        cache = 0 if name == NGRAM_TABLE else CACHE_BYTES
+        table = RowTable(
+            setup.store, name, self.files, resident, cache_bytes=cache, stall_s=setup.stall_s
+        )
+        self.resources.callback(table.close)
         return table
 
 
-def _layer_moved(lane: Lane, segments: Joined) -> Callable[[], None]:
+def _layer_moved(lane: Lane, segments: JoinedParts) -> Callable[[], None]:
     """What to call when a layer's unit moves: nothing if ``lane`` records nothing."""
     return (lambda: None) if lane.recorder is None else segments.stage_moved

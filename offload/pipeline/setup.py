@@ -27,11 +27,10 @@ class Setup:
     ``ops`` computes on the CPU, ``gpu`` computes units placed on it; ``clock`` times both.
     ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
     resident units and KV caches together, in bytes; before each pass ``shortage`` returns bytes of
-    RAM and of GPU memory to free. ``kv_tier`` makes the caches of ``ops``, some of whose layers are
-    on the SSD. ``mode`` says how to read the store, ``files`` stands in for the store's own,
-    ``stall_s`` is how long a disk may be silent. With ``verify`` each unit is compared with its
-    SHA-256, once; see ``Verifier`` for ``mend``. ``on_bytes`` gets the bytes of resident units as
-    they are read, and may raise.
+    RAM and of GPU memory to free. ``kv_tier`` has the layers of the cache that are on the SSD.
+    ``mode`` says how to read the store, ``files`` replaces the store's own, ``stall_s`` is how long
+    a disk may be silent. With ``verify`` each unit's SHA-256 is checked once; see ``Verifier`` for
+    ``mend``. ``on_bytes`` is called with the size of each piece read at loading, and may raise.
     """
 
     store: StoreCheckpoint
@@ -63,7 +62,7 @@ class Setup:
         return self.units[name]
 
     def where(self, unit: StoredUnit) -> Where:
-        """Each unit's place; units that the placement does not name are resident in RAM."""
+        """Where a unit is; units that the placement does not name are resident in RAM."""
         return self.placement.where.get(unit.name, Where.RAM)
 
     def layers(self, kind: Literal["attention", "mlp"]) -> dict[int, StoredUnit]:
@@ -78,8 +77,8 @@ class Setup:
     def head(self) -> list[StoredUnit]:
         """The head's slices, in order."""
         matrix = EMBEDDING if self.config.tied_head else HEAD
-        found = [u for u in self.units.values() if u.tensors and u.tensors[0].name == matrix]
-        return sorted(found, key=lambda unit: unit.tensors[0].row)
+        slices = [u for u in self.units.values() if u.tensors and u.tensors[0].name == matrix]
+        return sorted(slices, key=lambda unit: unit.tensors[0].row)
 
     def dense(self) -> list[StoredUnit]:
         """The units of all stages: every unit but experts."""

@@ -1,9 +1,9 @@
 """A dense MLP whose matrices GPU and CPU share by rows, so that both compute at once.
 
-The unit is cut into pieces: the first rows of gate, up and down stay on the GPU, some may be copied
-there in each pass, and the CPU computes the others from RAM. Each row is summed by one processor,
-in its usual order. Passes that are worth it (a prompt's) copy the CPU's piece too, and the GPU then
-computes all rows. Pieces stay where they are: no range of the file has one alone.
+The unit is cut into pieces: the first rows of gate, up and down are resident on the GPU, some may
+be copied there in each pass, and the CPU computes the others from RAM. Each row is summed by one
+processor, in the usual order. Long passes (prompts) copy the CPU's piece too, and the GPU computes
+all rows. Pieces are never evicted: a piece is no range of the file.
 """
 
 from __future__ import annotations
@@ -34,76 +34,82 @@ from localrt.quant.ops.protocol import Check, HostOps, Ops
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A unit of some rows of a whole one: ``ranges`` of its bytes, one after another. ``rows`` are
-    those of gate (and of up), and of down; ``taken`` which ones, by tensor.
+    """Some rows of an MLP as a unit: ``ranges`` of the whole unit's bytes, one after another.
+    ``rows`` are the numbers of rows of gate (and of up) and of down.
     """
 
     unit: StoredUnit
     rows: tuple[int, int]
     ranges: tuple[tuple[int, int], ...]
-    taken: Mapping[str, Rows]
+    rows_by_tensor: Mapping[str, Rows]
 
     def adapt(self, ops: Ops) -> None:
-        """Have adapters find its tensors."""
+        """Tell adapters which rows of the tensors the piece has."""
         if ops.adapters is None:
             return
-        for name, rows in self.taken.items():
+        for name, rows in self.rows_by_tensor.items():
             ops.adapters.pieces.setdefault(name.partition("[")[0], {})[name] = rows
 
-    def take(self, whole: Bytes, out: Bytes) -> None:
-        """Copy the piece out of the unit's bytes."""
+    def take(self, unit_data: Bytes, out: Bytes) -> None:
+        """Copy the piece out of the whole unit's bytes."""
         at = 0
         for start, stop in self.ranges:
-            out[at : at + stop - start] = whole[start:stop]
+            out[at : at + stop - start] = unit_data[start:stop]
             at += stop - start
 
 
 def split_unit(
     config: DecoderConfig, layer: int, unit: StoredUnit, shares: tuple[float, float]
 ) -> list[Piece]:
-    """The pieces of the GPU, of the link (of no rows if its share is 0), and of the CPU. GPU and
-    link get about these ``shares`` of the rows, but no more.
+    """The pieces of the GPU, of the link (without rows if its share is 0), and of the CPU. GPU and
+    link get at most these ``shares`` of the rows.
 
-    All have the unit's vectors; what else it has is on the GPU.
+    Each piece has the unit's vectors; other tensors that are not cut are in the GPU's piece.
     """
     inner, hidden = config.inner_size(layer), config.hidden_size
     gates, down, stacked = matrices_of(config, layer)
-    assert stacked == 1 or not inner % TILE_ROWS, "tiles would have rows of both"
+    assert stacked == 1 or not inner % TILE_ROWS, "a tile would have rows of gate and up"
     cuts = [_cuts(rows, shares) for rows in (inner, hidden)]
     if any(stop == start for _, start, stop, _ in cuts):
         cuts = [_cuts(rows, (shares[0], 0.0)) for rows in (inner, hidden)]
 
     def piece(number: int, name: str) -> Piece:
-        tensors, ranges, taken, at = list[UnitTensor](), list[tuple[int, int]](), {}, 0
+        tensors, ranges, rows_by_tensor, at = list[UnitTensor](), list[tuple[int, int]](), {}, 0
         (first, stop), (first_down, stop_down) = (cut[number : number + 2] for cut in cuts)
         for tensor in unit.tensors:
-            own, begins = replace(tensor, offset=at), [tensor.offset]
+            piece_tensor, begins = replace(tensor, offset=at), [tensor.offset]
             cut = tensor.name == down or tensor.name in gates
             if cut:
                 spans = [(first_down, stop_down)]
                 if tensor.name in gates:
                     spans = [(n * inner + first, n * inner + stop) for n in range(stacked)]
                 rows = np.concatenate([np.arange(*span) for span in spans])
-                called = f"{tensor.name}[{spans[0][0]}:{spans[0][1]}]"
-                own = replace(own, name=called, shape=(len(rows), tensor.shape[1]))
+                piece_name = f"{tensor.name}[{spans[0][0]}:{spans[0][1]}]"
+                piece_tensor = replace(
+                    piece_tensor, name=piece_name, shape=(len(rows), tensor.shape[1])
+                )
                 row_bytes = tensor.nbytes // -(-tensor.shape[0] // TILE_ROWS * TILE_ROWS)
                 begins = [tensor.offset + start * row_bytes for start, _ in spans]
-                taken[called] = rows
+                rows_by_tensor[piece_name] = rows
             elif len(tensor.shape) > 1 and number:
                 continue
-            ranges += [(begin, begin + own.nbytes // len(begins)) for begin in begins]
-            tensors.append(own)
-            at += own.nbytes
+            ranges += [(begin, begin + piece_tensor.nbytes // len(begins)) for begin in begins]
+            tensors.append(piece_tensor)
+            at += piece_tensor.nbytes
         nbytes = -(-at // PAGE) * PAGE
-        own_unit = replace(unit, name=name, nbytes=nbytes, sha256="", tensors=tuple(tensors))
-        return Piece(own_unit, (stop - first, stop_down - first_down), tuple(ranges), taken)
+        piece_unit = replace(unit, name=name, nbytes=nbytes, sha256="", tensors=tuple(tensors))
+        return Piece(
+            piece_unit, (stop - first, stop_down - first_down), tuple(ranges), rows_by_tensor
+        )
 
-    called = unit.name, link_piece(unit.name), host_piece(unit.name)
-    return [piece(number, name) for number, name in enumerate(called)]
+    names = unit.name, link_piece(unit.name), host_piece(unit.name)
+    return [piece(number, name) for number, name in enumerate(names)]
 
 
 def matrices_of(config: DecoderConfig, layer: int) -> tuple[list[str], str, int]:
-    """The tensors of gate and up, that of down, and how many matrices each of the former stacks."""
+    """The names of the gate and up tensors and of down, and how many matrices each of the former
+    stacks.
+    """
     names, prefix = config.names_of(layer), f"model.layers.{layer}."
     gates = [f"{prefix}{name}.weight" for name in names.gate_up]
     stacked = (2 if config.mlp_of(layer).gated else 1) // len(gates)
@@ -111,7 +117,7 @@ def matrices_of(config: DecoderConfig, layer: int) -> tuple[list[str], str, int]
 
 
 def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:
-    """Where pieces begin and end, at whole tiles; GPU and CPU have some rows each."""
+    """The first rows of the pieces, and the end: at whole tiles, with some for GPU and CPU each."""
     tiles = rows // TILE_ROWS
     gpu = min(max(int(tiles * shares[0]), 1), tiles - 1)
     link = min(int(tiles * shares[1]), tiles - 1 - gpu)
@@ -119,9 +125,9 @@ def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:
 
 
 class PieceStage(Stage):
-    """A piece that another stage computes with: no step of a pass by itself."""
+    """A piece that a ``SplitStage`` computes with; no step of a pass by itself."""
 
-    stays = True
+    fixed = True
     mlp: GatedMlp
 
     def __init__(
@@ -147,8 +153,8 @@ def _no_part(weights: WeightLoader) -> Part:
 
 
 class HostPiece(PieceStage):
-    """The CPU's piece, in RAM that copies read from; see ``HostRows``. The GPU computes with
-    ``copied`` meanwhile, a unit of its ring.
+    """The CPU's piece, in pinned RAM; see ``HostRows``. Meanwhile the GPU computes with ``copied``,
+    a unit in its ring.
     """
 
     def __init__(
@@ -156,10 +162,10 @@ class HostPiece(PieceStage):
     ) -> None:
         super().__init__(piece, Where.RAM, lane, config, layer)
         assert gpu.gpu is not None, "the CPU's lane is the other one"
-        self._gpu, self._to, self._clock = gpu.gpu, gpu, clock
+        self._gpu, self._gpu_lane, self._clock = gpu.gpu, gpu, clock
         self._ops = cast(HostOps, lane.ops)
         piece.adapt(gpu.ops)
-        self._vectors_there: dict[VectorKey, Vector] = {}
+        self._gpu_vectors: dict[VectorKey, Vector] = {}
         self.copied: StoredUnit | None = None
 
     def place(self, *, crossing: bool) -> Where:
@@ -169,21 +175,21 @@ class HostPiece(PieceStage):
         return self._gpu.host_buffer(self.unit.nbytes)
 
     def remember_vectors(self, data: Bytes) -> None:
-        self._to.remember_vectors(self.unit, data)
+        self._gpu_lane.remember_vectors(self.unit, data)
 
     def on_gpu(self, memory: Memory) -> GatedMlp:
-        """Its rows in the GPU's ring."""
-        return self._mlp(self._to.weights(self.unit, memory, self._vectors_there))
+        """The piece's rows in the GPU's ring."""
+        return self._mlp(self._gpu_lane.weights(self.unit, memory, self._gpu_vectors))
 
     def free(self) -> None:
         if self.memory is not None:
             self._gpu.free_host(cast(Bytes, self.memory))
         super().free()
-        self._vectors_there.clear()
+        self._gpu_vectors.clear()
 
     def begin(self, check: Check | None) -> None:
         if self.copied is not None:
-            self._to.acquire(self.copied, check)
+            self._gpu_lane.acquire(self.copied, check)
 
     def gate(self, x: Floats) -> Floats:
         with self._clock.task("cpu", self.name):
@@ -192,20 +198,20 @@ class HostPiece(PieceStage):
 
     def down(self, inner: Floats) -> Floats:
         if self.copied is not None:
-            self._to.release([self.copied])
+            self._gpu_lane.release([self.copied])
         with self._clock.task("cpu", self.name):
             rows: Floats = self._ops.projected(inner, self.mlp.weights.down)
             return rows
 
 
 class SplitStage(Stage):
-    """The MLP: its link piece or, if that has no rows, the GPU's, with the others. The link piece
-    is copied in each pass, unless it is ``resident`` on the GPU too.
+    """Computes the whole MLP with all pieces. As a unit it is the link piece, copied in each pass
+    unless it is ``resident`` on the GPU; without a link piece it is the GPU's piece.
 
-    In passes of ``crossing`` rows or more (0: in none) the CPU's piece comes to the GPU as well.
+    In passes of ``crossing`` rows or more (0: in none) the CPU's piece is copied to the GPU too.
     """
 
-    stays = True
+    fixed = True
 
     def __init__(
         self,
@@ -217,20 +223,20 @@ class SplitStage(Stage):
         *,
         resident: bool = False,
     ) -> None:
-        own, link, _ = pieces
+        gpu_piece, link, _ = pieces
         has_link = link.rows[0] > 0
-        self.whole = own.unit.name
-        self.piece = link if has_link else own
+        self.mlp_name = gpu_piece.unit.name
+        self.piece = link if has_link else gpu_piece
         self.piece.adapt(gpu.ops)
         self.host, self._crossing = host, crossing
-        own_stage = PieceStage(own, Where.VRAM, gpu, host.config, host.layer)
-        self.beside = [own_stage] if has_link else []
+        gpu_stage = PieceStage(gpu_piece, Where.VRAM, gpu, host.config, host.layer)
+        self.gpu_pieces = [gpu_stage] if has_link else []
         self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
         where = Where.LINK if has_link and not resident else Where.VRAM
         super().__init__(self.piece.unit, where, gpu, self._part, moved)
         self._passing = PassingParts()
         host.copied = self.unit if where.copied else None
-        self.stages: list[SplitStage | PieceStage] = [*self.beside, self, host]
+        self.stages: list[SplitStage | PieceStage] = [*self.gpu_pieces, self, host]
         self._whole = _WholeMlp(self)
 
     def _part(self, weights: WeightLoader) -> Part:
@@ -238,25 +244,25 @@ class SplitStage(Stage):
         shared = self.build(weights, None)
 
         def part(state: PassState) -> None:
-            (self._cross if self._crosses(state) else shared)(state)
+            (self._cross if self._is_crossing(state) else shared)(state)
 
         return part
 
-    def build(self, weights: WeightLoader, rest: Memory | None) -> Part:
-        """The layer's MLP, with the CPU's piece on the GPU if ``rest`` is its memory there."""
-        mlps = [*(piece.mlp for piece in self.beside), self._mlp(weights)]
-        if rest is not None:
-            mlps.append(self.host.on_gpu(rest))
-        split = SplitMlp(mlps, self.host if rest is None else None)
+    def build(self, weights: WeightLoader, host_memory: Memory | None) -> Part:
+        """The layer's MLP; ``host_memory`` is the CPU's piece copied to the GPU, if it is."""
+        mlps = [*(piece.mlp for piece in self.gpu_pieces), self._mlp(weights)]
+        if host_memory is not None:
+            mlps.append(self.host.on_gpu(host_memory))
+        split = SplitMlp(mlps, self.host if host_memory is None else None)
         return load_mlp(self.host.config, self.host.layer, weights, None, split)
 
     def build_whole(self, memories: Sequence[Memory]) -> Part:
-        """The part of the GPU alone, with the pieces that are copied for it in ``memories``."""
-        *copied, rest = memories
+        """The part that the GPU computes alone, with copied pieces in ``memories``."""
+        *copied, host_memory = memories
         memory = copied[0] if copied else cast(Memory, self.memory)
-        return self.build(self.lane.weights(self.unit, memory, self._vectors), rest)
+        return self.build(self.lane.weights(self.unit, memory, self._vectors), host_memory)
 
-    def follow_ring(self) -> None:
+    def bind_ring(self) -> None:
         if not self.where.copied:
             return
         memory = self.lane.place(self.unit)
@@ -265,9 +271,9 @@ class SplitStage(Stage):
         )
         if part is not self.part:
             self.part = part
-            self._moved()
+            self._on_move()
 
-    def _crosses(self, state: PassState) -> bool:
+    def _is_crossing(self, state: PassState) -> bool:
         rows = state.rows if isinstance(state, StreamedState) else 0  # few are recorded
         return 0 < self._crossing <= rows
 
@@ -281,13 +287,13 @@ class SplitStage(Stage):
 
 
 class _WholeMlp:
-    """A step of the GPU alone: see ``Step``."""
+    """A ``Step`` in which the GPU computes all rows."""
 
     timed = True
 
     def __init__(self, stage: SplitStage) -> None:
         copied = [stage.unit] if stage.where.copied else []
-        self.name, self.passing = stage.whole, [*copied, stage.host.unit]
+        self.name, self.ring_units = stage.mlp_name, [*copied, stage.host.unit]
         self.parts, self._make = PassingParts(), stage.build_whole
 
     def part_of(self, memories: Sequence[Memory]) -> Part:

@@ -1,10 +1,9 @@
-"""A unit in a pass: where its weights are, and the part of the model made of them.
+"""Stages of a pass: a unit's residency, and the part of the model that computes with its weights.
 
-A stage is called like its part and has its lane run it; ``balance.py`` changes its place. Where a
-GPU's ``Ops`` records, consecutive stages are one graph segment, launched at once but for what the
-host does in sparse layers. A segment ends where another processor continues, and where a unit comes
-through a ring (it is a segment of its own). Neighbouring slices of the head are computed as
-one matrix.
+Calling a stage has its lane run the part; ``balance.py`` changes where the unit is. Where a GPU's
+``Ops`` records graphs, consecutive stages are one segment, replayed with one launch (in sparse
+layers, the host works between two graphs). A segment ends where another processor continues; a unit
+in a ring is a segment of its own. Adjacent slices of the head are computed as one matrix.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import DeviceMemory, Hidden, Memory, Pass, Vector, aligned_buffer
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
-_KEPT_PLACES = 32
-_RECORDED_PLACES = 2  # of short passes and of long ones: a GPU's ring has fixed places
+_CACHED_PLACES = 32
+_RECORDED_PLACES = 2  # for short and for long passes: a GPU's ring has fixed places
 
 
 class PassingParts:
-    """Parts of units in a ring, cached by the place of their bytes in the ring. ``lane`` records
-    them, if given.
+    """Parts of units in a ring, cached by the address of their bytes; ``lane``, if given, records
+    them as graphs.
     """
 
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = None if lane is None or lane.recorder is None else lane
-        self._most = _KEPT_PLACES if self._lane is None else _RECORDED_PLACES
+        self._max_places = _CACHED_PLACES if self._lane is None else _RECORDED_PLACES
         self._parts: dict[tuple[int, ...], Part] = {}
         self._segments: dict[tuple[int, ...], Segment] = {}
 
     def at(self, memories: Sequence[Memory], make: Callable[[], Part]) -> Part:
-        """The part on these bytes, made once for each place as long as it is cached."""
+        """The part on these bytes: from the cache, or new."""
         places = tuple(
             int(
                 memory.ctypes.data
@@ -58,37 +57,37 @@ class PassingParts:
         )
         if (part := self._parts.get(places)) is not None:
             return part
-        while len(self._parts) >= self._most:
-            self._forget(next(iter(self._parts)))
-        made = make()
+        while len(self._parts) >= self._max_places:
+            self._drop(next(iter(self._parts)))
+        part = make()
         if self._lane is not None:
-            self._segments[places] = segment = Segment(self._lane, [("", made, None)], (made,))
-            made = segment.compute
-        self._parts[places] = made
-        return made
+            self._segments[places] = segment = Segment(self._lane, [("", part, None)], (part,))
+            part = segment.compute
+        self._parts[places] = part
+        return part
 
     def clear(self) -> None:
-        """The ring is another one from now on, or the unit does not pass through it."""
+        """Drop all parts: the ring has been replaced, or the unit has left it."""
         for places in list(self._parts):
-            self._forget(places)
+            self._drop(places)
 
-    def _forget(self, places: tuple[int, ...]) -> None:
+    def _drop(self, places: tuple[int, ...]) -> None:
         del self._parts[places]
         if (segment := self._segments.pop(places, None)) is not None:
             segment.forget()
 
 
 class Stage:
-    """``load`` makes the part from ``lane``'s weights; ``moved`` is called when they move.
+    """A unit in a pass. ``load`` makes its part from weights of ``lane``; ``on_move`` is called
+    when the weights move.
 
-    ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is made on
-    them if they are used in place. With ``keep`` the unit is copied as it passes through the ring:
-    to ``copy``, which becomes its resident memory after the pass, in RAM or in the slab that it is
-    ``returning`` to. One that ``stays`` is where it is for good. ``experts`` runs those of a sparse
-    layer, and times the layer on a GPU, as it sees the router's choice.
+    ``memory`` are the bytes of a resident unit, in RAM or on the GPU; ``part`` computes on them if
+    they are used in place. With ``keep`` the unit is copied from the ring to ``copy``, which is its
+    resident memory after the pass: in RAM, or in ``restore_slab``. A ``fixed`` unit never moves.
+    ``experts`` runs the experts of a sparse layer, and times the layer on a GPU.
     """
 
-    stays = False
+    fixed = False
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Stage:
         where: Where,
         lane: Lane,
         load: Callable[[WeightLoader], Part],
-        moved: Callable[[], None] = lambda: None,
+        on_move: Callable[[], None] = lambda: None,
         *,
         experts: CpuExperts | HybridExperts | None = None,
     ) -> None:
@@ -109,8 +108,8 @@ class Stage:
         self.part: Part | None = None
         self.keep = False
         self.copy: Memory | None = None
-        self.returning: Slab | None = None
-        self._load, self._moved = load, moved
+        self.restore_slab: Slab | None = None
+        self._load, self._on_move = load, on_move
         self._passing = PassingParts(lane if experts is None else None)
         self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
 
@@ -120,7 +119,7 @@ class Stage:
         return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
 
     def place(self, *, crossing: bool) -> Where:
-        """Where its weights are in a pass that has the GPU compute what can cross the link."""
+        """Where the weights are in a pass; if ``crossing``, the GPU computes crossing units."""
         return self.where
 
     def host_buffer(self) -> Bytes:
@@ -140,52 +139,51 @@ class Stage:
         self._passing.clear()
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
-        self._moved()
+        self._on_move()
 
     def move(self, where: Where) -> int:
         """Stream the resident unit from now on; returns the bytes freed.
 
         A GPU's slab is freed as a whole when the last of its units moves.
         """
-        before, memory = self.where, self.memory
+        source, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
-        self._moved()
+        self._on_move()
         if memory is None:
             return 0
         nbytes, gpu = int(memory.nbytes), self.lane.gpu
         if gpu is None:
             return nbytes
-        if before is Where.LINK:
+        if source is Where.LINK:
             return gpu.free_host(cast(Bytes, memory))
-        assert self.slab is not None, "that of resident units is in slabs"
+        assert self.slab is not None, "resident units on a GPU are in slabs"
         slab, self.slab = self.slab, None
         return slab.release()
 
-    def forget_places(self) -> None:
-        """The ring is another one from now on."""
+    def clear_ring_parts(self) -> None:
+        """Drop the parts on the ring: it has been replaced."""
         self._passing.clear()
 
-    def follow_ring(self) -> None:
-        """Units have their places in the ring for passes in which nothing crosses."""
+    def bind_ring(self) -> None:
+        """Make parts on the ring's places, which are fixed while nothing crosses."""
 
     def free(self) -> None:
         """Free the memory: the pipeline is closed."""
         if self.memory is not None:
             self.move(self.where)
-        self._moved()
+        self._on_move()
         self.copy = None
         self._passing.clear()
         self._vectors.clear()
 
     @property
-    def passing(self) -> Sequence[StoredUnit]:
+    def ring_units(self) -> Sequence[StoredUnit]:
         return (self.unit,) if self.part is None else ()
 
     def part_of(self, memories: Sequence[Memory]) -> Part:
-        """The resident part, or the one on ``memories``.
+        """The resident part, or the one on ``memories`` of the ring, cached by place.
 
-        The latter is made once for each place in the ring. Only the first copies norms and biases
-        to a GPU, which waits for all of its kernels.
+        Only the first one copies norms and biases to a GPU, which waits for all of its kernels.
         """
         if self.part is not None:
             return self.part
@@ -197,14 +195,14 @@ class Stage:
         )
 
     def keep_copy(self, memory: Memory) -> None:
-        """Copy the unit's bytes, as they pass through the ring, if they are to stay."""
+        """With ``keep``, copy the unit's bytes out of the ring."""
         if self.keep:
-            slab = self.returning
+            slab = self.restore_slab
             self.copy = self.host_buffer() if slab is None else slab.take(self.unit.nbytes)
             cast(Bytes, self.copy)[:] = cast(Bytes, memory)
 
     def __call__(self, state: StreamedState) -> None:
-        """Compute the part once its weights are there."""
+        """Compute the part once its weights have arrived."""
         self.lane.run(self, state)
 
 
@@ -226,16 +224,16 @@ class CrossingStage(Stage):
         super().__init__(unit, where, lane, load)
         assert gpu.gpu is not None, "the CPU's lane is the other one"
         self._gpu, self._rows = gpu.gpu, rows
-        self._on_gpu = Stage(unit, where.crossed, gpu, load)  # is only in the ring
+        self._gpu_stage = Stage(unit, where.crossed, gpu, load)  # never resident
 
     def place(self, *, crossing: bool) -> Where:
         return self.where.crossed if crossing else self.where
 
     def host_buffer(self) -> Bytes:
-        return self._on_gpu.host_buffer()
+        return self._gpu_stage.host_buffer()
 
     def remember_vectors(self, data: Bytes) -> None:
-        self._on_gpu.remember_vectors(data)
+        self._gpu_stage.remember_vectors(data)
 
     def move(self, where: Where) -> int:
         memory = self.memory
@@ -244,30 +242,30 @@ class CrossingStage(Stage):
 
     def free(self) -> None:
         super().free()
-        self._on_gpu.free()
+        self._gpu_stage.free()
 
     def __call__(self, state: StreamedState) -> None:
         if state.rows >= self._rows:
-            self._on_gpu(state)
+            self._gpu_stage(state)
         else:
             super().__call__(state)
 
 
-_Named = tuple[str, Part, HybridExperts | None]
+NamedPart = tuple[str, Part, HybridExperts | None]
 
 
 class Segment:
-    """Consecutive parts on ``lane``, by name, whose weights are resident; sparse layers with what
-    runs their experts. ``of`` are the parts of its stages.
+    """Consecutive resident ``parts`` on ``lane``, recorded as one graph; sparse layers come with
+    the runner of their experts. ``stage_parts`` are the parts of its stages.
     """
 
     timed = True
-    passing: Sequence[StoredUnit] = ()
+    ring_units: Sequence[StoredUnit] = ()
 
     def __init__(
-        self, lane: Lane, parts: Sequence[_Named], of: tuple[Part | None, ...] = ()
+        self, lane: Lane, parts: Sequence[NamedPart], stage_parts: tuple[Part | None, ...] = ()
     ) -> None:
-        self._lane, self.of = lane, of
+        self._lane, self.stage_parts = lane, stage_parts
         self._parts = parts
         self._experts = {experts for *_, experts in parts if experts is not None}
         first, last = parts[0][0], parts[-1][0]
@@ -278,27 +276,27 @@ class Segment:
         lane = self._lane
         state.enter(lane)
         records = [experts.records(state.rows) for experts in self._experts]
-        if None in records or (all(records) and not self._takes(state)):
+        if None in records or (all(records) and not self._is_recorded(state)):
             self._one_by_one(state)
         elif all(records):
             lane.run(self, state)
         else:
-            for segment in self._apart:
-                if segment._experts or not segment._takes(state):
+            for segment in self._pieces:
+                if segment._experts or not segment._is_recorded(state):
                     segment._one_by_one(state)
                 else:
                     lane.run(segment, state)
 
-    def _takes(self, state: StreamedState) -> bool:
-        """Whether this pass computes the parts as a recording."""
+    def _is_recorded(self, state: StreamedState) -> bool:
+        """Whether this pass records or replays the parts."""
         recorder = self._lane.recorder
         if recorder is None or (state.features is not None and state.features.within):
-            return False  # a recording has no place to stop
+            return False  # features are taken between parts, and a graph does not stop there
         return recorder.takes(state.step, self, len(self._parts))
 
     @cached_property
-    def _apart(self) -> list[Segment]:
-        """Sparse layers, and what is between them."""
+    def _pieces(self) -> list[Segment]:
+        """The sparse layers, and the segments between them."""
         groups = groupby(self._parts, lambda part: part[2])
         return [Segment(self._lane, list(group)) for _, group in groups]
 
@@ -309,8 +307,8 @@ class Segment:
             self._lane.compute(part, name, state, timed=experts is None)
 
     def compute(self, state: StreamedState) -> None:
-        """The same within a step of the lane, whose units have arrived."""
-        if self._takes(state):
+        """Compute the parts within a lane's step: their units have arrived."""
+        if self._is_recorded(state):
             self._replay(state)
             return
         for _, part, _ in self._parts:
@@ -328,7 +326,7 @@ class Segment:
 
     def _replay(self, state: StreamedState) -> None:
         recorder = self._lane.recorder
-        assert recorder is not None, "it takes the pass"
+        assert recorder is not None, "the pass is recorded"
         body = partial(self._run, state.wanted)
         logits = recorder.run(state.step, state.x, self, body, state.check)
         if logits is not None:
@@ -343,35 +341,35 @@ class Segment:
         return state.x
 
 
-class Joined:
-    """The parts that ``join`` makes of stages; remembered until a stage moves."""
+class JoinedParts:
+    """The parts that ``join`` makes of stages, cached until a stage moves."""
 
     def __init__(self, join: Callable[[Sequence[Stage]], list[Part]]) -> None:
         self._join = join
         self._parts: list[Part] = []
-        self._moved = True
+        self._stale = True
 
     def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
         """The parts that a pass computes, in order.
 
-        After a unit has moved, segments without it are the same as before, with their recordings.
+        After a unit has moved, segments without it keep their recordings.
         """
-        if self._moved:
-            before = {part.of: part for part in self._parts if isinstance(part, Segment)}
+        if self._stale:
+            unused = {part.stage_parts: part for part in self._parts if isinstance(part, Segment)}
             self._parts = [
-                before.pop(part.of, part) if isinstance(part, Segment) else part
+                unused.pop(part.stage_parts, part) if isinstance(part, Segment) else part
                 for part in self._join(stages)
             ]
-            for gone in before.values():
-                gone.forget()
-            self._moved = False
+            for segment in unused.values():
+                segment.forget()
+            self._stale = False
         return self._parts
 
     def stage_moved(self) -> None:
         """Note that a unit has moved: parts with it would use its old memory."""
         # Stages hold this: it must not hold them, or a closed model would stay.
         self._parts = [part for part in self._parts if isinstance(part, Segment)]
-        self._moved = True
+        self._stale = True
 
 
 def join_segments(stages: Sequence[Stage]) -> list[Part]:
@@ -387,23 +385,23 @@ def join_segments(stages: Sequence[Stage]) -> list[Part]:
 
 
 def _recording_lane(numbered: tuple[int, Stage]) -> tuple[Lane | None, int]:
-    """The lane that records a stage, None if the stage cannot be recorded; and which of the pass's
-    pieces it belongs to. Segments end with a piece, so that few change when a unit moves.
+    """The lane that records a stage (None: it cannot be recorded), and the number of its group of
+    ``RECORDED_PARTS``. Segments do not cross groups, so that few change when a unit moves.
     """
     index, stage = numbered
-    stays = stage.part is not None and not isinstance(stage.experts, CpuExperts)
-    lane = stage.lane if stays and stage.lane.recorder is not None else None
+    fixed = stage.part is not None and not isinstance(stage.experts, CpuExperts)
+    lane = stage.lane if fixed and stage.lane.recorder is not None else None
     return lane, index // RECORDED_PARTS
 
 
-def _named(stage: Stage) -> _Named:
-    assert stage.part is not None, "its weights stay where they are"
-    assert not isinstance(stage.experts, CpuExperts), "they are the CPU's"
+def _named(stage: Stage) -> NamedPart:
+    assert stage.part is not None, "it is resident"
+    assert not isinstance(stage.experts, CpuExperts), "it is on a GPU"
     return stage.name, stage.part, stage.experts
 
 
 def head_stage(
-    config: DecoderConfig, unit: StoredUnit, where: Where, lane: Lane, moved: Callable[[], None]
+    config: DecoderConfig, unit: StoredUnit, where: Where, lane: Lane, on_move: Callable[[], None]
 ) -> Stage:
     """One slice of the head: rows of the vocabulary."""
     (tensor,) = unit.tensors
@@ -412,14 +410,14 @@ def head_stage(
         matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
         return Head(config, lane.norm, matrix, tensor.row)
 
-    return Stage(unit, where, lane, load, moved)
+    return Stage(unit, where, lane, load, on_move)
 
 
 def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
     """The head's slices, with neighbours in memory joined into one matrix."""
     runs: list[list[Stage]] = []
     for stage in stages:
-        if runs and _joins(runs[-1], stage):
+        if runs and _same_matrix(runs[-1], stage):
             runs[-1].append(stage)
         else:
             runs.append([stage])
@@ -440,7 +438,7 @@ def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Memo
 
 
 class _PassingRun:
-    """Head slices that a GPU's ring holds at once. ``join`` makes one part of them in place."""
+    """Adjacent head slices in a ring at once. ``join`` makes one part of them in place."""
 
     name = "head"
     timed = True
@@ -450,10 +448,10 @@ class _PassingRun:
     ) -> None:
         self._run, self._join = run, join
         self._parts = PassingParts()
-        self.passing = [stage.unit for stage in run]
+        self.ring_units = [stage.unit for stage in run]
 
     def part_of(self, memories: Sequence[Memory]) -> Part:
-        """The slices as one part."""
+        """The part of all slices."""
         for stage, memory in zip(self._run, memories, strict=True):
             stage.keep_copy(memory)
         return self._parts.at(memories, lambda: self._join(self._run, memories))
@@ -463,14 +461,14 @@ class _PassingRun:
         self._run[0].lane.run(self, state)
 
 
-def _joins(run: Sequence[Stage], stage: Stage) -> bool:
-    """Whether a slice is computed with those before it."""
+def _same_matrix(run: Sequence[Stage], stage: Stage) -> bool:
+    """Whether a head slice is computed in one product with those before it."""
     lane = run[0].lane
     if stage.lane is not lane or (stage.part is None) is not (run[0].part is None):
         return False
     if stage.part is not None:
         return True
     if not isinstance(lane.reader, QueuedCopies):
-        return False  # starting a part on the CPU costs next to nothing
+        return False  # a CPU gains nothing from larger products
     nbytes = stage.unit.nbytes + sum(each.unit.nbytes for each in run)
     return 2 * nbytes <= lane.reader.room  # the ring's other half is filled meanwhile

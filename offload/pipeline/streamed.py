@@ -27,7 +27,7 @@ from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane, StreamedState
-from localrt.offload.pipeline.stage import Joined, Stage
+from localrt.offload.pipeline.stage import JoinedParts, Stage
 from localrt.offload.pipeline.tables import RowTable
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.reader import UnitReader
@@ -36,12 +36,10 @@ from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 class StreamedWeights(WeightStore):
-    """See ``WeightStore``. ``opening.py`` makes it. Units are evicted as caches grow beyond what
-    the budget leaves.
+    """See ``WeightStore``; made by ``opening.py``. Units are evicted as caches outgrow the budget.
 
-    ``placement`` is what it was opened with. ``gpu`` is None without one. ``sparse`` holds the
-    runners of sparse layers, by lane. ``before_pass`` raises where files have changed, ``close``
-    frees everything.
+    ``placement`` is the one at loading. ``sparse`` holds the runners of sparse layers, by lane.
+    ``before_pass`` raises if a file has changed, ``close`` frees everything.
     """
 
     def __init__(
@@ -53,8 +51,8 @@ class StreamedWeights(WeightStore):
         gpu: Lane | None,
         layers: Sequence[Stage],
         head: Sequence[Stage],
-        segments: Joined,
-        joined_head: Joined,
+        segments: JoinedParts,
+        joined_head: JoinedParts,
         caches: Caches,
         embedding: RowTable,
         tables: Sequence[tuple[Table, RowTable]],
@@ -78,24 +76,24 @@ class StreamedWeights(WeightStore):
         self._before_pass, self._close = before_pass, close
         grams = next((rows for table, rows in tables if isinstance(table, HashedTable)), None)
         reader = cpu.reader if isinstance(cpu.reader, UnitReader) else None
-        self._reading = [each for each in (reader, expert_memory, grams) if each is not None]
+        self._reading = [source for source in (reader, expert_memory, grams) if source is not None]
         self._kv_tier = kv_tier
         self._embed: list[Part] = [partial(_embed, embedding, cpu, config.embedding_scale)]
         for table, rows in tables:
             if isinstance(table, InputTable):
                 self._embed.append(partial(_take_inputs, rows, cpu, table))
             elif isinstance(table, HashedTable):
-                # First: other units can be read while the embedding's rows are.
+                # Before the embedding: both read their rows at the same time.
                 self._embed.insert(0, partial(_ask_ngrams, rows, cpu, table))
         self.body: Sequence[Part] = [*self._embed, *layers]
         self._lanes = [lane for lane in (cpu, gpu) if lane is not None]
-        self._uncounted: PipelineCounts | None = None
+        self._counted_from: PipelineCounts | None = None
         self._passes = self._decode_passes = 0
         self._cpu_before = self._decode_cpu_s = 0.0
 
     @property
     def embedding_part(self) -> Part:
-        return partial(_embed_beside, self.embedding, self.config.embedding_scale)
+        return partial(_embed_draft, self.embedding, self.config.embedding_scale)
 
     @property
     def implementations(self) -> tuple[Ops, ...]:
@@ -135,10 +133,10 @@ class StreamedWeights(WeightStore):
 
     def abandon(self) -> None:
         """See ``WeightStore``: drops pending reads and copies."""
-        self.memory.drop_returning()
+        self.memory.drop_restore()
         if self.gpu is not None:
             self.gpu.stop_copies()
-        for lane in self._lanes:  # the CPU's first: copies to a GPU read from its ring
+        for lane in self._lanes:  # the CPU first: copies to a GPU read from its ring
             lane.rewind()
 
     def relieve(self) -> bool:
@@ -147,7 +145,7 @@ class StreamedWeights(WeightStore):
     def _skip_head(self) -> None:
         """Have the pass skip the head, except slices that are being copied to the GPU."""
         self.cpu.skip(stage.name for stage in self._head if stage.where is Where.SSD)
-        if self.gpu is not None:  # it forwards skips of units that the CPU's ring reads
+        if self.gpu is not None:  # its copier has the RAM ring skip units that it copies from there
             self.gpu.skip(stage.name for stage in self._head if stage.where.copied)
 
     # -- caches ----------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ class StreamedWeights(WeightStore):
         self.memory.make_room(caches.growth(batch), caches.gpu_growth(batch))
         cache.reserve(length)
 
-    # -- what passes report ----------------------------------------------------------------------
+    # -- counts ----------------------------------------------------------------------------------
 
     def tasks(self, keep: int | None = None) -> list[Task]:
         if keep is not None:
@@ -176,7 +174,7 @@ class StreamedWeights(WeightStore):
 
     def counts(self) -> PipelineCounts:
         gpu = None if self.gpu is None else self.gpu.gpu
-        read = sum(each.bytes_read for each in self._reading)
+        read = sum(source.bytes_read for source in self._reading)
         totals = PipelineCounts(
             ssd_read_bytes=read + (0 if self._kv_tier is None else self._kv_tier.read_bytes),
             link_bytes=0 if gpu is None else gpu.link_bytes,
@@ -186,49 +184,49 @@ class StreamedWeights(WeightStore):
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
             memory_note=self.memory.note,
-            expert_hits=sum(each.hits for each in self.sparse.values()),
-            expert_uses=sum(each.uses for each in self.sparse.values()),
+            expert_hits=sum(source.hits for source in self.sparse.values()),
+            expert_uses=sum(source.uses for source in self.sparse.values()),
         )
-        return totals if self._uncounted is None else totals.since(self._uncounted)
+        return totals if self._counted_from is None else totals.since(self._counted_from)
 
     def forget_counts(self) -> None:
         """Count from here on."""
-        self._uncounted = None
-        self._uncounted = self.counts()
+        self._counted_from = None
+        self._counted_from = self.counts()
 
     def close(self) -> None:
-        self.memory.drop_returning()
+        self.memory.drop_restore()
         self._close()
 
 
 def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> None:
-    """The first part: rows of the embedding, from RAM where they are."""
+    """The first part of a pass: rows of the embedding."""
     state.enter(cpu)
     with cpu.ops.scope():
-        rows = table.ask(cpu.ops, state.step, state.tokens, state.check, scale=scale)()
+        rows = table.begin_read(cpu.ops, state.step, state.tokens, state.check, scale=scale)()
         state.x = rows if state.step is None else cpu.ops.adapt_tokens(rows, state.step, scale)
 
 
-def _embed_beside(table: RowTable, scale: float, state: PassState) -> None:
+def _embed_draft(table: RowTable, scale: float, state: PassState) -> None:
     """The first part of a draft head's pass."""
     assert state.batch is not None, "a pass has one"
     tokens = np.asarray(state.batch.tokens, np.int64)
-    state.x = table.ask(state.ops, state.step, tokens, state.check, scale=scale)()
+    state.x = table.begin_read(state.ops, state.step, tokens, state.check, scale=scale)()
 
 
 def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: StreamedState) -> None:
-    """The first part if layers have hashed n-grams: begins to read their rows."""
+    """The first part if layers have hashed n-grams: begin to read their rows."""
     state.enter(cpu)
     assert state.batch is not None, "a pass has one"
     rows = hashed.rows_of(state.batch)
-    state.ngrams = table.ask(cpu.ops, state.step, rows, state.check)
+    state.ngrams = table.begin_read(cpu.ops, state.step, rows, state.check)
 
 
 def _take_inputs(table: RowTable, cpu: Lane, inputs: InputTable, state: StreamedState) -> None:
-    """The second part if every layer has its own inputs: takes their rows."""
+    """The second part if every layer has its own inputs: read their rows."""
     state.enter(cpu)
     with cpu.ops.scope():
-        take = table.ask(
+        take = table.begin_read(
             cpu.ops,
             state.step,
             state.tokens,

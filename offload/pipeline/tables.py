@@ -1,8 +1,8 @@
 """Tables that passes read by row: from RAM if resident, else from the SSD.
 
-They are the embedding, inputs of every layer, and hashed n-grams: matrices of a store, of any size.
-A tile holds 16 rows. Each tile with a wanted row is read once, with many reads in flight; tiles of
-the same pages are read together. Recent tiles are kept, since text repeats its words.
+They are the embedding, the inputs of every layer, and hashed n-grams. A tile holds 16 rows. Each
+needed tile is read once, with many reads in flight; tiles in the same pages are read together.
+Recent tiles are cached, since text repeats its words.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from localrt.quant.ops.protocol import Check, Ops
 from localrt.quant.ops.streams import rows_of_tokens
 
 Ids = npt.NDArray[np.int64]
-KEPT_BYTES = 1 << 20
-"""Of tiles that were read, at most."""
+CACHE_BYTES = 1 << 20
+"""The size of the cache of tiles."""
 _READS_AT_ONCE = 16  # reads of one page wait for the disk, not for a core
-_LEAST = 2  # reads for each thread: waking one takes as long as part of a read
+_READS_PER_THREAD = 2  # at least: waking a thread takes as long as part of a read
 
 
 _Pages = tuple[str, int, int]
-"""Whole pages of a file, from one byte to another."""
+"""File, first and last byte: whole pages."""
 
 
 class RowTable:
     """Matrix ``name`` of ``store``, in one unit or in slices.
 
     ``resident`` gives the bytes of a unit in RAM, or None; other units are read from ``files``.
-    ``keep`` is the most bytes of tiles to keep. ``stall_s``: how long a disk may be silent.
+    ``cache_bytes`` is the size of the cache of tiles. ``stall_s``: how long a disk may be silent.
     """
 
     def __init__(
@@ -54,32 +54,32 @@ class RowTable:
         files: StoreFiles,
         resident: Callable[[str], Bytes | None],
         *,
-        keep: int = KEPT_BYTES,
+        cache_bytes: int = CACHE_BYTES,
         stall_s: float = 60.0,
     ) -> None:
-        found = (
+        slices = (
             (unit, tensor)
             for unit in store.manifest.units
             for tensor in unit.tensors
             if tensor.name == name
         )
-        self._parts = sorted(found, key=lambda part: part[1].row)
-        self._tensor = tensor = self._parts[0][1]
+        self._slices = sorted(slices, key=lambda piece: piece[1].row)
+        self._tensor = tensor = self._slices[0][1]
         self._columns = tensor.shape[1]
-        self._rows = sum(tensor.shape[0] for _, tensor in self._parts)
+        self._rows = sum(tensor.shape[0] for _, tensor in self._slices)
         self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
         self._files = files
         self._resident = resident
         self._stall_s = stall_s
         self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
-        self._kept: OrderedDict[int, Bytes] = OrderedDict()  # kept tiles, most recent last
-        self._most_kept = keep // self._tile
+        self._cache: OrderedDict[int, Bytes] = OrderedDict()  # the most recent last
+        self._cache_tiles = cache_bytes // self._tile
         self.bytes_read = 0
-        """From the SSD, so far: whole pages."""
+        """Bytes of whole pages read from the SSD so far."""
         self._counting = Lock()
         self._pool = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="localrt-rows")
 
-    def ask(
+    def begin_read(
         self,
         ops: Ops,
         step: Pass,
@@ -89,7 +89,7 @@ class RowTable:
         scale: float = 1.0,
         each: int = 1,
     ) -> Callable[[], Hidden]:
-        """Begin to read ``rows`` (R,); the function returned gives them for ``ops``, times
+        """Begin to read ``rows`` (R,); return a function for them as arrays of ``ops``, times
         ``scale``.
 
         ``each`` is the rows per token: see ``Ops.embed``. ``check`` is called while waiting, and
@@ -98,7 +98,7 @@ class RowTable:
         Raises:
             CheckpointError: raised by that function: the file fails, or the disk does not answer.
         """
-        if len(self._parts) == 1 and (data := self._resident(self._parts[0][0].name)) is not None:
+        if len(self._slices) == 1 and (data := self._resident(self._slices[0][0].name)) is not None:
             table = self._whole(ops, data)
             return lambda: ops.embed(table, step, scale, tokens=rows, each=each)
         if each > 1:
@@ -106,20 +106,20 @@ class RowTable:
         tiles, where = np.unique(rows // TILE_ROWS, return_inverse=True)
         data = np.empty((len(tiles), self._tile), np.uint8)
         missing = [n for n, tile in enumerate(tiles.tolist()) if not self._copy(tile, data[n])]
-        together: dict[_Pages, list[tuple[Bytes, int]]] = {}
+        tiles_by_pages: dict[_Pages, list[tuple[Bytes, int]]] = {}
         for n, (pages, at) in zip(missing, self._pages(tiles[missing].tolist()), strict=True):
-            together.setdefault(pages, []).append((data[n], at))
-        wanted = list(together.items())
-        shares = min(_READS_AT_ONCE, -(-len(wanted) // _LEAST))
-        edges = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
-        reads = [self._pool.submit(self._read, wanted[a:b]) for a, b in pairwise(edges)]
+            tiles_by_pages.setdefault(pages, []).append((data[n], at))
+        reads_by_pages = list(tiles_by_pages.items())
+        shares = min(_READS_AT_ONCE, -(-len(reads_by_pages) // _READS_PER_THREAD))
+        edges = [n * len(reads_by_pages) // shares for n in range(shares + 1)] if shares else []
+        reads = [self._pool.submit(self._read, reads_by_pages[a:b]) for a, b in pairwise(edges)]
 
         def take() -> Hidden:
             _wait_for_all(reads, f"rows of {self._tensor.name}", self._stall_s, check)
-            for n in missing[: self._most_kept]:
-                self._kept[int(tiles[n])] = data[n].copy()
-            while len(self._kept) > self._most_kept:
-                self._kept.popitem(last=False)
+            for n in missing[: self._cache_tiles]:
+                self._cache[int(tiles[n])] = data[n].copy()
+            while len(self._cache) > self._cache_tiles:
+                self._cache.popitem(last=False)
             table = self._weight(ops, len(tiles) * TILE_ROWS, data.reshape(-1))
             local = where.reshape(-1) * TILE_ROWS + rows % TILE_ROWS
             return ops.embed(table, step, scale, tokens=local)
@@ -131,7 +131,7 @@ class RowTable:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _whole(self, ops: Ops, data: Bytes) -> Weight:
-        """The whole table, where it lies in RAM."""
+        """The whole table as a weight, in place."""
         if self._table is None or self._table[0] is not data:
             tensor = self._tensor
             tiles = data[tensor.offset : tensor.offset + tensor.nbytes]
@@ -147,14 +147,14 @@ class RowTable:
     def _locate(self, tile: int) -> tuple[StoredUnit, int]:
         """The unit that holds a tile, and the tile's offset in it."""
         row = tile * TILE_ROWS
-        unit, tensor = self._parts[bisect_right(self._parts, row, key=_first_row) - 1]
+        unit, tensor = self._slices[bisect_right(self._slices, row, key=_first_row) - 1]
         return unit, tensor.offset + (row - tensor.row) // TILE_ROWS * self._tile
 
     def _copy(self, tile: int, out: Bytes) -> bool:
         """Copy a tile if it is in memory; returns whether it was."""
-        if (kept := self._kept.get(tile)) is not None:
-            self._kept.move_to_end(tile)
-            out[:] = kept
+        if (tile_bytes := self._cache.get(tile)) is not None:
+            self._cache.move_to_end(tile)
+            out[:] = tile_bytes
             return True
         unit, start = self._locate(tile)
         if (data := self._resident(unit.name)) is None:
@@ -171,23 +171,23 @@ class RowTable:
             yield (unit.file, first, -(-(start + self._tile) // PAGE) * PAGE), start - first
 
     def _read(self, reads: Sequence[tuple[_Pages, list[tuple[Bytes, int]]]]) -> None:
-        room = aligned_buffer(max(last - first for (_, first, last), _ in reads))
+        buffer = aligned_buffer(max(last - first for (_, first, last), _ in reads))
         for (file, first, last), tiles in reads:
-            self._files.read_into(file, first, room[: last - first])
+            self._files.read_into(file, first, buffer[: last - first])
             for out, at in tiles:
-                out[:] = room[at : at + self._tile]
+                out[:] = buffer[at : at + self._tile]
             with self._counting:
                 self.bytes_read += last - first
 
 
-def _first_row(part: tuple[StoredUnit, UnitTensor]) -> int:
-    return part[1].row
+def _first_row(piece: tuple[StoredUnit, UnitTensor]) -> int:
+    return piece[1].row
 
 
 def _wait_for_all(
     reads: Sequence[Future[None]], what: str, stall_s: float, check: Check | None = None
 ) -> None:
-    """Wait until all ``reads`` are done. This thread reads nothing itself: a disk may hang.
+    """Wait until all ``reads`` are done; this thread can then notice a disk that hangs.
 
     Raises:
         CheckpointError: one failed, or none of them ends for ``stall_s`` seconds.
@@ -195,10 +195,10 @@ def _wait_for_all(
     latest, count = time.perf_counter(), 0
     try:
         while True:
-            done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
+            done, pending = wait(reads, POLL_S, FIRST_EXCEPTION)
             for read in done:
                 read.result()
-            if not left:
+            if not pending:
                 return
             if len(done) > count:
                 latest, count = time.perf_counter(), len(done)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
-from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
+from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import Model, needs_kernels, pack_synthetic
@@ -57,7 +57,7 @@ def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
     wanted = np.array(ids, np.int64)
     cache = model.ops.kv_cache(model.config.attention, 64)
     step = model.ops.begin(Batch.extend([(cache, ids)]))
-    return np.array(table.ask(model.ops, step, wanted)())
+    return np.array(table.begin_read(model.ops, step, wanted)())
 
 
 @given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
@@ -65,7 +65,7 @@ def test_kept_tiles(model: Model, passes: list[list[int]]) -> None:
     kept, _ = open_table(model)
     with closing(kept):
         for ids in passes:
-            fresh, _ = open_table(model, direct=True, keep=0)
+            fresh, _ = open_table(model, direct=True, cache_bytes=0)
             with closing(fresh):
                 assert np.array_equal(rows(model, kept, ids), rows(model, fresh, ids))
 
@@ -73,14 +73,14 @@ def test_kept_tiles(model: Model, passes: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("keep", "passes", "reads"),
     [
-        (KEPT_BYTES, [[5, 700, 5], [700, 6]], [2, 0]),  # 6 lies in the tile of 5
-        (KEPT_BYTES, [[0, 16]], [1]),  # two tiles of a page
+        (CACHE_BYTES, [[5, 700, 5], [700, 6]], [2, 0]),  # 6 lies in the tile of 5
+        (CACHE_BYTES, [[0, 16]], [1]),  # two tiles of a page
         (0, [[5, 700, 5], [700, 6]], [2, 2]),
         (3 * TILE, [[0], [160], [320], [0], [480], [0], [160]], [1, 1, 1, 0, 1, 0, 1]),
     ],
 )
 def test_reads(model: Model, keep: int, passes: list[list[int]], reads: list[int]) -> None:
-    table, files = open_table(model, keep=keep)
+    table, files = open_table(model, cache_bytes=keep)
     with closing(table):
         for ids, count in zip(passes, reads, strict=True):
             before = len(files.reads)

@@ -53,7 +53,7 @@ def test_split_unit(store: StoreCheckpoint, gpu: float, link: float) -> None:
                 found.setdefault(name, []).append(unpack(untile(block)))
                 if block.name != name:
                     assert np.array_equal(
-                        found[name][-1], rows(store, name)[piece.taken[block.name]]
+                        found[name][-1], rows(store, name)[piece.rows_by_tensor[block.name]]
                     )
     assert len(pieces) == 3
     assert min(pieces[0].rows + pieces[2].rows) > 0

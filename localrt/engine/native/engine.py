@@ -361,9 +361,9 @@ class NativeEngine(Engine):
 
     def _set_ram(self, nbytes: int, plan: Forecast) -> None:
         elsewhere = plan.request.budgets.ram - plan.for_weights_and_caches() + self._taken
-        words = f"the budget is {format_bytes(nbytes)} of RAM now"
+        note = f"the budget is {format_bytes(nbytes)} of RAM now"
         try:
-            self.weights.memory.set_budget(nbytes - elsewhere, words)
+            self.weights.memory.set_budget(nbytes - elsewhere, note)
         except MemoryBudgetError as error:
             raise MemoryBudgetError(
                 f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
@@ -377,8 +377,8 @@ class NativeEngine(Engine):
         less = self._vram - nbytes
         if less <= 0:
             return
-        words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-        if self.weights.memory.shrink_gpu(less, words) < less:
+        note = f"the budget is {format_bytes(nbytes)} of GPU memory now"
+        if self.weights.memory.shrink_gpu(less, note) < less:
             raise MemoryBudgetError(
                 f"the GPU cannot give back {format_bytes(less)}: load the model again with "
                 f"{option('gpu_memory', nbytes)}"

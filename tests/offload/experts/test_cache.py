@@ -128,7 +128,7 @@ def test_slots_allocated_together(
 
     cache = ExpertCache(
         *(trace.layers, trace.count, trace.used, 12),
-        slot_nbytes=2, together=together, alloc=alloc, free=free,
+        slot_nbytes=2, slab_slots=together, alloc=alloc, free=free,
     )  # fmt: skip
     replay(trace, cache)
     for size in sizes:
@@ -181,10 +181,10 @@ def test_finish() -> None:
 def test_hold() -> None:
     cache = ExpertCache(1, 4, 1, 2)
     cache.admit(0, 2)
-    cache.hold(0, [2])
+    cache.lock(0, [2])
     cache.admit(0, 3)
     assert admit(cache, 0, 0) == (0, 3)
-    cache.let_go(0, [2])
+    cache.unlock(0, [2])
     cache.touch(0, *route(0, 1))
     assert admit(cache, 0, 1) == (0, 2)
 

@@ -123,7 +123,7 @@ def test_peak(model: Model, data: st.DataObject, room: int, slack: int) -> None:
         for ours, theirs in passes:
             assert_same([ours], [theirs])
         gpu = gpu_of(decoder)
-        assert gpu.used + gpu.held <= gpu.peak <= capacity
+        assert gpu.used + gpu.reserved <= gpu.peak <= capacity
 
 
 def test_cache_evicts_weights(model: Model) -> None:
@@ -199,7 +199,7 @@ def test_shrinking_capacity(model: Model, data: st.DataObject, drops: list[float
         for number, (ours, theirs) in enumerate(passes):
             assert_same([ours], [theirs])
             if number:
-                assert gpu.used + gpu.held <= gpu.capacity
+                assert gpu.used + gpu.reserved <= gpu.capacity
             if number % 3 == 0 and drops:
                 weights = round(drops.pop() * (gpu.used - least))
                 gpu.capacity = least + weights + beside_weights(model, 32)
@@ -214,7 +214,7 @@ def test_memory_that_comes_back(model: Model) -> None:
             before, needed[0] = gpu.capacity, shortage
             extend(one, cache, [3, 4])
             if shortage > 0:
-                assert gpu.capacity == gpu.used + gpu.held < 1 << 29
+                assert gpu.capacity == gpu.used + gpu.reserved < 1 << 29
             else:
                 assert gpu.capacity == min(before + capacity, 1 << 30)
 
@@ -252,7 +252,7 @@ def test_memory_for_something_else(model: Model) -> None:
             zip(generate(one, 30), generate(model.resident, 30), strict=True)
         ):
             assert_same([ours], [theirs])
-            assert gpu.used + gpu.held <= capacity
+            assert gpu.used + gpu.reserved <= capacity
             if number == 0:
                 with pytest.raises(MemoryBudgetError, match=r"fake GPU: .* wanted"):
                     memory.take_gpu(capacity)
@@ -276,7 +276,7 @@ def test_experts_stay(tmp_path_factory: pytest.TempPathFactory) -> None:
         for _ in generate(decoder, 2):
             pass
         gpu, memory = gpu_of(decoder), decoder.weights.memory
-        gpu.capacity, used = gpu.used + gpu.held + 1000, gpu.used
+        gpu.capacity, used = gpu.used + gpu.reserved + 1000, gpu.used
         memory.take_gpu(1000)
         with pytest.raises(MemoryBudgetError, match="weights that can be streamed leave 0"):
             memory.take_gpu(100_000)
@@ -307,10 +307,10 @@ def test_evicted_slots(tmp_path_factory: pytest.TempPathFactory) -> None:
             assert_same([ours], [theirs])
             if number in (3, 7):
                 before = gpu.used
-                gpu.capacity = gpu.held + gpu.used - 100_000
+                gpu.capacity = gpu.reserved + gpu.used - 100_000
             if number in (4, 8):
                 assert gpu.used <= before - 90_000
-                assert gpu.used + gpu.held <= gpu.capacity
+                assert gpu.used + gpu.reserved <= gpu.capacity
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -76,7 +76,7 @@ def test_few_registrations(model: Model) -> None:
         assert gpu.registered <= SLABS + 10  # and a few dense units and rings
         assert_same(conversation(placed), want)
 
-        wait_for(lambda: memory.whole)  # what is being loaded cannot be given
+        wait_for(lambda: memory.complete)  # what is being loaded cannot be given
         reclaimable = balance.reclaimable
         for nbytes in (memory.slot_nbytes, whole // 3):
             before = memory.nbytes

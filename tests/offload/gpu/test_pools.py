@@ -126,7 +126,7 @@ def test_growth_to_8192_tokens(name: str, card: Modelled) -> None:
             slabs.remove(gone)
             gone.free()
             evictions += 1
-        gpu.hold(held)
+        gpu.set_reserved(held)
         blocks.append(memory.kept.take(block))
         for _ in range(3):  # passes: what they need for a while
             parts, left = list[Block](), scratch
@@ -137,7 +137,7 @@ def test_growth_to_8192_tokens(name: str, card: Modelled) -> None:
             assert pressure(memory) <= 0, tokens_held
             del parts
         assert memory.wasted < 64 * MIB
-    assert gpu.used + gpu.held <= gpu.capacity
+    assert gpu.used + gpu.reserved <= gpu.capacity
     assert (evictions > 0) is (name in ("qwen3-14b", "qwen3-30b-a3b"))
     gpu.free(ring)
 
