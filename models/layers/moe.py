@@ -131,12 +131,12 @@ class SparseMlp:
 
     def __call__(self, state: PassState) -> Array:
         ops, routed = state.ops, self._route(state)
-        turn = self.experts.begin(routed, state)
+        layer_pass = self.experts.begin(routed, state)
         try:
             shared = self._shared_rows(ops, routed)
-            slots = turn.slots()
+            slots = layer_pass.slots()
         finally:
-            turn.end()
+            layer_pass.end()
         rows = self._combine(ops, slots, routed.routing, shared)
         return rows if self._beside is None else self._beside.join(state, rows)
 
@@ -212,11 +212,11 @@ class Experts(Protocol):
     def capturable(self) -> bool:
         """Whether passes run without the choices on the host, so they can be captured as graphs."""
 
-    def begin(self, routed: Routed, state: Any) -> Turn:
+    def begin(self, routed: Routed, state: Any) -> ExpertPass:
         """Begin a layer in a pass of ``state``: start loading the experts that its rows need."""
 
 
-class Turn(Protocol):
+class ExpertPass(Protocol):
     """One layer's experts in one pass."""
 
     def slots(self) -> Array:
@@ -238,19 +238,19 @@ class ResidentExperts:
         """Whether all layers' experts can be captured; see ``Experts``."""
         return self.watch is None and all(table.capturable for table in self.tables.values())
 
-    def begin(self, routed: Routed, state: PassState) -> Turn:
+    def begin(self, routed: Routed, state: PassState) -> ExpertPass:
         """Nothing to load."""
-        return _ResidentTurn(state.ops, self.tables[routed.place], routed)
+        return _ResidentPass(state.ops, self.tables[routed.place], routed)
 
 
 @dataclass(frozen=True, slots=True)
-class _ResidentTurn:
+class _ResidentPass:
     ops: Ops
     table: ExpertTable
     routed: Routed
 
     def slots(self) -> Array:
-        """See ``Turn``; computes all experts at once."""
+        """See ``ExpertPass``; computes all experts at once."""
         routed = self.routed
         slots = self.ops.expert_slots(routed.rows, routed.routing)
         self.ops.run_experts(routed.rows, routed.routing, self.table, routed.spec, slots)

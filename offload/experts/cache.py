@@ -1,9 +1,9 @@
-"""Decides which experts are in memory: slots shared by all layers, assigned by a policy.
+"""The expert cache: slots that all layers share, assigned by a policy.
 
-The same rules serve VRAM slots over RAM and RAM slots over an SSD. An expert's state is its slot,
-and its weights in its layer's table once loaded. Experts are named (layer, expert), layers counted
-among those with experts. For each layer and pass: ``touch`` with the router's choice, ``admit`` for
-each miss, ``release`` once the layer has been computed. The policy, ``Learned``, values experts by
+The same rules serve slots in VRAM filled from RAM and slots in RAM filled from an SSD. An expert
+has a slot, and once loaded its weights in its layer's table. Its key is (layer, expert), counting
+sparse layers only. For each layer and pass: ``touch`` with the router's choice, ``admit`` for each
+miss, ``release`` once the layer has been computed. The policy, ``Learned``, values experts by
 routing alone; docs/mixtures.md compares it with LRU and the optimum. Not thread-safe.
 """
 
@@ -32,8 +32,8 @@ class Learned:
 
     Features are a constant and four moving averages for each expert: of being chosen and of its
     share of the scores, over about 3 and about 30 rows. Least squares over all layers' past
-    routing, with slow forgetting, weighs them. A workload with long phases thus relies on slow
-    averages and a changeable one on fast averages, without settings.
+    routing, with slow forgetting, weighs them. So a workload with long phases relies on slow
+    averages and a changing one on fast averages, without settings.
 
     The chances are ``value`` (layers, count).
     """
@@ -50,8 +50,8 @@ class Learned:
         self._features = np.zeros((layers, 5, count))
         self._features[:, 4] = 1.0
         self._rates = np.array(self.RATES)[:, None]
-        self._new = np.zeros((2, 1, count))  # of one row: chosen, shares of the scores
-        self._keeps = 1.0 - np.array([*self.RATES, *self.RATES, 0.0])[:, None]
+        self._row = np.zeros((2, 1, count))  # of one row: chosen, shares of the scores
+        self._decay = 1.0 - np.array([*self.RATES, *self.RATES, 0.0])[:, None]
         self._weights = np.array([0.2, 0.3, 0.2, 0.3, 0.0])
         self._prior = self.PRIOR * np.eye(5) * used / count
         self._prior_target = self._prior @ self._weights
@@ -76,28 +76,28 @@ class Learned:
         self._last = layer
         self._moments += features @ features.T
         if steps == 1:
-            new, top = self._new, self._top
+            new, top = self._row, self._top
             new.fill(0.0)
             new[0, 0, chosen] = 1.0
             self._target += features @ new[0, 0]
             new[1, 0, experts[0, :top]] = self._used * _shares_of(scores[0, :top])
-            features *= self._keeps
+            features *= self._decay
             averages = features[:4].reshape(2, 2, -1)
             averages += self._rates * new
         else:
-            happened = np.zeros(features.shape[1])
-            happened[chosen] = rows / steps
-            shares = self._used * _mean_shares(experts, scores, self._top, len(happened))
-            self._target += features @ happened
-            keeps = self._keeps**steps
-            features *= keeps
-            features[:2] += (1.0 - keeps[:2]) * happened
-            features[2:4] += (1.0 - keeps[2:4]) * shares
+            chosen_shares = np.zeros(features.shape[1])
+            chosen_shares[chosen] = rows / steps
+            shares = self._used * _mean_shares(experts, scores, self._top, len(chosen_shares))
+            self._target += features @ chosen_shares
+            decay = self._decay**steps
+            features *= decay
+            features[:2] += (1.0 - decay[:2]) * chosen_shares
+            features[2:4] += (1.0 - decay[2:4]) * shares
         np.dot(self._weights, features, out=self.value[layer])
 
 
 def _shares_of(scores: Scores) -> Values:
-    """One row's scores as shares of their sum; where they sum to nothing, equal ones."""
+    """One row's scores as shares of their sum; equal shares if the sum is 0."""
     shares: Values = scores.astype(np.float64)
     total = float(shares.sum())
     return shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))
@@ -117,11 +117,11 @@ def _mean_shares(experts: Ids, scores: Scores, top: int, count: int) -> Values:
 Key = tuple[int, int]
 """(layer, expert)."""
 _NOTHING = np.empty(0, np.intp)
-# How much more than its victim an expert must be worth to be loaded while the link idles:
-# experts that take turns would keep the link busy, and memory, for nothing.
+# An expert is loaded over an idle link if it is worth this many times its victim: otherwise two
+# experts that are used alternately would evict each other over and over.
 _MARGIN = 2.0
-STAYS = round(1 / min(Learned.RATES))
-"""Passes for which an expert that is worth a slot is taken to keep it: what slow averages span."""
+STAY_PASSES = round(1 / min(Learned.RATES))
+"""Passes for which an expert is expected to keep its slot: the span of slow averages."""
 
 
 class Demand(NamedTuple):
@@ -134,9 +134,9 @@ class Demand(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[MemoryT]):
-    """An expert's place: ``memory``, filled by ``load``, which is None once the expert is loaded.
+    """Memory for one expert, filled by ``load``, which is None once the expert is loaded.
 
-    ``layer`` is that of the expert it had last on a GPU; ``made`` is the key and the weights last
+    On a GPU, ``layer`` is that of its latest expert; ``made`` is the layout and the weights last
     made on the memory.
     """
 
@@ -147,7 +147,7 @@ class Slot(Generic[MemoryT]):
 
 
 def slots_within(nbytes: int, expert_nbytes: int) -> int:
-    """The slots that a budget of ``nbytes`` has, each for the model's largest expert.
+    """The number of slots in ``nbytes``, each for the model's largest expert.
 
     Raises:
         MemoryBudgetError: not even one.
@@ -165,9 +165,9 @@ def slots_within(nbytes: int, expert_nbytes: int) -> int:
 class ExpertCache(Generic[MemoryT]):
     """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
-    ``tables`` are what the layers' kernels compute with. ``alloc`` gives the memory of up to
-    ``together`` slots of ``slot_nbytes`` each, and ``free`` takes it back as a whole.
-    ``hits`` and ``demands`` count the experts that layers found and asked for.
+    ``tables`` are those that the layers' kernels read. ``alloc`` allocates a slab of up to
+    ``slab_slots`` slots of ``slot_nbytes`` each, and ``free`` frees it as a whole. ``demands``
+    counts the chosen experts of all layers, ``hits`` those that had slots.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ExpertCache(Generic[MemoryT]):
         policy: Learned | None = None,
         tables: Sequence[ExpertTable] = (),
         slot_nbytes: int = 0,
-        together: int = 1,
+        slab_slots: int = 1,
         alloc: Callable[[int], MemoryT] | None = None,
         free: Callable[[MemoryT], object] = lambda memory: None,
     ) -> None:
@@ -189,23 +189,23 @@ class ExpertCache(Generic[MemoryT]):
         self.tables = tables
         self.capacity = capacity
         self.hits = self.demands = 0
-        self.slot_nbytes, self.together = slot_nbytes, together
+        self.slot_nbytes, self.slab_slots = slot_nbytes, slab_slots
         self._alloc = alloc or cast(Callable[[int], MemoryT], bytes)
         self._free = free
-        # Each one's memory and the slots in it.
+        # memory, and the slots in it.
         self._slabs: list[tuple[MemoryT, list[Slot[MemoryT]]]] = []
-        self._allocated = 0  # these slots
+        self._allocated = 0  # slots in all slabs
         self._slots: dict[Key, Slot[MemoryT]] = {}
-        self._spare: list[Slot[MemoryT]] = []
+        self._free_slots: list[Slot[MemoryT]] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
-        # Counts of reasons not to evict (absence is one); an expert without any has its worth.
-        self._blocked = np.ones((layers, count), np.int32)
+        # Counts of locks (absence is one). The worth of a locked expert is infinite.
+        self._locks = np.ones((layers, count), np.int32)
         self._worth = np.full((layers, count), np.inf)
-        self._stale = set[int]()  # layers whose worth is to be computed again
+        self._stale = set[int]()  # layers whose worth must be computed again
         self._flat = self._worth.reshape(-1)
-        self._using = [_NOTHING] * layers
+        self._in_use = [_NOTHING] * layers
         self._ones = np.ones(used, np.intp)
-        self._victims = self._flat  # a view of what may be evicted
+        self._victims = self._flat  # a view of the experts that may be evicted
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -248,10 +248,10 @@ class ExpertCache(Generic[MemoryT]):
     ) -> Demand:
         """Note a router's choice: (rows, ranks) each, best first; the first ``used`` are chosen.
 
-        Chosen experts are in use, and so not evicted, until ``release(layer)``. With ``only``,
-        other experts are elsewhere and are ignored.
+        Chosen experts are not evicted until ``release(layer)``. With ``only``, other experts are
+        ignored.
         """
-        if self._using[layer].size:
+        if self._in_use[layer].size:
             self.release(layer)
         chosen: NDArray[np.intp]
         if len(experts) == 1:
@@ -261,45 +261,45 @@ class ExpertCache(Generic[MemoryT]):
             chosen = seen.nonzero()[0]
             rows = seen[chosen]
         if only is not None:
-            asked = np.zeros(self.count, np.bool_)
-            asked[only] = True
-            asked = asked[chosen]
-            chosen, rows = chosen[asked], rows[asked]
+            selected = np.zeros(self.count, np.bool_)
+            selected[only] = True
+            selected = selected[chosen]
+            chosen, rows = chosen[selected], rows[selected]
         resident = self._resident[layer, chosen]
         self.hits += int(np.count_nonzero(resident))
         self.demands += len(chosen)
         if not self.complete:
             self.policy.touch(layer, chosen, rows, experts, scores)
-        self._using[layer] = chosen
-        self._blocked[layer][chosen] += 1
+        self._in_use[layer] = chosen
+        self._locks[layer][chosen] += 1
         self._stale.add(layer)
-        # A pass of many rows will need nearly all that later layers hold: it must not evict that
-        # for what it is done with. Its own layers so far make room, if they hold enough to do so.
-        held = self._resident[: layer + 1]
-        behind = len(experts) > 1 and np.count_nonzero(held) >= self.used
-        self._victims = self._flat[: (layer + 1) * self.count] if behind else self._flat
+        # A pass of many rows will need nearly all experts of later layers: only layers up to this
+        # one may be evicted, if they have enough experts in slots.
+        so_far = self._resident[: layer + 1]
+        many_rows = len(experts) > 1 and np.count_nonzero(so_far) >= self.used
+        self._victims = self._flat[: (layer + 1) * self.count] if many_rows else self._flat
         return Demand(chosen, rows, resident)
 
-    def found(self, count: int) -> None:
-        """Count experts that a layer asked for and found, whichever they were."""
+    def count_hits(self, count: int) -> None:
+        """Count ``count`` chosen experts as hits, without a ``touch``."""
         self.hits += count
         self.demands += count
 
     def release(self, layer: int) -> None:
         """Mark all experts of a layer's latest pass as no longer in use."""
-        using = self._using[layer]
-        if using.size:
-            self._blocked[layer][using] -= 1
-            self._using[layer] = _NOTHING
+        in_use = self._in_use[layer]
+        if in_use.size:
+            self._locks[layer][in_use] -= 1
+            self._in_use[layer] = _NOTHING
             self._stale.add(layer)
 
     def finish(self, layer: int, experts: Iterable[int]) -> None:
         """Mark some experts of a layer's latest pass as no longer in use: they can be evicted."""
         done = set(experts)
-        using = self._using[layer].tolist()
-        self._using[layer] = np.array([e for e in using if e not in done], np.intp)
-        for expert in done.intersection(using):
-            self._blocked[layer, expert] -= 1
+        in_use = self._in_use[layer].tolist()
+        self._in_use[layer] = np.array([e for e in in_use if e not in done], np.intp)
+        for expert in done.intersection(in_use):
+            self._locks[layer, expert] -= 1
         self._stale.add(layer)
 
     def admit(self, layer: int, expert: int) -> Slot[MemoryT]:
@@ -313,12 +313,12 @@ class ExpertCache(Generic[MemoryT]):
             raise ValueError(f"expert {expert} of layer {layer} is held already")
         if len(self._slots) >= self.capacity and not self._evict_least():
             raise ValueError(f"all {self.capacity} slots are in use")
-        if not self._spare:
+        if not self._free_slots:
             self._allocate()
-        slot = self._slots[key] = self._spare.pop()
+        slot = self._slots[key] = self._free_slots.pop()
         self._resident[key] = True
-        self._blocked[key] -= 1
-        if not self._blocked[key]:
+        self._locks[key] -= 1
+        if not self._locks[key]:
             self._worth[key] = self.policy.value[key]
         return slot
 
@@ -328,9 +328,9 @@ class ExpertCache(Generic[MemoryT]):
         self.tables[layer].put(expert, weights)
 
     def candidate(self, layer: int, gain: float = 0.0) -> int | None:
-        """The absent expert of a layer most worth a slot, to be loaded while the link idles.
+        """The most valuable absent expert of a layer, to be loaded while the link idles.
 
-        None if no slot is free and the expert is not worth well more than its victim, and at least
+        None if no slot is free and the expert is not worth ``_MARGIN`` times its victim, and
         ``gain`` more. The policy's values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
@@ -340,7 +340,7 @@ class ExpertCache(Generic[MemoryT]):
             return None
         if len(self._slots) < self.capacity:
             return best
-        if worth <= gain:  # finding the victim takes longer
+        if worth <= gain:  # before looking for the victim, which takes longer
             return None
         least = max(0.0, self.least)
         return best if worth > max(_MARGIN * least, least + gain) else None
@@ -348,30 +348,30 @@ class ExpertCache(Generic[MemoryT]):
     @property
     def least(self) -> float:
         """The worth of the expert to be evicted next; infinite if none can be."""
-        return float(self._worths().min())
+        return float(self._values().min())
 
     @property
     def room(self) -> int:
         """How many experts can be admitted now."""
         free = max(0, self.capacity - len(self._slots))
-        return free + int(np.count_nonzero(self._worths() < np.inf))
+        return free + int(np.count_nonzero(self._values() < np.inf))
 
     def widen(self) -> None:
-        """Let later layers make room too in this pass: earlier ones have nothing to evict."""
+        """Let experts of later layers be evicted in this pass, too: earlier ones are all locked."""
         self._victims = self._flat
 
-    # -- beside the passes ---------------------------------------------------------------------
+    # -- locks and memory ----------------------------------------------------------------------
 
-    def hold(self, layer: int, experts: Iterable[int]) -> None:
-        """Do not evict these experts, which are being loaded, until ``let_go``. Holds add up."""
+    def lock(self, layer: int, experts: Iterable[int]) -> None:
+        """Do not evict these experts, which are being loaded, until ``unlock``. Locks add up."""
         for expert in experts:
-            self._blocked[layer, expert] += 1
+            self._locks[layer, expert] += 1
             self._worth[layer, expert] = np.inf
 
-    def let_go(self, layer: int, experts: Iterable[int]) -> None:
-        """Undo one ``hold``."""
+    def unlock(self, layer: int, experts: Iterable[int]) -> None:
+        """Undo one ``lock``."""
         for expert in experts:
-            self._blocked[layer, expert] -= 1
+            self._locks[layer, expert] -= 1
         self._stale.add(layer)
 
     def drop(self, layer: int, expert: int) -> None:
@@ -379,11 +379,11 @@ class ExpertCache(Generic[MemoryT]):
         key = (layer, expert)
         slot = self._slots.pop(key)
         slot.load = None
-        self._spare.append(slot)
+        self._free_slots.append(slot)
         if self.tables:
             self.tables[layer].drop(expert)
         self._resident[key] = False
-        self._blocked[key] += 1
+        self._locks[key] += 1
         self._worth[key] = np.inf
 
     def reserve(self) -> None:
@@ -392,29 +392,28 @@ class ExpertCache(Generic[MemoryT]):
             self._allocate()
 
     def resize(self, capacity: int, least: int = 0) -> None:
-        """Change the number of slots. What was allocated together is freed together: first what
-        holds the experts worth least in all, as long as ``least`` slots stay.
+        """Change the number of slots. Slabs are freed as a whole, the least valuable first, as long
+        as ``least`` slots stay.
 
-        Memory with experts in use stays: then, and where slots are freed together, the capacity
-        differs from ``capacity``.
+        Slabs with experts in use stay. The new capacity may therefore differ from ``capacity``.
         """
         self._victims = self._flat
-        self._worths()
+        self._values()
         self.capacity = capacity
         if self._allocated <= capacity:
             return
         keys = {id(slot): key for key, slot in self._slots.items()}
-        found = [[keys[id(s)] for s in slots if id(s) in keys] for _, slots in self._slabs]
-        worth = [sum(self._worth[key] for key in each) if each else -np.inf for each in found]
-        gone, left = set[int](), self._allocated
+        residents = [[keys[id(s)] for s in slots if id(s) in keys] for _, slots in self._slabs]
+        worth = [sum(self._worth[key] for key in each) if each else -np.inf for each in residents]
+        freed, left = set[int](), self._allocated
         for number in np.argsort(worth, kind="stable").tolist():
             count = len(self._slabs[number][1])
             if left > capacity and worth[number] < np.inf and left - count >= least:
-                gone.add(number)
+                freed.add(number)
                 left -= count
-                for key in found[number]:
+                for key in residents[number]:
                     self.drop(*key)
-        self._free_slabs(gone)
+        self._free_slabs(freed)
         self.capacity = left
 
     def close(self) -> None:
@@ -424,34 +423,34 @@ class ExpertCache(Generic[MemoryT]):
         self._free_slabs(set(range(len(self._slabs))))
 
     def _allocate(self) -> None:
-        """Have more slots, up to ``capacity``."""
-        count = min(self.together, self.capacity - self._allocated)
+        """Allocate one more slab, up to ``capacity``."""
+        count = min(self.slab_slots, self.capacity - self._allocated)
         memory, size = self._alloc(count * self.slot_nbytes), self.slot_nbytes
         slots = [Slot(memory[number * size : (number + 1) * size]) for number in range(count)]
         self._slabs.append((memory, slots))
         self._allocated += count
-        self._spare += reversed(slots)
+        self._free_slots += reversed(slots)
 
     def _free_slabs(self, numbers: set[int]) -> None:
-        """Free memory whose slots are all spare."""
-        gone = {id(slot) for number in numbers for slot in self._slabs[number][1]}
-        self._spare = [slot for slot in self._spare if id(slot) not in gone]
+        """Free slabs whose slots are all free."""
+        freed = {id(slot) for number in numbers for slot in self._slabs[number][1]}
+        self._free_slots = [slot for slot in self._free_slots if id(slot) not in freed]
         for number in numbers:
             self._allocated -= len(self._slabs[number][1])
             self._free(self._slabs[number][0])
         self._slabs = [slab for at, slab in enumerate(self._slabs) if at not in numbers]
 
-    def _worths(self) -> Values:
-        """What may be evicted is worth, by layers and experts."""
+    def _values(self) -> Values:
+        """The worth of the experts that may be evicted; infinite for locked ones."""
         while self._stale:
             layer = self._stale.pop()
-            self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])
+            self._worth[layer] = np.where(self._locks[layer], np.inf, self.policy.value[layer])
         return self._victims
 
     def _evict_least(self) -> bool:
         """Evict the expert worth least; returns whether there was one."""
-        layer, expert = divmod(int(self._worths().argmin()), self.count)
-        if self._blocked[layer, expert]:
+        layer, expert = divmod(int(self._values().argmin()), self.count)
+        if self._locks[layer, expert]:
             return False
         self.drop(layer, expert)
         return True

@@ -1,14 +1,13 @@
 """Runs a sparse layer on GPU and CPU at once: each expert where it is finished first.
 
-The router runs on the GPU, and experts in its slots are started there before the host knows which
-were chosen. The host waits once, for the choice and the rows. Of the other experts some are copied
-over the link while the CPU computes the rest, as the scheduler decides by cost. Slots are combined
-on the GPU in the order of k: so the order of finishing has no effect. Experts in neither memory are
-read from the SSD and computed by the CPU. A model whose experts are all on the GPU waits for
-nothing.
+The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
+choice. The host waits once, for the choice and the rows. By cost, the scheduler has some of the
+other experts copied over the link while the CPU computes the rest. Results are summed on the GPU in
+the order of k, so the order of finishing has no effect. Experts in neither memory are read from the
+SSD and computed by the CPU. If all experts are on the GPU, the host waits for nothing.
 
-Short passes are recorded, with what the host does between two graphs: a layer then takes two
-launches, and what moves to or from the GPU meanwhile changes the layer's table there alone.
+Short passes are recorded as two graphs per layer, with the host's work between them. An expert that
+moves to or from the GPU changes only the layer's table there, not the graphs.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -24,10 +23,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.layers.moe import Routed, RoutingWatch, Turn
+from localrt.models.layers.moe import ExpertPass, Routed, RoutingWatch
 from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.cache import STAYS, Demand, Key
+from localrt.offload.experts.cache import STAY_PASSES, Demand, Key
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Arrival, Demanded, GpuSlots
 from localrt.offload.experts.scheduler import (
@@ -41,7 +40,7 @@ from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Share
 from localrt.quant.ops.protocol import Check, Ops, Recorder
 
-_HELD_SHARE = 4  # copies ahead may hold one in so many of the RAM's slots
+_COPY_SHARE = 4  # running copies lock at most a quarter of the slots in RAM
 
 Scheduler = Callable[..., Assignment]
 
@@ -52,7 +51,7 @@ Mask = npt.NDArray[np.bool_]
 class HybridExperts:
     """Runs the sparse layers whose router is on the GPU of ``slots``. See ``Experts``.
 
-    ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
+    ``memory`` has the experts in RAM, ``host`` computes on the CPU; ``costs`` are seconds per
     expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts in RAM
     or VRAM. ``recorder`` is the GPU's. ``scheduler``, and whether an idle link ``fills`` slots, may
     be changed between passes.
@@ -77,102 +76,104 @@ class HybridExperts:
         self.host = host
         self._clock = clock
         self._costs = costs
-        # What a copy takes of the CPU's time, in uses of its expert, over the passes that it stays.
-        saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAYS
-        self._gain = (costs.start + costs.link_load * costs.fetch) / saved
-        self._plans: dict[object, list[int]] = {}  # which are copied over an idle link
+        # The least value of an expert for which a copy saves more of the CPU's time than it takes.
+        saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAY_PASSES
+        self._min_gain = (costs.start + costs.link_load * costs.fetch) / saved
+        self._cached_choices: dict[
+            object, list[int]
+        ] = {}  # the scheduler's choices with an idle link
         self._gpu_rows = gpu_rows
         self._recorder = recorder
         self.scheduler: Scheduler = schedule
         self.fills = True
-        self._answered = 0  # misses for which a slot was filled, or need not be
-        self._link_free = 0.0  # about when all requested copies end
-        self._copying = deque[Arrival]()  # in order; in RAM, too, they stay meanwhile
-        self._arriving: dict[Key, Arrival] = {}  # of these, those that kernels do not find yet
+        self._filled = 0  # misses for which a slot was filled, or need not be
+        self._link_free = 0.0  # about when all running copies end
+        self._copying = deque[Arrival]()  # running copies in order; their experts are locked in RAM
+        self._arriving: dict[Key, Arrival] = {}  # copied experts that are not in the table yet
 
     @property
     def hits(self) -> int:
-        """Experts that were on the GPU when a layer asked for them."""
+        """Uses of experts that were on the GPU already."""
         return self.slots.cache.hits
 
     @property
     def uses(self) -> int:
-        """All experts that layers asked for."""
+        """All uses of experts, one per layer and pass."""
         return self.slots.cache.demands
 
     def records(self, rows: int) -> bool | None:
-        """Whether sparse layers can be recorded in a pass of so many rows; None if that is not
-        known before each layer has had an expert on the GPU.
+        """Whether sparse layers can be recorded in a pass of ``rows``; None until each layer has
+        had an expert on the GPU.
         """
         if self.watch is not None or 0 < self._gpu_rows <= rows:
             return False
         sharable = {table.sharable for table in self.slots.cache.tables}
         return False if False in sharable else None if None in sharable else True
 
-    def begin(self, routed: Routed, state: PassState) -> Turn:
-        """Begin to bring the rows and the choice to the host; ``state`` is on the GPU."""
+    def begin(self, routed: Routed, state: PassState) -> ExpertPass:
+        """Begin to copy the rows and the choice to the host; ``state`` is on the GPU."""
         gpu, routing = self.gpu, routed.routing
         if self._recorder is not None:
             table = self.slots.cache.tables[routed.place]
             share = self._recorder.share(routed.rows, routing, table)
             if share is not None:
-                return _RecordedTurn(self, routed, share)
+                return _RecordedPass(self, routed, share)
         crossing = 0 < self._gpu_rows <= routing.rows
         received = None if crossing else gpu.send(routed.rows, routing)
-        return _EagerTurn(self, routed, state.check, received)
+        return _EagerPass(self, routed, state.check, received)
 
-    def compute(self, turn: _EagerTurn) -> Array:
-        """Compute the slots of a layer's turn, on the GPU."""
-        routed, cache = turn.routed, self.slots.cache
+    def compute(self, layer_pass: _EagerPass) -> Array:
+        """Compute the slots of a layer."""
+        routed, cache = layer_pass.routed, self.slots.cache
         place, routing = routed.place, routed.routing
-        turn.slots_array = self.gpu.ops.expert_slots(routed.rows, routing)
-        if turn.received is None:
-            if turn.away:
+        layer_pass.slots_array = self.gpu.ops.expert_slots(routed.rows, routing)
+        if layer_pass.received is None:
+            if layer_pass.unread:
                 routed.read(self.watch)
             self._settle()
-            self._cross(turn, cache.touch(place, routing.experts, routing.scores))
-            return turn.slots_array
+            self._run_crossing(layer_pass, cache.touch(place, routing.experts, routing.scores))
+            return layer_pass.slots_array
         self._settle()
-        turn.there = self._there(place)
-        wanted = turn.there
+        layer_pass.findable = self._findable(place)
+        wanted = layer_pass.findable
         if not routing.away:
             wanted = wanted & (routing.loads(len(wanted)) > 0)
-        self._on_gpu(turn, wanted.nonzero()[0].tolist())
-        if not self._needs_no_host(turn):
-            if turn.away:
+        self._on_gpu(layer_pass, wanted.nonzero()[0].tolist())
+        if not self._all_on_gpu(layer_pass):
+            if layer_pass.unread:
                 routed.read(self.watch)
-            self._share(turn, cache.touch(place, routing.experts, routing.scores))
-        return turn.slots_array
+            self._divide(layer_pass, cache.touch(place, routing.experts, routing.scores))
+        return layer_pass.slots_array
 
-    def begin_replay(self, turn: _RecordedTurn) -> None:
-        """Before the graph with a layer's experts: tell the GPU which are there."""
+    def begin_replay(self, layer_pass: _RecordedPass) -> None:
+        """Before the graph with a layer's experts: update its table on the GPU."""
         self._settle()
-        turn.there = turn.share.begin()
-        self.slots.replayed(turn.routed.place)
+        layer_pass.findable = layer_pass.share.begin()
+        self.slots.replayed(layer_pass.routed.place)
 
-    def share_replay(self, turn: _RecordedTurn, check: Check | None) -> None:
+    def share_replay(self, layer_pass: _RecordedPass, check: Check | None) -> None:
         """After the graph with a layer's experts: compute the others."""
-        place, share, failed = turn.routed.place, turn.share, True
+        place, share, failed = layer_pass.routed.place, layer_pass.share, True
         share.filled.fill(0)
-        if self._needs_no_host(turn):
+        if self._all_on_gpu(layer_pass):
             return
-        turn.check = check
+        layer_pass.check = check
         try:
             if check is not None:
                 check()
             share.receive()
-            turn.routed.read(self.watch, share.routing)
+            layer_pass.routed.read(self.watch, share.routing)
             experts, scores = share.routing.experts, share.routing.scores
-            self._share(turn, self.slots.cache.touch(place, experts, scores))
+            self._divide(layer_pass, self.slots.cache.touch(place, experts, scores))
             failed = False
         finally:
             self.end(place, failed=failed)
         self.fill(place)
 
     def end(self, place: int, *, failed: bool) -> None:
-        """Release what a layer's turn has held."""
+        """Unlock the experts of a layer."""
         if failed:
-            self.settle()  # unawaited copies: these experts have slots already
+            self.settle()  # copies that nothing waits for: their experts have slots already
         self.memory.pool(place).done(place)
         self.slots.cache.release(place)
 
@@ -187,54 +188,54 @@ class HybridExperts:
         return self.slots.evict(nbytes)
 
     def settle(self) -> None:
-        """Wait until no copy to a slot is running: the slots' memory may be freed then."""
+        """Wait for all copies to slots: the slots' memory may be freed then."""
         self._settle(wait=True)
 
-    def _needs_no_host(self, turn: _RecordedTurn | _EagerTurn) -> bool:
-        """Whether a turn is done, as all experts of the model are on the GPU for good."""
-        cache, routing = self.slots.cache, turn.routed.routing
-        if not (cache.complete and routing.away and turn.there.all()):
+    def _all_on_gpu(self, layer_pass: _RecordedPass | _EagerPass) -> bool:
+        """Whether the GPU computes a layer alone: it has all experts of the model for good."""
+        cache, routing = self.slots.cache, layer_pass.routed.routing
+        if not (cache.complete and routing.away and layer_pass.findable.all()):
             return False
-        if isinstance(turn, _EagerTurn):
-            self.slots.used(turn.routed.place)
-        cache.found(min(cache.count, routing.rows * routing.used))
+        if isinstance(layer_pass, _EagerPass):
+            self.slots.used(layer_pass.routed.place)
+        cache.count_hits(min(cache.count, routing.rows * routing.used))
         return True
 
-    def _there(self, place: int) -> Mask:
-        """(E,): the layer's experts that kernels find."""
-        there = self.slots.cache.resident(place)
+    def _findable(self, place: int) -> Mask:
+        """(E,): the layer's experts that are in its table on the GPU."""
+        findable = self.slots.cache.resident(place)
         for layer, expert in self._arriving:
             if layer == place:
-                there = there.copy()
-                there[expert] = False
-        return there
+                findable = findable.copy()
+                findable[expert] = False
+        return findable
 
     def _bring(self, place: int, expert: int) -> Arrival:
-        """Begin to copy an expert from RAM, and note how long the link will be busy."""
+        """Begin to copy an expert from RAM to the GPU."""
         pool = self.memory.pool(place)
         arrival = self.slots.bring((place, expert), pool.data(place, expert))
-        pool.cache.hold(place, [expert])
+        pool.cache.lock(place, [expert])
         self._copying.append(arrival)
         self._arriving[place, expert] = arrival
         self._link_free = max(self._link_free, time.perf_counter()) + self._costs.fetch
         return arrival
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Enter experts whose copies have ended, and let go of them in RAM.
+        """Enter experts whose copies have ended, and unlock them in RAM.
 
-        Running copies are not waited for, unless they hold too many of RAM's slots.
+        Waits for running copies only if they lock too many slots in RAM, or with ``wait``.
         """
         while self._copying:
             arrival = self._copying[0]
             (place, expert), copied = arrival.key, arrival.copied
             cache = self.memory.pool(place).cache
             if copied is not None:
-                spared = len(self._copying) <= cache.capacity // _HELD_SHARE
+                spared = len(self._copying) <= cache.capacity // _COPY_SHARE
                 if spared and not wait and not copied.query():
                     return
                 copied.synchronize()
             self._copying.popleft()
-            cache.let_go(place, [expert])
+            cache.unlock(place, [expert])
             if self._arriving.get(arrival.key) is arrival:
                 self._enter(arrival)
 
@@ -243,16 +244,16 @@ class HybridExperts:
         self.slots.enter(arrival)
 
     def fill(self, place: int) -> None:
-        """If the link is idle, copy the layer's expert that is most worth a slot, if it pays: at
-        most one for each miss of late, as copies cost the host time in each layer.
+        """If the link is idle, copy the layer's most valuable expert, if that pays: at most one per
+        recent miss, since copies cost the host time in each layer.
         """
         cache, misses = self.slots.cache, self.uses - self.hits
-        if not self.fills or self._answered >= misses or self._link_free > time.perf_counter():
+        if not self.fills or self._filled >= misses or self._link_free > time.perf_counter():
             return
-        expert = cache.candidate(place, self._gain)
+        expert = cache.candidate(place, self._min_gain)
         if expert is not None and self.memory.pool(place).holds(place, expert):
             self._bring(place, expert)
-            self._answered = max(self._answered + 1, misses - cache.layers * cache.used)
+            self._filled = max(self._filled + 1, misses - cache.layers * cache.used)
 
     def _ahead(self, place: int) -> None:
         """Begin to copy the next layer's experts from RAM, as far as there is room."""
@@ -261,135 +262,141 @@ class HybridExperts:
             return
         pool, resident = self.memory.pool(place), cache.resident(place)
         here, absent = np.flatnonzero(resident).tolist(), np.flatnonzero(~resident).tolist()
-        most = pool.cache.capacity // _HELD_SHARE
-        cache.hold(place, here)
+        limit = pool.cache.capacity // _COPY_SHARE
+        cache.lock(place, here)
         for expert in absent:
-            if not cache.room or len(self._copying) >= most:
+            if not cache.room or len(self._copying) >= limit:
                 break
             if pool.holds(place, expert):
                 self._bring(place, expert)
-        cache.let_go(place, here)
+        cache.unlock(place, here)
 
-    def _share(self, turn: _EagerTurn | _RecordedTurn, demand: Demand) -> None:
-        """Compute chosen experts that the GPU has not begun, on the processor that finishes first.
+    def _divide(self, layer_pass: _EagerPass | _RecordedPass, demand: Demand) -> None:
+        """Compute the chosen experts that the GPU has not begun, each where it is finished first.
 
-        Copies begin first, then the GPU's kernels: both go on while the CPU computes.
+        Copies begin first, then the GPU's kernels: both continue while the CPU computes.
         """
-        place, there = turn.routed.place, turn.there[demand.experts].tolist()
-        if all(there):
+        place, findable = layer_pass.routed.place, layer_pass.findable[demand.experts].tolist()
+        if all(findable):
             return
-        chosen = zip(demand.experts.tolist(), there, strict=True)
+        chosen = zip(demand.experts.tolist(), findable, strict=True)
         absent = [expert for expert, found in chosen if not found]
-        wanted = self.memory.pool(place).demand(place, turn.routing, only=absent)
-        copied = self._worth_copying(demand, there)
+        wanted = self.memory.pool(place).demand(place, layer_pass.routing, only=absent)
+        copied = self._chosen_copies(demand, findable)
         if copied:
-            arrivals = self._fetch(turn, copied, wanted)
-            self._at_once(turn, arrivals)
+            arrivals = self._fetch(layer_pass, copied, wanted)
+            self._run_arrived(layer_pass, arrivals)
             fetched = {arrival.key[1] for arrival in arrivals}
             absent = [expert for expert in absent if expert not in fetched]
         if absent:
-            self._on_cpu(turn, absent, wanted)
+            self._on_cpu(layer_pass, absent, wanted)
 
-    def _worth_copying(self, demand: Demand, there: Sequence[bool]) -> list[int]:
-        """Those of the experts that are not ``there`` which the scheduler copies, in its order."""
+    def _chosen_copies(self, demand: Demand, findable: Sequence[bool]) -> list[int]:
+        """The absent experts that the scheduler has copied to the GPU, in its order."""
         ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
         rows = demand.rows.tolist()
-        key = self.scheduler, *zip(rows, there, strict=True)
-        known = None if ready.link else self._plans.get(key)
-        if known is None:
-            known = self.scheduler(rows, there, self._costs, ready).fetch
-        if not ready.link and len(rows) == self.slots.cache.used:  # of one row: there are few
-            self._plans[key] = known
-        return demand.experts[known].tolist() if known else []
+        key = self.scheduler, *zip(rows, findable, strict=True)
+        choice = None if ready.link else self._cached_choices.get(key)
+        if choice is None:
+            choice = self.scheduler(rows, findable, self._costs, ready).fetch
+        if not ready.link and len(rows) == self.slots.cache.used:  # one row: few cases
+            self._cached_choices[key] = choice
+        return demand.experts[choice].tolist() if choice else []
 
-    def _cross(self, turn: _EagerTurn, demand: Demand) -> None:
+    def _run_crossing(self, layer_pass: _EagerPass, demand: Demand) -> None:
         """Compute experts in RAM or VRAM on the GPU, the rest on the CPU."""
-        place, cache = turn.routed.place, self.slots.cache
-        held = demand.experts[demand.resident].tolist()
+        place, cache = layer_pass.routed.place, self.slots.cache
+        resident = demand.experts[demand.resident].tolist()
         rest = demand.experts[~demand.resident].tolist()
-        wanted = self.memory.pool(place).demand(place, turn.routing, only=rest)
-        keys = [(place, expert) for expert in held]
+        wanted = self.memory.pool(place).demand(place, layer_pass.routing, only=rest)
+        keys = [(place, expert) for expert in resident]
         arriving = [self._arriving[key] for key in keys if key in self._arriving]
-        fetched = self._fetch(turn, rest, wanted, most=True)
+        fetched = self._fetch(layer_pass, rest, wanted, evict_others=True)
         self._ahead(place + 1)
         late = {arrival.key[1] for arrival in arriving}
-        self._on_gpu(turn, [expert for expert in held if expert not in late])
-        self._at_once(turn, [*arriving, *fetched])
-        done = {arrival.key[1] for arrival in fetched}
-        rest = [expert for expert in rest if expert not in done]
-        while rest:  # more experts than slots: they replace those that are done
-            cache.finish(place, [*held, *done])
-            more = self._fetch(turn, rest, wanted, most=True)
+        self._on_gpu(layer_pass, [expert for expert in resident if expert not in late])
+        self._run_arrived(layer_pass, [*arriving, *fetched])
+        fetched_experts = {arrival.key[1] for arrival in fetched}
+        rest = [expert for expert in rest if expert not in fetched_experts]
+        while rest:  # more experts than slots: they replace computed ones
+            cache.finish(place, [*resident, *fetched_experts])
+            more = self._fetch(layer_pass, rest, wanted, evict_others=True)
             if not more:
                 break
-            self._at_once(turn, more)
-            done.update(arrival.key[1] for arrival in more)
-            rest = [expert for expert in rest if expert not in done]
+            self._run_arrived(layer_pass, more)
+            fetched_experts.update(arrival.key[1] for arrival in more)
+            rest = [expert for expert in rest if expert not in fetched_experts]
         if rest:
-            self._on_cpu(turn, rest, wanted)
+            self._on_cpu(layer_pass, rest, wanted)
 
-    def _at_once(self, turn: _EagerTurn | _RecordedTurn, arrivals: Sequence[Arrival]) -> None:
-        """Compute all in one launch once they have arrived: the GPU waits, not the host.
+    def _run_arrived(
+        self, layer_pass: _EagerPass | _RecordedPass, arrivals: Sequence[Arrival]
+    ) -> None:
+        """Compute all arrived experts in one launch: the GPU waits for them, not the host.
 
-        Single launches would begin sooner, but a copy takes many times as long as a product, and
-        each launch costs the host the time of some products.
+        One launch each would begin sooner, but a copy takes many times as long as a product, and a
+        launch costs the host the time of some products.
         """
         for arrival in arrivals:
             self.gpu.wait(arrival.copied)
             self._enter(arrival)
-        self._on_gpu(turn, [arrival.key[1] for arrival in arrivals])
+        self._on_gpu(layer_pass, [arrival.key[1] for arrival in arrivals])
 
     def _fetch(
         self,
-        turn: _EagerTurn | _RecordedTurn,
+        layer_pass: _EagerPass | _RecordedPass,
         experts: Iterable[int],
         wanted: Demanded,
         *,
-        most: bool = False,
+        evict_others: bool = False,
     ) -> list[Arrival]:
-        """Begin to copy experts that are in RAM, as far as there is room; with ``most``, other
-        layers make room.
+        """Begin to copy experts that are in RAM, as far as there is room; with ``evict_others`` at
+        the cost of other layers' experts.
         """
         cache, arrivals = self.slots.cache, list[Arrival]()
         present = set(wanted.present)
-        for expert in sorted(present.intersection(experts)) if most else experts:
+        for expert in sorted(present.intersection(experts)) if evict_others else experts:
             if expert not in present:
                 continue
-            arrival = self._arriving.get((turn.routed.place, expert))
+            arrival = self._arriving.get((layer_pass.routed.place, expert))
             if arrival and cache.slot(*arrival.key) is arrival.slot:  # else it has been evicted
                 arrivals.append(arrival)
                 continue
-            if most and not cache.room:
+            if evict_others and not cache.room:
                 cache.widen()
             if cache.room:
-                arrivals.append(self._bring(turn.routed.place, expert))
+                arrivals.append(self._bring(layer_pass.routed.place, expert))
         return arrivals
 
-    def _on_gpu(self, turn: _EagerTurn | _RecordedTurn, experts: Sequence[int]) -> None:
-        """Start the GPU's kernels for those of ``experts`` that were chosen."""
+    def _on_gpu(self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int]) -> None:
+        """Start the GPU's kernels for ``experts``; those that no row chose are skipped."""
         if not experts:
             return
-        ops, routed = self.gpu.ops, turn.routed
-        with self.gpu.task(turn.label), ops.scope():
+        ops, routed = self.gpu.ops, layer_pass.routed
+        with self.gpu.task(layer_pass.label), ops.scope():
             table = self.slots.cache.tables[routed.place]
             ops.run_experts(
-                routed.rows, routed.routing, table, routed.spec, turn.slots_array, experts
+                routed.rows, routed.routing, table, routed.spec, layer_pass.slots_array, experts
             )
         self.slots.used(routed.place)
 
     def _on_cpu(
-        self, turn: _EagerTurn | _RecordedTurn, experts: Sequence[int], wanted: Demanded
+        self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int], wanted: Demanded
     ) -> None:
-        """Compute those in RAM, then others as they arrive from the SSD; results go to the GPU."""
-        place = turn.routed.place
+        """Compute experts in RAM, then others as they arrive from the SSD; send results to the
+        GPU.
+        """
+        place = layer_pass.routed.place
         pool = self.memory.pool(place)
-        rows = turn.rows()
-        slots = turn.host_slots(rows)
+        rows = layer_pass.rows()
+        slots = layer_pass.host_slots(rows)
 
         def compute(group: Sequence[int]) -> None:
-            with self._clock.task("cpu", turn.label):
+            with self._clock.task("cpu", layer_pass.label):
                 table = pool.cache.tables[place]
-                self.host.run_experts(rows, turn.routing, table, turn.routed.spec, slots, group)
+                self.host.run_experts(
+                    rows, layer_pass.routing, table, layer_pass.routed.spec, slots, group
+                )
             pool.computed(place, group)
 
         absent = set(wanted.absent)
@@ -397,22 +404,22 @@ class HybridExperts:
         if present:
             compute(present)
         for expert in wanted.absent:
-            pool.arrive(place, expert, turn.check)
+            pool.arrive(place, expert, layer_pass.check)
             compute([expert])
-        asked = np.zeros(pool.cache.count, np.bool_)
-        asked[experts] = True
-        turn.deliver(slots, asked[turn.routing.chosen.reshape(-1)])
+        computed = np.zeros(pool.cache.count, np.bool_)
+        computed[experts] = True
+        layer_pass.deliver(slots, computed[layer_pass.routing.chosen.reshape(-1)])
 
 
-class _EagerTurn:
-    """One layer's turn in a pass: see ``Turn``.
+class _EagerPass:
+    """One layer in a pass that is not recorded: see ``ExpertPass``.
 
     ``received`` waits for the rows on the host; it is None in a long pass, in which the GPU
-    computes all experts in RAM or VRAM. ``there`` are those that kernels find.
+    computes all experts in RAM or VRAM. ``findable`` are the experts in the GPU's table.
     """
 
     slots_array: Array
-    there: Mask
+    findable: Mask
 
     def __init__(
         self,
@@ -424,21 +431,21 @@ class _EagerTurn:
         self._experts = experts
         self.routed, self.check, self.received = routed, check, received
         self.routing = routed.routing
-        self.away = routed.routing.away  # the host does not know the choice yet
+        self.unread = routed.routing.away  # the host does not know the choice yet
         self.label = f"layers.{routed.layer}.experts"
-        self._done = False
+        self._finished = False
 
     def slots(self) -> Array:
         """The slots of all chosen experts."""
         slots = self._experts.compute(self)
-        self._done = True
+        self._finished = True
         return slots
 
     def end(self) -> None:
-        """Release what the turn has held; an idle link fills a slot."""
+        """Unlock the layer's experts; an idle link fills a slot."""
         place = self.routed.place
-        self._experts.end(place, failed=not self._done)
-        if self.received is not None and self._done:
+        self._experts.end(place, failed=not self._finished)
+        if self.received is not None and self._finished:
             self._experts.fill(place)
 
     def rows(self) -> Array:
@@ -447,13 +454,13 @@ class _EagerTurn:
         return gpu.to_host(self.routed.rows) if self.received is None else self.received()
 
     def host_slots(self, rows: Array) -> Array:
-        """Where the host's experts fill slots."""
+        """The array for the host's results."""
         if self._experts.host is self._experts.gpu.ops:
             return self.slots_array
         return self._experts.host.expert_slots(rows, self.routing)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
-        """Take those of the host's slots that it has ``filled`` to the GPU."""
+        """Copy the ``filled`` ones of the host's slots to the GPU."""
         gpu = self._experts.gpu
         if slots is self.slots_array:
             return
@@ -463,10 +470,10 @@ class _EagerTurn:
             self.slots_array = gpu.ops.put_slots(self.slots_array, index, rows)
 
 
-class _RecordedTurn:
-    """One layer's turn in all passes that replay what is recorded: see ``Turn``."""
+class _RecordedPass:
+    """One layer in all passes that replay a recording: see ``ExpertPass``."""
 
-    there: Mask
+    findable: Mask
     check: Check | None = None
 
     def __init__(self, experts: HybridExperts, routed: Routed, share: Share[Array]) -> None:
@@ -483,16 +490,16 @@ class _RecordedTurn:
         return self.share.take()
 
     def end(self) -> None:
-        """Nothing to do: each replay ends its turn itself."""
+        """Nothing to do: each replay ends the layer itself."""
 
     def rows(self) -> Array:
         """The rows on the host."""
         return cast(Array, self.share.rows)
 
     def host_slots(self, rows: Array) -> Array:
-        """Where the host's experts fill slots."""
+        """The array for the host's results."""
         return cast(Array, self.share.host_slots)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
-        """The next graph takes those of the host's slots that it has ``filled``."""
+        """Have the next graph take the ``filled`` ones of the host's slots."""
         self.share.filled[:] = filled

@@ -1,10 +1,10 @@
 """The memory of a mixture's experts, in RAM and on a GPU, and sparse layers on the CPU alone.
 
-The bytes of all experts placed in RAM, and of the ring for the others, become slots: the cache, not
-the placement, decides which experts are in them. Slots are equal, but GGUF mixes (Q4_K_M, Q3_K_M)
-give some layers' down matrices more bits: there, layers of one size share a pool of slots. A sparse
-layer on the CPU computes resident experts while others are read; results are added in a fixed
-order, so the sum does not depend on which were resident.
+The memory of all experts placed in RAM, and of the ring for the others, is divided into slots; the
+expert cache, not the placement, decides which experts are in them. Slots are equal, but GGUF mixes
+(Q4_K_M, Q3_K_M) give some layers' down matrices more bits: there, layers with experts of one size
+share a pool of slots. A sparse layer on the CPU computes resident experts while others are read;
+results are added in a fixed order, so the sum does not depend on which were resident.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from localrt.quant.ops.arrays import Array, Memory, MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Check, Ops
 
-_LEAST_SLOTS = 4  # fewest slots of a pool per expert of a row
-_NEAR = 1.02  # largest ratio of sizes within a class
-_LEAST_WASTE = 0.03  # share of memory: less waste needs no pools
+_MIN_SLOTS = 4  # slots that a pool needs per expert of a row
+_SIZE_RATIO = 1.02  # largest ratio of sizes in one pool
+_MIN_WASTE = 0.03  # share of memory that equal slots waste: below it, one pool is enough
 
 
 class WeightMaker(Protocol):
@@ -42,7 +42,7 @@ class WeightMaker(Protocol):
         """A unit's tensors in ``data``."""
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
-        """Keep a unit's norms and biases from its bytes in RAM."""
+        """Copy a unit's norms and biases from its bytes in RAM."""
 
 
 class Mixture:
@@ -82,12 +82,12 @@ class Mixture:
         weights = lane.weights(self.units[key], data)
         return load_expert(self._config, self.layers[place], number, weights)
 
-    def slots(self, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> int:
+    def slots(self, units: Mapping[Key, StoredUnit], resident_nbytes: int, ring: int) -> int:
         """The number of slots for ``units`` in ``kept`` + ``ring`` bytes."""
-        if kept >= sum(unit.nbytes for unit in units.values()):
-            return len(units)  # though they are not equally large
+        if resident_nbytes >= sum(unit.nbytes for unit in units.values()):
+            return len(units)  # even if slots of the largest size would not fit
         largest = max(unit.nbytes for unit in units.values())
-        return min(slots_within(kept + ring, largest), len(units))
+        return min(slots_within(resident_nbytes + ring, largest), len(units))
 
     def cache(
         self,
@@ -97,15 +97,15 @@ class Mixture:
         alloc: Callable[[int], MemoryT],
         free: Callable[[MemoryT], object],
         *,
-        at_once: int,
+        slab_nbytes: int,
     ) -> ExpertCache[MemoryT]:
-        """Make a cache of so many slots, in about ``SLABS`` allocations or more, of which those of
-        several slots have at most ``at_once`` bytes.
+        """Make a cache of ``slots``, in about ``SLABS`` allocations, or more so that each has one
+        slot or at most ``slab_nbytes`` bytes.
         """
         return ExpertCache(
             *(len(self.layers), self.count, self.used, slots),
             slot_nbytes=slot_nbytes,
-            together=max(1, min(-(-slots // SLABS), at_once // slot_nbytes)),
+            slab_slots=max(1, min(-(-slots // SLABS), slab_nbytes // slot_nbytes)),
             tables=tables,
             alloc=alloc,
             free=free,
@@ -121,18 +121,18 @@ class ExpertMemory:
     def __init__(self, pools: Mapping[int, ExpertPool], reader: DemandReader) -> None:
         self.pools = list(dict.fromkeys(pools.values()))
         self.slot_nbytes = max(pool.slot_nbytes for pool in self.pools)
-        self.step_nbytes = max(p.cache.together * p.slot_nbytes for p in self.pools)
-        self._at = pools
+        self.step_nbytes = max(p.cache.slab_slots * p.slot_nbytes for p in self.pools)
+        self._pool_of = pools
         self._reader = reader
-        self._whole = [pool.nbytes for pool in self.pools]
+        self._full_sizes = [pool.nbytes for pool in self.pools]
 
     def pool(self, layer: int) -> ExpertPool:
         """The pool of a sparse layer, by its number among sparse layers."""
-        return self._at[layer]
+        return self._pool_of[layer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slots may take: what a budget has to count."""
+        """The most bytes that the slots may take, which a budget must count."""
         return sum(pool.nbytes for pool in self.pools)
 
     @property
@@ -141,9 +141,9 @@ class ExpertMemory:
         return sum(pool.reclaimable for pool in self.pools)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all experts are in RAM."""
-        return all(pool.whole for pool in self.pools)
+        return all(pool.complete for pool in self.pools)
 
     @property
     def bytes_read(self) -> int:
@@ -157,8 +157,8 @@ class ExpertMemory:
 
     def resize(self, nbytes: int) -> int:
         """Limit slots to ``nbytes``, shared by the pools; returns the bytes freed."""
-        whole, pairs = sum(self._whole), zip(self.pools, self._whole, strict=True)
-        return sum(pool.resize(nbytes * size // whole) for pool, size in pairs)
+        total, pairs = sum(self._full_sizes), zip(self.pools, self._full_sizes, strict=True)
+        return sum(pool.resize(nbytes * size // total) for pool, size in pairs)
 
     def close(self) -> None:
         """End the reading and free everything."""
@@ -178,34 +178,34 @@ def open_experts(
     ring: int,
     alloc: Callable[[int], Bytes],
     free: Callable[[Bytes], object] = lambda memory: None,
-    at_once: int = 0,
+    slab_nbytes: int = 0,
     room: int = 0,
 ) -> ExpertMemory:
-    """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more, of which up to
-    ``at_once`` bytes are one allocation.
+    """Make slots for as many experts as are placed in RAM, and for ``ring`` bytes more, in
+    allocations of up to ``slab_nbytes`` bytes.
 
-    Experts placed in VRAM get the rest of ``room``, the RAM for slots: if evicted from the GPU,
-    they are then copied again, not read.
+    Experts placed in VRAM get slots in the rest of ``room``, the RAM for slots: if evicted from the
+    GPU, they need not be read again.
 
     Raises:
         MemoryBudgetError: there is not room for one expert.
     """
     units = mixture.units
-    kept = mixture.placed(Where.RAM, Where.LINK)
-    kept += min(mixture.placed(Where.VRAM), max(0, room - kept))
+    resident_nbytes = mixture.placed(Where.RAM, Where.LINK)
+    resident_nbytes += min(mixture.placed(Where.VRAM), max(0, room - resident_nbytes))
     tables = mixture.tables(lane.ops)
     reader = DemandReader(
         source, threads=mode.threads, block=mode.block, stall_s=stall_s, verify=verify
     )
     pools: dict[int, ExpertPool] = {}
     try:
-        for members, nbytes in _shares(mixture, kept, ring):
-            ours = {key: unit for key, unit in units.items() if key[0] in members}
-            size = max(unit.nbytes for unit in ours.values())
-            slots = mixture.slots(ours, nbytes, ring if len(ours) == len(units) else 0)
+        for members, nbytes in _shares(mixture, resident_nbytes, ring):
+            pool_units = {key: unit for key, unit in units.items() if key[0] in members}
+            size = max(unit.nbytes for unit in pool_units.values())
+            slots = mixture.slots(pool_units, nbytes, ring if len(pool_units) == len(units) else 0)
             pool = ExpertPool(
-                ours,
-                mixture.cache(slots, size, tables, alloc, free, at_once=at_once),
+                pool_units,
+                mixture.cache(slots, size, tables, alloc, free, slab_nbytes=slab_nbytes),
                 reader,
                 build=lambda key, data: mixture.build(lane, key, data),
             )
@@ -216,23 +216,23 @@ def open_experts(
         raise
 
 
-def _shares(mixture: Mixture, kept: int, ring: int) -> list[tuple[Sequence[int], int]]:
+def _shares(mixture: Mixture, resident_nbytes: int, ring: int) -> list[tuple[Sequence[int], int]]:
     """Each pool's layers and its experts' share of the bytes, without ``ring`` for a single pool.
 
     A single pool uses few slots better than several would.
     """
     classes = size_classes(mixture.units)
-    one: list[tuple[Sequence[int], int]] = [(range(len(mixture.layers)), kept)]
+    single: list[tuple[Sequence[int], int]] = [(range(len(mixture.layers)), resident_nbytes)]
     if len(classes) == 1:
-        return one
+        return single
     shares: list[tuple[Sequence[int], int]] = []
     for members in classes:
         sizes = [unit.nbytes for (place, _), unit in mixture.units.items() if place in members]
-        share = (kept + ring) * sum(sizes) // mixture.nbytes
-        if share // max(sizes) < _LEAST_SLOTS * mixture.used:
-            return one
+        share = (resident_nbytes + ring) * sum(sizes) // mixture.nbytes
+        if share // max(sizes) < _MIN_SLOTS * mixture.used:
+            return single
         # If everything fits, each pool holds all its experts.
-        shares.append((members, sum(sizes) if kept >= mixture.nbytes else share))
+        shares.append((members, sum(sizes) if resident_nbytes >= mixture.nbytes else share))
     return shares
 
 
@@ -246,11 +246,11 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
         sizes[layer] = max(unit.nbytes, sizes.get(layer, 0))
     layers = sorted(sizes, key=lambda layer: (sizes[layer], layer))
     waste = 1 - sum(sizes.values()) / (len(sizes) * sizes[layers[-1]])
-    if waste < _LEAST_WASTE:
+    if waste < _MIN_WASTE:
         return [sorted(layers)]
     classes = [[layers[0]]]
     for layer in layers[1:]:
-        if sizes[layer] <= _NEAR * sizes[classes[-1][0]]:
+        if sizes[layer] <= _SIZE_RATIO * sizes[classes[-1][0]]:
             classes[-1].append(layer)
         else:
             classes.append([layer])
@@ -258,10 +258,8 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
 
 
 def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) -> GpuSlots:
-    """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more. What is made of
-    experts whose format no kernel of the GPU reads counts as taken, too.
-
-    There is at least one, for experts that the CPU does not compute.
+    """Make slots for as many experts as are placed in VRAM, and for ``ring`` bytes more; at least
+    one. Formats that no kernel of the GPU reads need room for the unpacked expert, too.
 
     Raises:
         MemoryBudgetError: the GPU has no room for them.
@@ -284,7 +282,7 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
         tables,
         alloc=lambda nbytes: gpu.alloc(nbytes, nbytes // size * unpacked),
         free=lambda memory: gpu.free(memory, memory.nbytes // size * unpacked),
-        at_once=slots * size,
+        slab_nbytes=slots * size,
     )
     try:
         cache.reserve()
@@ -295,7 +293,7 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
 
 
 def unpacked_nbytes(unit: StoredUnit, ops: Ops) -> int:
-    """Bytes that ``ops`` take for a unit's matrices besides the unit's own."""
+    """Bytes that ``ops`` need for a unit's matrices in addition to the unit's own."""
     matrices = [(t.shape[0], t.shape[1], t.format) for t in unit.tensors if len(t.shape) > 1]
     return sum(
         0 if ops.in_place(format_, columns) else ops.weight_nbytes((rows, columns), format_)
@@ -306,8 +304,8 @@ def unpacked_nbytes(unit: StoredUnit, ops: Ops) -> int:
 class CpuExperts:
     """Runs sparse layers on the CPU. See ``Experts``.
 
-    The CPU's time is the caller's task on ``clock``, which pauses while an expert is waited for.
-    ``uses`` counts the experts that layers asked for, ``hits`` those that were in memory then.
+    The CPU's time is the caller's task on ``clock``, which pauses while an expert is read.
+    ``uses`` counts the chosen experts of all layers, ``hits`` those that were in memory.
     """
 
     capturable = False
@@ -319,17 +317,17 @@ class CpuExperts:
         self.ops = ops
         self.clock = clock
 
-    def begin(self, routed: Routed, state: PassState) -> _Turn:
-        """Begin a layer's turn: reads of absent experts begin."""
+    def begin(self, routed: Routed, state: PassState) -> _CpuPass:
+        """Begin a layer: start to read absent experts."""
         try:
-            return _Turn(self, routed, state.check)
+            return _CpuPass(self, routed, state.check)
         except BaseException:
             self.memory.pool(routed.place).done(routed.place)
             raise
 
 
-class _Turn:
-    """See ``Turn``."""
+class _CpuPass:
+    """See ``ExpertPass``."""
 
     def __init__(self, experts: CpuExperts, routed: Routed, check: Check | None) -> None:
         self._experts, self._routed, self._check = experts, routed, check
@@ -339,7 +337,7 @@ class _Turn:
         experts.uses += len(wanted.present) + len(wanted.absent)
 
     def slots(self) -> Array:
-        """Yield resident experts' slots, then others' as they arrive."""
+        """Compute resident experts, then others as they arrive."""
         pool, routed, wanted = self._pool, self._routed, self._wanted
         slots = self._experts.ops.expert_slots(routed.rows, routed.routing)
         if wanted.present:
@@ -351,7 +349,7 @@ class _Turn:
         return slots
 
     def end(self) -> None:
-        """End the turn; running reads continue, failed ones are repeated when needed."""
+        """End the layer; running reads continue, failed ones are repeated when needed."""
         self._pool.done(self._routed.place)
 
     def _compute(self, slots: Array, experts: Sequence[int]) -> None:

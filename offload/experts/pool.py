@@ -1,9 +1,9 @@
-"""Slots of experts: in RAM, loaded from the SSD, and in a GPU's memory, filled over the link.
+"""Slots of experts: in RAM, filled from the SSD, and in GPU memory, filled over the link.
 
-In RAM a layer's turn begins with ``demand`` (the router has chosen: reads begin); then each absent
-expert is waited for and enters its layer's table. Computed experts may make room for later ones, so
-a layer may have more experts than slots. The thread that runs the pass does everything but the
-reading.
+In RAM a layer begins with ``demand``: the router has chosen, and reads begin. Then each absent
+expert is awaited and enters its layer's table. Computed experts may be evicted for later ones, so a
+layer may choose more experts than there are slots. Everything but reading happens on the thread
+that runs the pass.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ExpertPool:
         self._keys = {unit.name: key for key, unit in units.items()}
         self._reader = reader
         self._build = build
-        self._most = cache.capacity
+        self._max_slots = cache.capacity
         self._ended: deque[DemandLoad] = deque()
-        self._queued: list[int] = []  # the present layer's experts that have no slot yet
-        self._demanded: set[Key] = set()  # the present layer's experts that were absent
-        self._whole = False
+        self._queued: list[int] = []  # the current layer's experts without slots yet
+        self._absent: set[Key] = set()  # the current layer's absent experts
+        self._complete = False
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class ExpertPool:
     @property
     def reclaimable(self) -> int:
         """Bytes that ``resize`` could free."""
-        return self.nbytes - self._least * self.slot_nbytes
+        return self.nbytes - self._min_slots * self.slot_nbytes
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether an expert is in a slot and fully loaded."""
@@ -77,12 +77,12 @@ class ExpertPool:
         return slot is not None and slot.load is None
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all experts are in slots and loaded."""
-        if not self._whole and len(self.cache) == len(self._units):
+        if not self._complete and len(self.cache) == len(self._units):
             self._settle_arrived()
-            self._whole = len(self.cache) == len(self._units) and not self.cache.loading()
-        return self._whole
+            self._complete = len(self.cache) == len(self._units) and not self.cache.loading()
+        return self._complete
 
     def data(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert that has a slot."""
@@ -96,7 +96,7 @@ class ExpertPool:
         for key in keys[: self.cache.capacity - len(self.cache)]:
             self._begin(key, urgent=False)
 
-    # -- a layer's turn --------------------------------------------------------------------------
+    # -- one layer of one pass -------------------------------------------------------------------
 
     def demand(
         self, layer: int, routing: Routing, *, only: Sequence[int] | None = None
@@ -105,24 +105,24 @@ class ExpertPool:
 
         Resident experts keep their slots until ``computed``. Experts not in ``only`` are ignored.
         """
-        if only is not None and self.whole:
+        if only is not None and self.complete:
             return Demanded(tuple(only), ())
         self._settle_arrived()
         wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
-        there = wanted.resident
-        # Reading and computing overlap, each one expert at a time, and all reads take the same: by
-        # Johnson's rule those at hand come first, then the absent ones, the most rows first.
+        resident = wanted.resident
+        # Reading and computing overlap, each one expert at a time, and all reads take equally long:
+        # by Johnson's rule resident experts come first, then absent ones, with the most rows first.
         order = np.argsort(-wanted.rows, kind="stable")
-        held = wanted.experts[order][there[order]].tolist()
-        arriving = [expert for expert in held if not self.holds(layer, expert)]
+        slotted = wanted.experts[order][resident[order]].tolist()
+        arriving = [expert for expert in slotted if not self.holds(layer, expert)]
         for expert in arriving:
             self._reader.hurry(self._load(layer, expert))
-        missing = wanted.experts[order][~there[order]].tolist()
+        missing = wanted.experts[order][~resident[order]].tolist()
         absent = (*arriving, *missing)
         self._queued = missing
-        self._demanded = {(layer, expert) for expert in absent}
+        self._absent = {(layer, expert) for expert in absent}
         self._begin_queued(layer)
-        return Demanded(tuple(e for e in held if e not in arriving), absent)
+        return Demanded(tuple(e for e in slotted if e not in arriving), absent)
 
     def arrive(self, layer: int, expert: int, check: Check | None) -> None:
         """Wait for an absent expert and put it into its layer's table.
@@ -143,40 +143,38 @@ class ExpertPool:
             self._begin_queued(layer)
 
     def done(self, layer: int) -> None:
-        """End the layer's turn, even if it failed; running reads continue."""
+        """End the layer, also after an error; running reads continue."""
         self._queued = []
         self.cache.release(layer)
 
     # -- memory ----------------------------------------------------------------------------------
 
     def resize(self, nbytes: int) -> int:
-        """Limit slots to ``nbytes``, but keep at least one row's; returns the bytes freed.
+        """Limit slots to ``nbytes``, but at least those of one row; returns the bytes freed.
 
-        Called between passes; reads ahead that have not begun are cancelled. Slots come and go as
-        they are allocated, together.
+        Called between passes; reads ahead that have not begun are cancelled. Slots are freed by
+        slabs.
         """
-        before, self._whole = self.nbytes, False
+        before, self._complete = self.nbytes, False
         loads = [self._load(*key) for key in self.cache.loading()]
         for load in self._reader.cancel(loads):
-            self._forget(*self._keys[load.unit.name])
-        least, slots = self._least, min(nbytes // self.slot_nbytes, self._most)
-        if slots < self._most:
-            slots -= max(0, slots - self.cache.capacity) % self.cache.together
+            self._discard(*self._keys[load.unit.name])
+        least, slots = self._min_slots, min(nbytes // self.slot_nbytes, self._max_slots)
+        if slots < self._max_slots:
+            slots -= max(0, slots - self.cache.capacity) % self.cache.slab_slots
         self.cache.resize(max(least, slots), least)
         return max(0, before - self.nbytes)
 
     @property
-    def _least(self) -> int:
-        """The fewest slots: enough for one row's experts, and for those being loaded, which may be
-        in as many allocations.
-        """
+    def _min_slots(self) -> int:
+        """The fewest slots: enough slabs for one row's experts, or one for each running load."""
         cache = self.cache
-        allocations = max(-(-cache.used // cache.together), len(cache.loading()))
-        return min(allocations * cache.together, cache.capacity)
+        allocations = max(-(-cache.used // cache.slab_slots), len(cache.loading()))
+        return min(allocations * cache.slab_slots, cache.capacity)
 
     def _make_room(self, check: Check | None) -> None:
-        """Without evictable slots, wait for a read ahead, or else let any layer make room."""
-        ahead = next((key for key in self.cache.loading() if key not in self._demanded), None)
+        """If no slot can be evicted, wait for a read ahead; without one, evict from any layer."""
+        ahead = next((key for key in self.cache.loading() if key not in self._absent), None)
         if ahead is None:
             self.cache.widen()
             return
@@ -200,13 +198,13 @@ class ExpertPool:
     def _begin(self, key: Key, *, urgent: bool) -> None:
         """Give ``key`` a slot and begin to read it."""
         unit, slot = self._units[key], self.cache.admit(*key)
-        self.cache.hold(key[0], [key[1]])
+        self.cache.lock(key[0], [key[1]])
         slot.load = self._reader.ask(
             unit, slot.memory[: unit.nbytes], urgent=urgent, ends=self._ended
         )
 
     def _settle_arrived(self) -> None:
-        """Settle reads ahead that have ended: their experts can then be evicted."""
+        """Settle the reads ahead that have ended: their experts can then be evicted."""
         while self._ended:
             load = self._ended.popleft()
             layer, expert = self._keys[load.unit.name]
@@ -214,7 +212,7 @@ class ExpertPool:
             if slot is None or slot.load is not load:
                 continue  # ``arrive`` has settled it
             if load.error is not None:
-                self._forget(layer, expert)  # it is read again when needed
+                self._discard(layer, expert)  # it is read again when needed
             else:
                 self._settle(layer, expert)
 
@@ -224,14 +222,14 @@ class ExpertPool:
         try:
             weights = self._build((layer, expert), data)
         except BaseException:
-            self._forget(layer, expert)
+            self._discard(layer, expert)
             raise
         self.cache.fill(layer, expert, weights)
-        self.cache.let_go(layer, [expert])
+        self.cache.unlock(layer, [expert])
 
-    def _forget(self, layer: int, expert: int) -> None:
+    def _discard(self, layer: int, expert: int) -> None:
         """Free the slot of a load that failed or was cancelled."""
-        self.cache.let_go(layer, [expert])
+        self.cache.unlock(layer, [expert])
         self.cache.drop(layer, expert)
 
 
@@ -246,7 +244,7 @@ class Arrival:
 
 
 class GpuSlots:
-    """Slots on a GPU, whose memory ``cache`` has; it says which of ``units`` they hold.
+    """Slots on a GPU, assigned by ``cache``, for experts of ``units``.
 
     ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM. A slot takes
     ``slot_nbytes`` in all.
@@ -264,15 +262,15 @@ class GpuSlots:
         self.gpu, self.cache, self.slot_nbytes = gpu, cache, slot_nbytes
         self._units = units
         self._build = build
-        self._last: dict[int, Event | None] = {}  # use by eager kernels, by layer
+        self._last_use: dict[int, Event | None] = {}  # use by eager kernels, by layer
         self._replayed: set[int] = set()  # layers used since by recorded ones
         self._layouts: dict[Key, Hashable] = {}
-        self._alike: dict[Hashable, Hashable] = {}
+        self._shared_layouts: dict[Hashable, Hashable] = {}
 
     def bring(self, key: Key, data: Bytes) -> Arrival:
         """Begin to copy an expert's bytes, ``data`` in RAM, to a slot.
 
-        ``data`` must stay as it is until the copy has ended. Its table holds it from ``enter`` on.
+        ``data`` must not change until the copy has ended. ``enter`` puts the expert into its table.
         """
         unit, slot = self._units[key], self.cache.admit(*key)
         memory = slot.memory[: unit.nbytes]
@@ -285,51 +283,53 @@ class GpuSlots:
             with self.gpu.ops.scope():
                 slot.made = layout, self._build(key, unit, memory, data)
         if layout is None:
-            self._last[slot.layer] = self.gpu.record()
+            self._last_use[slot.layer] = self.gpu.record()
         return Arrival(key, slot, copied, slot.made[1])
 
     def enter(self, arrival: Arrival) -> None:
-        """Have kernels find an expert that has arrived, or that they wait for."""
+        """Put an expert into its layer's table: it has arrived, or kernels wait for it."""
         if self.cache.slot(*arrival.key) is arrival.slot:
             self.cache.fill(*arrival.key, arrival.weights)
 
     def used(self, layer: int) -> None:
-        """Record that kernels have been started that use a layer's experts."""
-        self._last[layer] = self.gpu.record()
+        """Note that kernels which use a layer's experts have been started."""
+        self._last_use[layer] = self.gpu.record()
         self._replayed.discard(layer)
 
     def replayed(self, layer: int) -> None:
-        """A recording has been started that uses any of a layer's experts: the event is recorded
-        once it is asked for.
+        """Note that a graph which may use any of a layer's experts has been started; its event is
+        recorded when it is needed.
         """
         self._replayed.add(layer)
 
     def _unused(self, slot: Slot[DeviceMemory]) -> Event | None:
-        """The event after which nobody reads a slot's content."""
+        """The event after which no kernel reads the slot."""
         if slot.layer is None:
             return None
         if slot.layer in self._replayed:
             return self.gpu.record()
-        return self._last.get(slot.layer)
+        return self._last_use.get(slot.layer)
 
     def _layout(self, key: Key) -> Hashable:
-        """A key for how an expert's weights lie in its memory: most experts share one. None if they
-        do not, but are made of the bytes there.
+        """A key for the layout of an expert's weights in its memory, which most experts share; None
+        if they are unpacked to other memory.
         """
-        found = self._layouts.get(key)
-        if found is None:
+        layout = self._layouts.get(key)
+        if layout is None:
             tensors, in_place = self._units[key].tensors, self.gpu.ops.in_place
             if not all(in_place(t.format, t.shape[1]) for t in tensors if len(t.shape) > 1):
                 return None
-            own = any(len(tensor.shape) == 1 for tensor in tensors)  # vectors have their own memory
-            found = key if own else tuple(replace(tensor, name="") for tensor in tensors)
-            self._layouts[key] = found = self._alike.setdefault(found, found)
-        return found
+            has_vectors = any(
+                len(tensor.shape) == 1 for tensor in tensors
+            )  # vectors have their own memory
+            layout = key if has_vectors else tuple(replace(tensor, name="") for tensor in tensors)
+            self._layouts[key] = layout = self._shared_layouts.setdefault(layout, layout)
+        return layout
 
     @property
     def reclaimable(self) -> int:
         """Bytes that ``evict`` could free: all allocations but one."""
-        return max(0, self.cache.capacity - self.cache.together) * self.slot_nbytes
+        return max(0, self.cache.capacity - self.cache.slab_slots) * self.slot_nbytes
 
     def evict(self, nbytes: int) -> int:
         """Free ``nbytes`` of the GPU, except its last allocation; returns the bytes freed.

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCosts:
-    """Seconds for one expert of a layer: on either device by the rows that it sees.
+    """Seconds for one expert of a layer, on either device by its number of rows.
 
-    ``fetch`` is the copy over the link. Starting it and the expert's kernels takes the host
+    ``fetch`` is the copy over the link. Starting it and the expert's kernels costs the host
     ``start``, in which the CPU computes nothing. ``link_load`` is the share of the CPU's speed lost
-    while copies run, since both read the same memory: about link over memory bandwidth where the
-    CPU's kernels are bound by memory.
+    while copies run, since both read the same memory: about link over memory bandwidth if the CPU's
+    kernels are bound by memory.
     """
 
     cpu: Callable[[int], float]
@@ -39,10 +39,10 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Seconds from scheduling until each resource can begin, and for returning results.
+    """Seconds from scheduling until each resource can begin.
 
-    ``cpu`` includes what brings the activations there, ``cpu_back`` is what takes the results to
-    the GPU, where they are added up. The link is busy until ``link``.
+    ``cpu`` includes copying the activations to the host; ``cpu_back`` is the time to copy results
+    to the GPU, which sums them. The link is busy until ``link``.
     """
 
     cpu: float = 0.0
@@ -55,11 +55,11 @@ _NOW = Ready()  # everything is free
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which experts each processor computes, by their places in the caller's list.
+    """Which experts each processor computes, by their indices in the caller's list.
 
     ``cpu``, ``gpu`` and ``fetch`` are the orders of computing and of copying; copied experts are in
-    ``gpu`` too. ``*_end`` is when each resource is free again, ``end`` when all results are in
-    place for adding up, in seconds from scheduling.
+    ``gpu`` too. ``*_end`` is when each resource is free again, ``end`` when all results can be
+    summed, in seconds from scheduling.
     """
 
     cpu: list[int]
@@ -94,12 +94,12 @@ def schedule(
     of the absent the most loaded are copied; the CPU has the others, the least loaded first.
     """
     counts: Sequence[int] = rows.tolist() if isinstance(rows, np.ndarray) else rows
-    held: Sequence[bool] = resident.tolist() if isinstance(resident, np.ndarray) else resident
+    is_cached: Sequence[bool] = resident.tolist() if isinstance(resident, np.ndarray) else resident
     order = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
     cpu_s = {n: costs.cpu(n) for n in set(counts)}
     gpu_s = {n: costs.gpu(n) for n in set(counts)}
-    cached = [i for i in order if held[i]]
-    absent = [i for i in order if not held[i]]
+    cached = [i for i in order if is_cached[i]]
+    absent = [i for i in order if not is_cached[i]]
     left = [0.0]  # the CPU's work after leaving out the first n absent experts
     for i in reversed(absent):
         left.append(left[-1] + cpu_s[counts[i]])

@@ -242,7 +242,7 @@ class _Opening:
             # Sources of copies over the link must not be paged out.
             alloc=aligned_buffer if gpu is None else gpu.host_buffer,
             free=(lambda memory: None) if gpu is None else gpu.free_host,
-            at_once=0 if gpu is None else _PINNED_AT_ONCE,
+            slab_nbytes=0 if gpu is None else _PINNED_AT_ONCE,
         )
         self.resources.callback(experts.close)
         return experts

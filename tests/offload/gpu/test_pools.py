@@ -165,8 +165,8 @@ class ScaledGpu(FakeGpu):
         super().free(memory)
         self._memory.free(self._places.pop(memory.ctypes.data))
 
-    def hold(self, nbytes: int) -> None:
-        super().hold(nbytes)
+    def set_reserved(self, nbytes: int) -> None:
+        super().set_reserved(nbytes)
         step = 38 * MIB
         while len(self._held) * step < nbytes * SCALE:
             self._held.append(self._memory.kept.take(step))
