@@ -1,4 +1,4 @@
-"""Makes the best plan, or says what would fit if nothing does; and what would make a plan better.
+"""Finds the best plan, or alternatives if nothing fits, and changes that would make it faster.
 
 A request that cannot fit is refused with alternatives, each checked to fit; only then is planning
 slow. The gain of a change (more RAM, a faster disk, a smaller format, fewer bits) is the ratio of

@@ -1,4 +1,4 @@
-"""Computes the seconds that a unit takes on one resource; only here do rates become seconds.
+"""Computes the seconds of a unit on one resource; only here do rates become seconds.
 
 Disk and link take bytes over bandwidth. The CPU takes the time of its measured kernels, and so does
 a measured GPU; another GPU takes a roofline estimate, with the instructions that products of packed
@@ -20,9 +20,9 @@ from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
-# To copy an expert and start its kernels takes the host as long as to share so many layers.
+# Copying an expert and starting its kernels takes the host as long as this many shared layers.
 _COPY_LAYERS = 2
-# What an H100 held to 8 GB took beyond its kernels (benchmarks/results/gpu_check.json): the host
+# Overhead on an H100 limited to 8 GB besides kernels (benchmarks/results/gpu_check.json): the host
 # between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4
@@ -50,7 +50,7 @@ class Costs:
 
     @property
     def corrections(self) -> Corrections:
-        """What passes were measured to take, as multiples of what single rates give."""
+        """Measured times of passes as multiples of the times from single rates."""
         return self.machine.corrections[self.shape.experts is not None] or _EXACT
 
     @property
@@ -78,13 +78,13 @@ class Costs:
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * width)
 
     def splitting(self) -> float:
-        """Return the seconds of an MLP whose rows GPU and CPU share, beside what both compute: the
-        host's, and moving its input, what down multiplies, and its output.
+        """Return the overhead of an MLP whose rows GPU and CPU share: the host's, and moving its
+        input, its inner values and its output.
         """
         return self.sharing() + self.crossing(2 * self.shape.hidden + self.shape.inner)
 
     def of_host(self, seconds: float) -> float:
-        """Return ``seconds`` of the host beside a GPU; none without one, or beside an ideal GPU."""
+        """Return ``seconds`` of the host's work for a GPU; 0 without one, or with an ideal one."""
         gpu = self.machine.gpu
         return seconds if gpu is not None and gpu.call_s else 0.0
 
@@ -93,8 +93,8 @@ class Costs:
         return self.of_host(self.machine.shared_s * self.corrections.visit)
 
     def streaming(self, unit: PlacedUnit) -> float:
-        """Return the host's seconds for a dense unit that is streamed to the GPU: a layer takes as
-        long as one that is shared, and has two. A piece's are the shared MLP's.
+        """Return the host's seconds for a dense unit that is streamed to the GPU: a layer has two,
+        which take as long as one shared layer. A piece's are counted with its MLP.
         """
         if unit.only is not None:
             return 0.0

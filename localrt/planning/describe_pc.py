@@ -1,4 +1,4 @@
-"""Describes the PC to plan for: this one, or one given as a line of words.
+"""Describes the PC to plan for: this one, or one described in a line of text.
 
 ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``: parts come in any order, and missing parts are
 assumed typical. A preset is a named line of this kind. This module has the rates of memory and
@@ -59,7 +59,7 @@ _RATE = re.compile(r"\d+(?:\.\d+)?\s*[MG]B/s", re.IGNORECASE)
 _SIZE = r"\d+(?:\.\d+)?\s*GI?B(?!/s)"
 _COUNTS = {"single": 1, "dual": 2, "quad": 4, "hexa": 6, "octa": 8}
 _DISK_WORDS = r"(?:(?:PCIe\s*)?gen\s*[345]|PCIe\s*[345](?:\.0)?|NVMe|M\.2|SATA|SSD|HDD|hard)(?!\w)"
-# What a description may have, by what it describes. Spaces are written out.
+# Patterns of the parts of a description.
 _PARTS = {
     "no_gpu": r"(?:no|without)(?:\s+an?)?\s+(?:card|gpu|graphics\s+card)",
     "cores": r"(?:(?P<count>\d+)\s*-?|(?P<word>dual|quad|hexa|octa)[-\s]?)\s*cores?",
@@ -118,7 +118,7 @@ _APPLE_GB_S = {"1": 60, "2": 90, "3": 90, "4": 108, "5": 135}
 _NEW_MEMORY = "DDR5-5600"  # with RTX 40 GPUs and later, and with processors as recent
 _NEW_GPU = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
 _NEW_OTHER = re.compile(r"\bRX ?[79]\d{3}|\barc B", re.IGNORECASE)
-# Bytes per second that large reads reach, by kind of disk; the first pattern that matches counts.
+# Bytes per second of large reads, by kind of disk; the first pattern that matches counts.
 _DISKS = (
     (r"gen\s*5|pcie\s*5", 10e9),
     (r"gen\s*4|pcie\s*4", 5e9),
@@ -126,8 +126,8 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-# RAM left to the desktop and other programs (at most, and its share); the share of free GPU memory
-# to use, and what a desktop takes of it.
+# RAM left to the desktop and other programs (at most, and as a share); the share of free GPU memory
+# to use, and the desktop's use of GPU memory.
 _DESKTOP_BYTES, _DESKTOP_SHARE = 4_000_000_000, 0.25
 _GPU_SHARE, _GPU_DESKTOP, _GPU_WINDOWS = 0.92, 800_000_000, 1_000_000_000
 
@@ -209,7 +209,7 @@ def parse_memory_speed(text: str) -> float:
 
 
 def _parts(text: str) -> dict[str, re.Match[str]]:
-    """Return the parts of a description by what they describe."""
+    """Return the parts of a description by their kind."""
     found: dict[str, re.Match[str]] = {}
     at = 0
     while at < len(text):
@@ -375,7 +375,7 @@ def with_formats(
     settings: Settings,
     path: Path,
 ) -> MachineProfile:
-    """Return what ``planned_hardware`` gave with the rates of more ``formats``."""
+    """Add the rates of more ``formats`` to a result of ``planned_hardware``."""
     if wanted.pc is not None:
         return machine
     here, _ = machine_here(settings, path if wanted.ssd is None else None, formats)

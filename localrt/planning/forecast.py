@@ -66,8 +66,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
-    """What a picture of ``side`` pixels square costs: ``tokens``, the ``seconds`` until they are
-    read, the ``nbytes`` of RAM, or ``on_gpu`` of its memory, that the encoder takes meanwhile.
+    """The cost of a picture of ``side`` pixels square: its ``tokens``, the ``seconds`` to read
+    them, and the ``nbytes`` that the vision encoder needs meanwhile, in RAM or ``on_gpu``.
     """
 
     side: int
@@ -173,7 +173,7 @@ class PlanRequest:
         return replace(self, machine=self.machine.without_gpu(), budgets=budgets)
 
     def with_usable_gpu(self) -> PlanRequest:
-        """Return the request without a GPU that cannot compute this model."""
+        """Return the request without its GPU if that cannot compute this model."""
         if not (self.uses_gpu and self.shape.off_gpu):
             return self
         return replace(self.without_gpu(), gpu_unused=True)

@@ -26,9 +26,10 @@ _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
 # Kernels reach about this share of a GPU's memory bandwidth.
 _REACHED = 0.85
 # The share of clocks in which the busiest part of a GPU's processors works: the issue of products'
-# instructions, or attention's tensor cores. FlashAttention-2 (Dao, 2023) reports 0.5 to 0.73.
-# With a half products are as published ones: a prompt of an 8B in Q6_K takes an RTX 3090 a fifth of
-# its 8-bit operations in llama.cpp (pull request 8062: 3,600 tokens per second), here a sixth.
+# instructions, or attention's tensor cores. FlashAttention-2 (Dao, 2023) reports 0.5 to 0.73. One
+# half agrees with published products: on an RTX 3090, a prompt of an 8B in Q6_K reaches a fifth of
+# the peak of 8-bit operations in llama.cpp (pull request 8062: 3,600 tokens per second), here a
+# sixth.
 _BUSY = 0.5
 # Operations that the tensor cores of one scheduler do in a clock, 16 bits with float32 sums.
 _CLOCK_OPS, _WORKSTATION_CLOCK_OPS = 128, 256
@@ -79,7 +80,8 @@ _LINKS = {
     "5x16": 50.0,
 }
 
-# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. The usual GPU of a name comes first.
+# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. Of several with one name, the most common
+# comes first.
 _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
     ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
@@ -198,7 +200,7 @@ OTHERS = (
     r"|\bGTX?\s?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT\s?\d{3,4}\b"
     r"|\b(?:quadro|tesla)\s[KMP]\d|\b[KMP](?:40|100|4)\b"
 )
-"""A pattern of their names."""
+"""A pattern that matches their names."""
 
 
 def other_gpu(text: str) -> str:

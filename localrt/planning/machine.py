@@ -1,4 +1,4 @@
-"""Describes a machine by the rates that time depends on: disk, memory, link, kernels, GPU.
+"""Describes a machine by its rates: disk, memory, link, kernels, GPU.
 
 ``measure.py`` measures the rates of this machine; ``gpus.py`` has GPUs that it lacks. A profile
 says of each rate whether it was measured. It knows no model.
@@ -94,11 +94,11 @@ class GpuProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """What passes of a placed model took, each as a multiple of what single rates give.
+    """Measured times of a placed model's passes, as multiples of the times from single rates.
 
-    ``link``: copies of units; ``cpu`` and ``gpu``: their computing; ``visit``: the host's part of a
-    visit to the CPU, or of a layer that CPU and GPU share; ``token``: its part of a token.
-    Others are taken for errors of measuring: they are held to a quarter and to four times.
+    ``link``: copies of units; ``cpu`` and ``gpu``: their computing; ``visit``: the host's work for
+    a visit to the CPU, or for a layer that CPU and GPU share; ``token``: its work for a token. They
+    are limited to between a quarter and four: others are taken for errors of measuring.
     """
 
     link: float = 1.0

@@ -50,9 +50,9 @@ WORKING_SET = 96 << 20
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # to measure one rate
-# A layer whose experts CPU and GPU share has the GPU wait for the host as long as so many measured
-# calls, of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense layer is
-# taken to be alike.
+# A layer whose experts CPU and GPU share makes the GPU wait for the host as long as this many
+# measured calls, of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense
+# layer is assumed to take as long.
 _SHARED_CALLS = 12
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"
@@ -118,8 +118,8 @@ _PASSES, _KINDS = "passes", ("dense", "mixture")  # of a GPU's entry in cards.js
 
 
 def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
-    """Return ``machine`` with what passes beside its GPU were measured to take, if they were and
-    its rates are still those that this corrects.
+    """Return ``machine`` with the corrections measured on passes with its GPU, if there are any and
+    the rates have not changed since.
     """
     if machine.gpu is None:
         return machine
@@ -136,7 +136,9 @@ def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
 def keep_corrections(
     machine: MachineProfile, found: Corrections, mixture: bool, cache: Path
 ) -> MachineProfile:
-    """Return ``machine`` with what was ``found`` for dense models or mixtures, and keep it."""
+    """Return ``machine`` with the corrections ``found`` for dense models or mixtures, and save
+    them.
+    """
     assert machine.gpu is not None, "they are of passes beside a GPU"
     both = [*machine.corrections]
     both[mixture] = found
@@ -189,7 +191,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _measure_aside(job: list[Any]) -> bool:
-    """Measure in a process of its own; return whether that worked."""
+    """Measure in a separate process; return whether that worked."""
     if getattr(sys, "frozen", False):
         return False  # a packaged app has no interpreter: it would start a second app
     start = (
@@ -212,7 +214,7 @@ def _measure_aside(job: list[Any]) -> bool:
     return done.returncode == 0
 
 
-# -- what is known ---------------------------------------------------------------------------------
+# -- saved rates -----------------------------------------------------------------------------------
 
 
 def _known(cache: Path, working_set: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
-_MANY_ROWS = 512  # of an encoder's products
+_MANY_ROWS = 512  # rows of a vision encoder's products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ def plan_model(
 ) -> Plan:
     """Plan for ``hardware``, with the options of ``localrt.plan``.
 
-    ``draft_of`` returns the name of what drafts for the model at a path, streamed or not, and a
-    line on it.
+    ``draft_of`` returns the name of the draft source for the model at a path, streamed or not, and
+    a line on it.
     """
     settings = Settings.from_environment()
     path = find_model(name, settings, revision=revision, offline=offline, any_file=True)
@@ -219,7 +219,8 @@ def _chosen_file(
 
 
 def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
-    """Return a picture's cost: the encoder's passes and the prompt's tokens; None for text models.
+    """Return the cost of a picture, for models that take them: passes of the vision encoder, and of
+    the picture's tokens.
 
     Raises:
         LocalrtError: pictures are refused.
@@ -231,7 +232,9 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
     if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
         on_gpu = True
         encoder = 2 * cost.products / (gpu.attention_flops or gpu.flops)
-        encoder += cost.encoder_bytes / machine.link_bytes_s  # weights are copied for each picture
+        encoder += (
+            cost.encoder_bytes / machine.link_bytes_s
+        )  # the weights are copied for each picture
     else:
         rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
         encoder = cost.products * rate * _encoder_slowness()
@@ -241,8 +244,8 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
 
 @cache
 def _encoder_slowness() -> float:
-    """Time of an encoder's products relative to a decoder's with the same weights, measured because
-    it depends on the instruction set.
+    """Time of an vision encoder's products relative to a decoder's of the same size; measured,
+    since it depends on the instruction set.
     """
     if find_library() is None:
         return 1.0
@@ -259,7 +262,7 @@ def _encoder_slowness() -> float:
 
 def _command(command: str, model: str, options: Mapping[str, object], *, runs: bool) -> str:
     """Return a command line such as ``"localrt chat model.gguf --ctx 8192"``; empty if the model
-    does not run here, or nothing needs to be typed.
+    does not run here, or no command is needed.
     """
     if not (runs and command):
         return ""
@@ -307,7 +310,7 @@ def _offer(
 
 
 def other_sizes(plan: Forecast, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
-    """Return the planned size of the model at ``path``, then smaller ones that are faster.
+    """Return the present size of the model at ``path``, then smaller ones that are faster.
 
     Smaller ones are the usual size, and the largest that stay in memory and in GPU memory. Empty
     if the model's place is already the best, or it is a quantized copy.

@@ -40,7 +40,7 @@ EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Estimate(Times):
-    """What an estimate found: ``costs`` of a token's pass, and the rows of a prompt's."""
+    """An estimated solution, with the ``costs`` of a token's pass and the rows of a prompt's."""
 
     request: PlanRequest
     costs: Costs
@@ -106,7 +106,7 @@ def _expected(found: _Estimate) -> Expected:
 
 
 def whole_nbytes(shape: ModelShape) -> int:
-    """Return the packed bytes of a whole model, of which not all experts may be listed."""
+    """Return the packed bytes of a whole model, including experts that are not listed."""
     times = _expert_times(shape)
     return sum(unit.nbytes * (times if unit.kind == "expert" else 1) for unit in shape.units)
 
@@ -170,7 +170,7 @@ def _prompt_seconds(costs: Costs, solution: Solution, rows: int) -> float:
     return min(ways) + costs.per_pass()
 
 
-# -- at length -------------------------------------------------------------------------------------
+# -- by replay -------------------------------------------------------------------------------------
 
 
 def find_forecast(request: PlanRequest) -> Forecast | None:
@@ -230,8 +230,8 @@ def on_machine(plan: Forecast, machine: MachineProfile) -> Forecast:
 def _predicted(
     request: PlanRequest, placement: Placement, estimated: Expected | None
 ) -> Prediction:
-    """Predict from replays of a token, of prompts, and of a token at the full context. What was
-    ``estimated`` is taken from there; a replay then has only the shares of its pass.
+    """Predict from replays of a token, of prompts, and of a token at the full context. Rates
+    already ``estimated`` are kept; the replay then only gives each resource's share of the pass.
     """
     steady = simulate(request.costs(), placement)
     full = simulate(request.costs(held=request.ctx), placement)

@@ -193,7 +193,7 @@ def resident_outlook(
         here = gpu_here()
         if here is None:
             return Outlook(token_bytes=nbytes)
-        # Take the whole GPU's memory: the free memory lacks what this model has taken.
+        # Count the whole GPU's memory: this model uses some of it.
         machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
         vram = gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s

@@ -84,7 +84,9 @@ def recommend(
 def recommend_on(
     offer: Offer, machine: MachineProfile, budgets: Budgets, *, ctx: int | None = None
 ) -> Recommendation:
-    """As ``recommend``, for a given machine and budgets, with ``ctx`` tokens (None: 4,096)."""
+    """Recommend as ``recommend`` does, for a given machine and budgets and ``ctx`` tokens (None:
+    4,096).
+    """
     names = _candidates(offer.sizes)
     shape = _outline_of(offer)
     where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
@@ -135,7 +137,7 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
     if (name := next(whole, None)) is not None:
         return name
     quick = [name for name in expected if expected[name].tok_s >= READING_TOK_S]
-    # Fewer than four bits are worth it only if they make the model quick.
+    # Fewer than four bits only if they make the model fast enough.
     worth = [
         name for name in expected if name in good or (name in quick and expected[name].is_quick)
     ]
@@ -150,7 +152,9 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
         return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
 
     def rank(name: str) -> tuple[bool, float]:
-        """Return the sort key: of at least four bits and called good, then the value."""
+        """Return the sort key: files of at least four bits that are good for chat first, then by
+        value.
+        """
         return name in good and expected[name].level == "good", value(name)
 
     return max(worth, key=rank) if quick and worth else None
@@ -176,7 +180,7 @@ def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> flo
 
 
 def usual_offer(model: KnownModel) -> Offer:
-    """Return the files that a model's repository usually has, with estimated sizes.
+    """Return the usual files of a model's repository, with estimated sizes.
 
     A model that is published quantized has one file, named after its format.
     """
@@ -203,7 +207,7 @@ def only(offer: Offer, file: str) -> Offer:
 def other_files(
     offer: Offer, chosen: str, request: PlanRequest, tok_s: float
 ) -> tuple[Change, ...]:
-    """Return the next two smaller files that are faster than ``chosen``, which does ``tok_s``."""
+    """Return the next two smaller files that are faster than ``chosen`` with its ``tok_s``."""
     now = estimate(request)
     names = _candidates(offer.sizes)
     if now is None or chosen not in names:
@@ -270,7 +274,7 @@ def _bits(name: str) -> int | None:
 
 
 def as_published(offer: Offer) -> bool:
-    """Whether the only file is in the format that the config names, and needs no other size."""
+    """Whether the only file is in the format that the config names, so that its size is known."""
     quantized = None if offer.config is None else offer.config.get("quantization_config")
     return len(offer.sizes) == 1 and isinstance(quantized, Mapping)
 

@@ -1,4 +1,4 @@
-"""Writes a plan as text: what a person reads first (``page``), and all tables (``explain``).
+"""Formats a plan as text: a summary (``page``), and all tables (``explain``).
 
 The page has the verdict, what to type, and what would improve it. ``Plan.to_dict`` has the same
 facts for programs.
@@ -188,7 +188,7 @@ def _placement(plan: Forecast) -> Iterator[str]:
 
 
 def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
-    """Yield which parts of the model ``units`` are: ``"attention of 12 of 28 layers"``."""
+    """Yield descriptions of ``units``: ``"attention of 12 of 28 layers"``."""
     for kind, name in _KINDS.items():
         here = [unit for unit in units if unit.kind == kind]
         if not here:

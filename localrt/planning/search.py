@@ -46,7 +46,8 @@ _ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1
 
 
 def with_long_passes(costs: Costs, placement: Placement) -> Placement:
-    """Add the rows from which long passes run the CPU's MLPs or experts on the GPU, if it pays.
+    """Add the least rows from which passes compute the CPU's MLPs or experts on the GPU, if that
+    pays.
 
     These are the MLPs that the GPU's ring can hold, and a mixture's experts. Attention stays where
     its keys and values are; only one row of a prompt passes the head.
@@ -118,8 +119,8 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
 
 
 _MOST_SLOTS = 6
-_LEAST_SHARE = 0.01  # of an MLP, to be worth the exchange between GPU and CPU
-_LINK_PARTS = (1.0, 0.9, 0.8)  # of what a link could copy without a gap
+_LEAST_SHARE = 0.01  # of an MLP: less does not pay for the exchange between GPU and CPU
+_LINK_PARTS = (1.0, 0.9, 0.8)  # of what a link can copy without a pause
 # Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
 
@@ -216,8 +217,8 @@ def split_solutions(
     """Yield placements in which GPU and CPU share all MLPs of a dense model, with the costs of its
     pieces: nothing copied, or ``parts`` of what the link has time for.
 
-    Everything else is on the GPU, and what its memory has left is the GPU's share. The ring holds
-    what long passes copy of one layer, or of two.
+    Everything else is on the GPU, and the rest of its memory is the GPU's share. The ring has room
+    for the pieces that long passes copy of one layer, or of two.
     """
     shape, machine = costs.shape, costs.machine
     mlps = [unit for unit in shape.units if unit.kind == "mlp"]
@@ -229,7 +230,7 @@ def split_solutions(
     room = rooms.vram - sum(unit.nbytes for unit in others) - sum(rooms.kv)
     if not largest < room < whole:
         return
-    # What a pass takes beside the CPU's and the link's pieces.
+    # A pass without the pieces of the CPU and the link.
     fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
     fixed += len(mlps) * costs.splitting()
     by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
@@ -532,7 +533,7 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
 
 def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
     """Return the request without an unused GPU, the bytes that the fixed parts leave, and the rows
-    of a prompt's pass (at most ``longest``).
+    of a prompt's pass, at most ``longest``.
     """
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())

@@ -97,7 +97,7 @@ def shape_from_config(
 
 
 def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the small tensors that decide how the config is read if there are weights."""
+    """Return the small tensors that change how the config is read, where there are weights."""
     biased = bool(config.get("attention_bias"))
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
@@ -129,7 +129,7 @@ def _published_formats(
 
 @dataclass(slots=True)
 class _Described:
-    """A ``Checkpoint`` without weights: a config, and the tensors that there would be."""
+    """A ``Checkpoint`` without weights: a config, and the tensors that it implies."""
 
     architecture: str
     config: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Replays the pipeline's schedule under a placement: what a token takes, and where it waits.
+"""Replays the pipeline's schedule for a placement: the time of a token, and what it waits for.
 
 Disk, link, CPU and GPU each do one thing at a time. A pass goes through its units in order. Reads
 and copies keep that order, run ahead as far as their ring has room (units are placed in it as
@@ -48,7 +48,7 @@ class RingModel:
     def load(
         self, nbytes: int, free: float, bytes_s: float, at: int | None = None
     ) -> tuple[Slot, float]:
-        """Load a unit over a resource that is free from ``free`` on; return slot and end time.
+        """Load a unit over a resource that is free at ``free``; return slot and end time.
 
         ``at`` is its place, if fixed.
         """
@@ -114,7 +114,7 @@ class RingModel:
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 READ_CHUNK = 2 << 20
-_WAKE_S = 1.5e-4  # to wake a pass that waits for a disk: the GPU itself waits for copies
+_WAKE_S = 1.5e-4  # to wake a pass that waits for a disk; only the GPU waits for copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,8 @@ def simulate(
 
 
 def _reached(room: int) -> float:
-    """Return the share of a disk's rate reached with ``room`` ring bytes beside the largest unit.
+    """Return the share of a disk's rate that is reached if the ring has ``room`` besides its
+    largest unit.
 
     Two requests are in flight at a time. If only one has room, the disk idles in between: a
     measured loss of 9 %.
@@ -208,7 +209,7 @@ class _Replay:
         self.kv = placement.kv
         self.random = random.Random(0)
         self.bytes_s = costs.machine.ssd_bytes_s
-        # The units read from the SSD, and the disk's rate with the ring's room beside the largest.
+        # The units read from the SSD, and the disk's rate with the ring's room besides the largest.
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
@@ -303,7 +304,7 @@ class _Replay:
         held = sum(draw() < kept for _ in chosen)
         missing = len(chosen) - held
         way = self.costs.crossing()
-        # Without any expert to share out, the host still waits for the router's choice.
+        # With no expert to assign, the host still waits for the router's choice.
         sharing = 0.0 if self.crossing or kept == 1 else self.costs.sharing()
         known = way + sharing
         ready = Ready(cpu=known, link=max(known, self.link_free - self.clock), cpu_back=way)
@@ -346,7 +347,7 @@ class _Replay:
         sums.nbytes["link"] += len(plan.fetch) * nbytes
 
     def _batch(self, held: int, missing: int, rows: int) -> Assignment:
-        """Copy all missing experts, from the layer before on; then compute them together."""
+        """Copy all missing experts, beginning during the layer before; then compute them together."""
         cost, begin = self.expert_costs, self.clock
         assert cost is not None, "see _shared"
         copied = max(self.link_free, self.asked) + missing * cost.fetch
@@ -408,8 +409,8 @@ class _Replay:
             slot[0].release(slot[1], self.clock)
 
     def _beside(self, unit: PlacedUnit) -> None:
-        """Compute the CPU's piece of an MLP since the GPU has begun with its own. Where the GPU is
-        later, it has been given the next work meanwhile.
+        """Compute the CPU's piece of an MLP from when the GPU began its own. If the GPU is later,
+        it has its next work queued by then.
         """
         _, began = self.pieces
         host, cpu = self.costs.splitting(), self.costs.cpu(unit)

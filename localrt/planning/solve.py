@@ -28,11 +28,11 @@ Counts = Sequence[Mapping[Where, int]]
 class UnitClass:
     """Equal units, in the order of a pass, with the seconds that one takes on CPU and GPU.
 
-    ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed;
-    ``unpacked`` as in ``PlacedUnit``.
-    ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s`` and ``gpu_s`` are an
-    equal part of the layer's seconds with none of them on the GPU, and with all. Pieces of split
-    MLPs have ``only`` one place; ``cpu_s`` of the CPU's is what it takes longer than the GPU.
+    ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed; ``unpacked``
+    as in ``PlacedUnit``. ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s``
+    and ``gpu_s`` are an equal part of the layer's seconds with none of them on the GPU, and with
+    all. Pieces of split MLPs have ``only`` one place; the CPU's ``cpu_s`` is its time beyond the
+    GPU's.
     """
 
     names: tuple[str, ...]
@@ -65,10 +65,10 @@ class Problem:
 
     ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
     hold them. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
-    between units of the GPU; ``link_loss`` and ``cpu_loss``: the part of its time by which each is
-    longer beside the other. ``attention`` may force attention (and a
-    mixture's routers) onto the GPU, or place it there first: prompts need it there, and KV caches
-    cannot move. It may force all attention onto the CPU if layers share KV caches.
+    between units of the GPU; ``link_loss`` and ``cpu_loss``: the share by which each slows down
+    while the other works. ``attention`` may force attention (and a mixture's routers) onto the GPU,
+    or place it there first: prompts need it there, and KV caches cannot move. It may force all
+    attention onto the CPU if layers share KV caches.
     """
 
     classes: tuple[UnitClass, ...]
@@ -192,7 +192,7 @@ def bound(problem: Problem, counts: Counts) -> float:
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
-    """Return the seconds of computing a unit at a place; on the CPU with its part of a visit."""
+    """Return the seconds of computing a unit at a place; on the CPU with its share of a visit."""
     if where.on_gpu:
         return group.gpu_s + (group.copying_s if where.copied else 0.0)
     seconds = group.cpu_s + (group.reading_s if where is Where.SSD else 0.0)

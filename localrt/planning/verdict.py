@@ -73,8 +73,8 @@ _WORDS: dict[Level, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Expected tokens per second, and bytes of weights: ``nbytes`` in all, ``needed`` for a token.
-    Of these a token has ``read`` bytes read from disk, ``copied`` to the GPU, and ``by_cpu``
-    computed by the CPU; ``on_gpu`` bytes stay on the GPU. ``thinks``: the model thinks before it
+    Of ``needed``, ``read`` bytes are read from disk, ``copied`` to the GPU and ``by_cpu`` computed
+    by the CPU; ``on_gpu`` bytes are resident on the GPU. ``thinks``: the model thinks before it
     answers. ``gpu_unused``: the model cannot use the machine's GPU.
     """
 
@@ -190,7 +190,7 @@ def _moved(expected: Expected) -> str:
 
 
 def part_of(part: int, whole: int) -> str:
-    """Format a part of a whole: ``"31 of 40 GB"``."""
+    """Format one size as part of another: ``"31 of 40 GB"``."""
     some, unit = format_bytes(part).rsplit(" ", 1)
     total = format_bytes(whole)
     return f"{some} of {total}" if total.endswith(f" {unit}") else f"{some} {unit} of {total}"

@@ -128,7 +128,7 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
 
 
 def best_here(settings: Settings) -> Runnable | None:
-    """The first of ``what_runs`` on this PC, by rates that are known: nothing is measured."""
+    """The first of ``what_runs`` on this PC, by saved rates: nothing is measured."""
     machine, vram = machine_on_device(settings.hub_cache, settings, "auto", None)
     budgets = budgets_of(machine, ram_budget(None), vram)
     return next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
