@@ -347,7 +347,7 @@ class _Replay:
         sums.nbytes["link"] += len(plan.fetch) * nbytes
 
     def _batch(self, held: int, missing: int, rows: int) -> Assignment:
-        """Copy all missing experts, beginning during the layer before; then compute them together."""
+        """Copy missing experts, beginning during the layer before; then compute them together."""
         cost, begin = self.expert_costs, self.clock
         assert cost is not None, "see _shared"
         copied = max(self.link_free, self.asked) + missing * cost.fetch

@@ -1,10 +1,9 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
-Two kernels make all changes of a product: a warp takes a rank of a row's A, then a thread a row of
-its B. Every row may have another adapter, and its bits depend on that row and its change alone;
-what a pass's changes need stays on the GPU for the next pass of the same kind. Such passes are not
-recorded as graphs. Where a placement has units on both sides, each side has a copy, in its own
-budget.
+Two kernels add all changes of a product: first a warp computes one rank of a row's A, then a thread
+one row of its B. Each row may have its own adapter; its bits depend on the row and the adapter
+alone. The arrays that a pass needs stay on the GPU for the next pass of the same kind. Such passes
+are not recorded as graphs. With units on CPU and GPU, each has a copy, in its own budget.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _THREADS = 256
 
 @declarations("low_rank.cuh").struct("Change")
 class Change(Structure):
-    """Of ``count`` rows from ``row`` on, by one matrix. An array of them is uploaded."""
+    """The change of ``count`` rows from ``row`` on by one adapter matrix; uploaded as an array."""
 
 
 _Down = arguments("low_rank_down.cu", "LowRankDown")
@@ -56,8 +55,8 @@ def add_low_rank(
 ) -> None:
     """Change y (R, n), bf16 or float32, in place; x (R, columns) is bf16 or records.
 
-    ``changes`` is an array of ``Change`` on the device, ``count``, ``rank`` and ``rows`` the most
-    of any. ``bias`` (n,) is what y has of it already, float32.
+    ``changes`` is an array of ``Change`` on the device; ``count``, ``rank`` and ``rows`` are their
+    maxima. ``bias`` (n,), float32, is the bias that y includes already.
     """
     number = changes.size // sizeof(Change)
     between = empty(number, count, rank, dtype=FLOAT32, device=y.device)
@@ -75,12 +74,12 @@ def add_low_rank(
 def low_rank_programs(
     out: Dtype, *, records: bool = False, fine: bool = False
 ) -> tuple[Program, Program]:
-    """What is launched."""
+    """The programs that ``add_low_rank`` launches."""
     down = Program.of("low_rank_down", RECORDS=int(records), FINE=int(fine))
     return down, Program.of("low_rank_up", OUT=OUT[out])
 
 
-_KEPT = 4  # kinds of passes whose changes stay on the device
+_KEPT = 4  # kinds of passes whose changes are cached on the device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,17 +104,17 @@ class CudaLowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Of a product's rows in one kind of pass."""
+    """The changes of a product in one kind of pass."""
 
     array: Tensor  # of ``Change``
-    count: int  # the most of any; as rank and rows
+    count: int  # the maximum; also rank and rows
     rank: int
     rows: int
     where: Tensor  # rows of the pass, each once, int64
 
 
 class CudaAdapters:
-    """Adds adapters' changes to a GPU's products in the latest pass."""
+    """Adds the adapters' changes to products of the current pass."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -144,7 +143,7 @@ class CudaAdapters:
         self._changes, self.of_rows = {}, []
 
     def changed_rows(self, starts: Mapping[str, int]) -> Tensor | None:
-        """The rows of the pass with changes of the matrix whose tensors begin at ``starts``."""
+        """The rows that adapters change, for the matrix whose tensors begin at ``starts``."""
         found = self._of(starts)
         return None if found is None else found.where
 

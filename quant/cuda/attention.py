@@ -1,10 +1,10 @@
-"""Attention on a GPU: new rows join the caches, and see what they hold.
+"""Attention on a GPU: appends a pass's rows to the caches, and attends.
 
-Up to 64 rows are split over runs of 256 keys, which are joined in order: a row's result is the same
-to the bit for any number of rows. More rows (prompts) are one kernel, which takes all keys in turn.
-Lengths come from device memory: a recorded CUDA graph stays valid as the cache fills. Keys and
-values are kept as ``quant/ops/kv_formats.py`` and ``kv.cuh`` say, a token's bytes of one
-head together; unlike on the CPU, quantized keys keep the bias of their projection.
+For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
+result is the same to the bit for any number of rows. More rows (prompts) are one kernel that loops
+over all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
+``quant/ops/kv_formats.py`` and ``kv.cuh`` define the layout; a token's bytes of one head are
+adjacent. Unlike on the CPU, quantized keys keep the bias of their projection.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ def numbers(kv_format: KvFormat, size: int) -> tuple[str, str]:
 
 
 def turned_block(kv_format: KvFormat, size: int) -> int:
-    """Numbers that are rotated together: 1 is none."""
+    """The size of Hadamard rotations; 1 is none."""
     return 1 if kv_format == "bf16" else min(_MOST_TURNED, size & -size)
 
 
-_THREADS = 128  # of the steps before attention
+_THREADS = 128  # of the kernels before attention
 _TILE = 16  # query rows of a warp
 
 
 @declarations("attention.cuh").struct("Attention")
 class Attention(Structure):
-    """What the kernels of attention read."""
+    """The arguments of the attention kernels."""
 
 
 _RopeAppend = arguments("rope_append.cu", "RopeAppend")
 
 
 def takes_heads(size: int) -> bool:
-    """Whether the kernels attend with heads of ``size`` numbers."""
+    """Whether the kernels support heads of ``size`` numbers."""
     return size % 8 == 0 and size <= 256
 
 
@@ -101,17 +101,17 @@ def rope_append(
     norm_values: bool = False,
     kv_format: KvFormat = "bf16",
 ) -> None:
-    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q goes to q (n, H, E), k
-    and v behind the ``held`` tokens (one int64 on the device) of a cache: ``blocks`` are the
-    addresses of its blocks, int64 on the device, ``place`` is the layer's in them.
+    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q is written to q (n, H,
+    E), k and v are appended to the ``held`` tokens (one int64 on the device) of a cache. ``blocks``
+    are the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them.
 
-    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
-    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where
-    there are ``gates`` (n, H, E), each head's query in qkv is followed by as many numbers that go
-    there; or its one gate of H at the end of the row does, with ``head_gates``. ``temperature``
-    makes queries grow with ``positions`` (n,), int64. Each of ``axes`` turns an equal part of a
-    head. With ``norm_values`` values are normed too, without weights. A quantized cache has rows of
-    bytes, and queries against it are rotated.
+    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads:
+    their weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation.
+    ``gates`` (n, H, E) get the numbers that follow each head's query in qkv; with ``head_gates``,
+    the H gates at the end of the row. ``temperature`` scales queries with ``positions`` (n,),
+    int64. Each of ``axes`` rotates an equal part of a head. With ``norm_values`` values are normed
+    too, without weights. A quantized cache has rows of bytes, and its queries get the Hadamard
+    rotation.
     """
     n, heads, size = q.shape
     groups = place.heads
@@ -160,15 +160,14 @@ def attend(
     """q (n, H, E) over a cache's keys and values: (n, H * E), bf16, in ``out`` if given. ``blocks``
     and ``place`` are as for ``rope_append``.
 
-    Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; what is returned
-    then holds nothing.
+    Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; the returned
+    tensor is then empty.
 
-    The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
-    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 says which of the
-    last tokens a new row sees, new ones included: 1 is itself, 2 its parent, and so on, 0 is what
-    it does not see. None is causal; ``ahead`` (n,) int32 is then how many of the new rows behind it
-    a row sees too. ``longest`` bounds held + n; the grid is cut for it. ``sinks``
-    (H,) are float32.
+    The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, followed by
+    the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is what each new row
+    sees of the last tokens, new ones included: 1 is itself, 2 its parent, and so on; 0 is hidden.
+    None is causal; ``ahead`` (n,) int32 is then how many later new rows each row sees. ``longest``
+    bounds held + n, and so the grid. ``sinks`` (H,) are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
@@ -219,8 +218,9 @@ def attend(
 def partial_results(
     n: int, runs: int, heads: int, value: int, device: Device
 ) -> tuple[int, Tensor, Tensor]:
-    """Room for what rows see of each run of keys, of so many of the n rows at once that it stays
-    small: how many, their sums (runs, rows * H, value), and (2, runs, rows * H) to join them by.
+    """Memory for the partial results of each run of keys, limited to as many of the n rows as keep
+    it small: their number, sums (runs, rows * H, value), and statistics (2, runs, rows * H) to join
+    them.
     """
     rows = rows_together(n, run_nbytes(runs, heads, value))
     sums = empty(runs, rows * heads, value, dtype=FLOAT32, device=device)
@@ -228,7 +228,7 @@ def partial_results(
 
 
 def fits_records(heads: int, value: int) -> bool:
-    """Whether the results of so many heads are whole records, each head in whole steps."""
+    """Whether the results of ``heads`` are whole records, with whole steps per head."""
     return value % 32 == 0 and heads * value % 64 == 0
 
 
@@ -263,7 +263,7 @@ def _warps(size: int, value: int, *, split: bool) -> int:
 def join_program(
     value: int, kv_format: KvFormat = "bf16", *, records: bool = False, fine: bool = False
 ) -> Program:
-    """What joins the runs of values of so many numbers."""
+    """The kernel that joins the runs of keys."""
     return Program.of(
         "attention_join",
         VALUES=numbers(kv_format, value)[1],
@@ -282,7 +282,7 @@ def rope_program(
     *,
     norm_values: bool = False,
 ) -> Program:
-    """The step before, for heads of ``size`` numbers."""
+    """The kernel before attention, for heads of ``size`` numbers."""
     keys, values = numbers(kv_format, size)
     return Program.of(
         "rope_append",
@@ -306,7 +306,9 @@ class Rotations:
         if rope is None:
             return None, None
         if rope not in step.tables and step.axes is not None and rope.sections:
-            cos, sin = rope.turns(step.axes[0], step.axes)  # a picture's are computed on the host
+            cos, sin = rope.turns(
+                step.axes[0], step.axes
+            )  # positions of images are computed on the host
             step.tables[rope] = upload(cos, self._device), upload(sin, self._device)
         elif rope not in step.tables:
             if rope not in self._frequencies:
@@ -371,11 +373,13 @@ class AttentionSteps:
     ) -> Tensor:
         rows = len(q) // 2 if spec.has_gates else len(q)
         q, gates = q[:rows], q[rows:] if spec.has_gates else None
-        # Where the product that follows reads records, they are written at once.
+        # If the next product reads records, they are written directly.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
-        few = all(span.rows <= MOST_ROWS for span in step.spans)  # a prompt's kernel writes none
+        few = all(
+            span.rows <= MOST_ROWS for span in step.spans
+        )  # the kernel for prompts writes none
         attended = records if gates is None and few else None
         seen = empty(0 if attended else len(q), width, dtype=BFLOAT16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):

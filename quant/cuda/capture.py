@@ -1,4 +1,5 @@
-"""Capturing CUDA graphs: what a body launches, cut where the host has its part, and its replay.
+"""Captures the kernels that a function launches as CUDA graphs, cut where the host works, and
+replays them.
 
 It knows nothing of passes.
 """
@@ -17,12 +18,12 @@ from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.stream import Between, Cut
 from localrt.quant.ops.protocol import Check
 
-_MOST_NBYTES = 32 << 20  # that the driver takes for what is recorded at once
+_MOST_NBYTES = 32 << 20  # of the driver's memory for graphs recorded at once, at most
 
 
 class Capture:
-    """Where one GPU's graphs are recorded: they run one at a time and leave nothing behind, so that
-    they share a stream and their scratch memory.
+    """Captures one GPU's graphs. They run one at a time and keep no results in scratch memory, so
+    they share a stream and that memory.
     """
 
     def __init__(self, device: Cuda) -> None:
@@ -32,7 +33,7 @@ class Capture:
         self._executable_nbytes = self._recorded = 0
 
     def end(self) -> Graph:
-        """What has been recorded since the device's ``begin_graph``."""
+        """Return the graph recorded since the device's ``begin_graph``."""
         graph = self.device.end_graph()
         self._graphs.add(graph)
         self._recorded += 1
@@ -40,7 +41,7 @@ class Capture:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Notes what the driver takes of the GPU's memory for what is recorded within."""
+        """Measures the GPU memory that the driver allocates for graphs recorded within."""
         (free, _), taken = self.device.memory(), self.device.taken_nbytes
         yield
         (now, _), ours = self.device.memory(), self.device.taken_nbytes - taken
@@ -49,22 +50,22 @@ class Capture:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs take: their scratch, and what the driver keeps of each."""
-        if not self._graphs:  # what the last one has used is the GPU's again
+        """Bytes of the graphs: their scratch, and the driver's memory for each."""
+        if not self._graphs:  # the memory of earlier graphs has been freed
             self.pool.trim()
         mean = self._executable_nbytes // max(1, self._recorded)
         return self.pool.nbytes + len(self._graphs) * mean
 
 
 class Replay(Protocol):
-    """Starts what was recorded."""
+    """Starts the recorded graphs."""
 
     def __call__(self, check: Check | None = None) -> None: ...
 
 
 def record(body: Callable[[Cut], None], capture: Capture | None) -> Replay:
-    """Record the kernels that ``body`` starts, as one graph or more where it cuts, and return what
-    replays them. Where ``capture`` is None, which means no GPU, that calls ``body``.
+    """Record the kernels that ``body`` starts, as one graph, or as several where it cuts; return a
+    function that replays them. Without a GPU (``capture`` is None) it calls ``body``.
 
     Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
     """
@@ -74,7 +75,7 @@ def record(body: Callable[[Cut], None], capture: Capture | None) -> Replay:
         try:
             return _record(body, capture)
         except MemoryBudgetError:
-            capture.device.trim()  # which waits for the GPU, as no recording may
+            capture.device.trim()  # which waits for the GPU: not allowed while recording
             return _record(body, capture)
 
 
@@ -120,7 +121,7 @@ def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
         try:
             body(cut)
         except BaseException:
-            with suppress(LocalrtError):  # of the recording, which is of no use any more
+            with suppress(LocalrtError):  # of a recording that is abandoned anyway
                 device.end_graph()
             raise
         end()

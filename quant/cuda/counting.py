@@ -1,8 +1,8 @@
-"""Counts a piece of work's GPU use: kernels, launches, waits, and how long the GPU was busy.
+"""Measures the GPU use of a function: kernels, launches, waits, and how long the GPU was busy.
 
-Torch's profiler sees every kernel and copy, our own and those in recorded graphs, and torch's calls
-of CUDA; ours go to the driver, and are counted here. It slows the work a little: times are for
-shares.
+Torch's profiler sees every kernel and copy, including ours and those in graphs, and torch's calls
+of CUDA; our calls of the driver are counted here. Profiling slows the work a little: use the times
+as shares.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
 
 @contextmanager
 def _our_calls() -> Iterator[list[dict[str, object]]]:
-    """What a trace would say of the driver's functions that are called within."""
+    """Collect our calls of the driver within, as events of a trace."""
     calls, call = list[dict[str, object]](), Cuda.call
 
     def noted(self: Cuda, name: str, *args: object, **options: Any) -> object:
@@ -91,7 +91,7 @@ def _our_calls() -> Iterator[list[dict[str, object]]]:
 
 
 def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None:
-    """The GPU use in the events of a trace in Chrome's format."""
+    """Return the GPU use from a trace's events, in Chrome's format."""
     spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "gpu_memcpy": []}
     launches: Counter[object] = Counter()
     waits: Counter[object] = Counter()

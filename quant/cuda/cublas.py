@@ -1,6 +1,6 @@
 """Products of many bf16 rows by cuBLAS, through torch if it is there for the GPU.
 
-torch sees our memory, and works in our stream. Nothing else of this room needs it.
+torch gets views of our memory and works in our stream. No other file here needs torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from localrt.quant.cuda.launch import is_noting
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor
 
 NBYTES = 160 << 20
-"""GPU memory that it takes: its code, its workspace, what torch keeps of results (123 MB of an
-H100).
+"""GPU memory for cuBLAS: its code, its workspace, and torch's cache of results (123 MB of an H100).
 """
 UNPACKED = 64 << 20
-"""Numbers of a packed matrix that it is given at once, in bf16: of smaller pieces, the host's part
+"""Numbers of a packed matrix that are unpacked to bf16 at once: of smaller pieces, the host's part
 takes longer than the GPU's.
 """
 
 
 @cache
 def multiplies(device: Device) -> bool:
-    """Whether bf16 products of many rows on the device are torch's: at full speed since Ampere."""
+    """Whether torch computes bf16 products of many rows on the device: fast since Ampere."""
     if find_spec("torch") is None:
         return False
     import torch
@@ -64,7 +63,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
 
 
 def trim() -> None:
-    """Give back what torch keeps of results."""
+    """Free the memory that torch caches."""
     if "torch" in sys.modules:
         import torch
 
@@ -82,7 +81,7 @@ def _as_ours() -> Iterator[None]:
 
 
 def _seen(tensor: Tensor) -> Any:
-    """The same memory as torch's tensor."""
+    """A torch tensor on the same memory."""
     import torch
 
     device = tensor.device

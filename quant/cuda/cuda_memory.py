@@ -1,7 +1,7 @@
 """A CUDA GPU's memory and copies for the offloading pipeline.
 
-One stream copies to the GPU, one to the host, the GPU's own computes; they wait for each other's
-events. The host waits only for copies whose source it will change, and for results it needs. On
+One stream copies to the GPU, one to the host, and the GPU's main stream computes; they wait for
+each other's events. The host waits only for copies whose source it will change, and for results. On
 ``device="cpu"`` the same calls copy in RAM, for tests without a GPU.
 """
 
@@ -35,8 +35,8 @@ Span = tuple[Event | None, Event | None]
 
 
 class CudaCopies:
-    """Copies to ``device``. Only those to it may be called by several threads. At most
-    ``most_pinned`` bytes of RAM are pinned.
+    """Memory of ``device``, and copies. Only copies to it may be started by several threads. At
+    most ``most_pinned`` bytes of RAM are pinned.
     """
 
     def __init__(self, device: str = "cuda", *, most_pinned: int | None = None) -> None:
@@ -50,10 +50,12 @@ class CudaCopies:
         self._pinned: dict[int, Bytes] = {}  # by address
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
-        self._copying: Event | None = None  # an event: the beginning of copies that go on
-        self._copied: list[Span] = []  # events around those before them, of one unit
+        self._copying: Event | None = None  # an event at the beginning of running copies
+        self._copied: list[
+            tuple[Any, Any]
+        ] = []  # pairs of events around earlier copies of the same unit
         self._timed = True
-        if self.is_gpu:  # what comes back is written in order
+        if self.is_gpu:  # memory is reused in stream order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
 
     @property
@@ -62,12 +64,12 @@ class CudaCopies:
         return int(self._device.memory()[1]) if self.is_gpu else 0
 
     def keep_free(self, nbytes: int) -> None:
-        """Never take the last ``nbytes`` of what is free now."""
+        """Leave ``nbytes`` of the memory that is free now to others."""
         free, _ = self._device.memory()
         self._device.most_nbytes = max(0, self._device.taken_nbytes + free - nbytes)
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Uninitialized bytes on the GPU: of their own, which ``free`` gives back.
+        """Uninitialized bytes on the GPU, an allocation of their own; see ``free``.
 
         Raises:
             MemoryBudgetError: not enough memory is free.
@@ -77,9 +79,9 @@ class CudaCopies:
         return Tensor(device, block, block.address, (nbytes,), (1,), UINT8)
 
     def free(self, memory: Tensor) -> None:
-        """Free the memory even if the tensor is still referenced: it is empty afterwards."""
+        """Free the memory of a tensor, also if it is still referenced."""
         if self.is_gpu:
-            self._device.synchronize(self._stream)  # what is still being copied there
+            self._device.synchronize(self._stream)  # copies to it may be running
         assert memory.block is not None, "it is what was allocated"
         memory.block.free()
 
@@ -110,8 +112,8 @@ class CudaCopies:
     ) -> Event | None:
         """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
 
-        Kernels may wait for the returned event. Without ``wait`` it also says when ``source`` may
-        be changed.
+        Kernels may wait for the returned event. Without ``wait``, ``source`` must not change until
+        then.
         """
         self.queue(source, out, after)
         _, event = self.end_copy()[-1]
@@ -120,14 +122,14 @@ class CudaCopies:
         return event
 
     def queue(self, source: Bytes, out: Tensor, after: Event | None) -> None:
-        """Copy ``source``, which stays as it is, to ``out`` once ``after`` has happened."""
+        """Copy ``source``, which must not change, to ``out`` once ``after`` has happened."""
         assert out.nbytes == source.nbytes, "all of it is written"
         if not self.is_gpu:
             self._device.copy_in(out.address, source)
             return
         with self._lock:
             if after is not None:
-                if self._copying is not None:  # what waits is not copied
+                if self._copying is not None:  # time spent waiting is not counted as copying
                     self._copied.append((self._copying, self._stamp()))
                     self._copying = None
                 self._device.wait(self._stream, after)
@@ -136,9 +138,9 @@ class CudaCopies:
             self._device.copy_in(out.address, source, self._stream)
 
     def end_copy(self, *, timed: bool = True) -> list[Span]:
-        """Timed events before and after what has been queued since the last call, without waits
-        between copies. The last one is after all of it, if there is anything; from the next call
-        on, there are those before only of what is ``timed``.
+        """Pairs of events around the copies queued since the last call, without waits between
+        copies. The last event is after all of them. From now on, events before copies are recorded
+        only if ``timed``.
         """
         if not self.is_gpu:
             return [(None, None)]
@@ -155,7 +157,7 @@ class CudaCopies:
         return event
 
     def settle(self) -> None:
-        """Return when everything queued has been copied."""
+        """Wait for all queued copies."""
         if self.is_gpu:
             self._device.synchronize(self._stream)
 
@@ -186,8 +188,8 @@ class CudaCopies:
     def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
         """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
 
-        The returned function waits for both and gives the rows as the CPU's activations (R, D). For
-        as long as it may be called they must stay: their memory would be used again.
+        The returned function waits for both and gives the rows as the CPU's activations (R, D).
+        Keep a reference to the rows until it has been called: otherwise their memory is reused.
         """
         if not self.is_gpu:
             return lambda: self.to_host(x)
@@ -205,7 +207,7 @@ class CudaCopies:
         return received
 
     def _begin_copy(self, there: Tensor) -> npt.NDArray[Any]:
-        """A pinned copy in RAM, made when it comes to it."""
+        """Begin to copy to pinned RAM, after earlier work of the stream."""
         assert there.is_contiguous, "it is one copy"
         nbytes = max(1, there.nbytes)
         here = array_of(self._returned.take(nbytes), there.shape, there.dtype.numpy)
@@ -235,7 +237,7 @@ class CudaCopies:
         return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
 
     def close(self) -> None:
-        """Unpin the RAM, and give memory that nobody uses back to the GPU."""
+        """Unpin the RAM, and free unused memory of the GPU."""
         for data in list(self._pinned.values()):
             self.free_host(data)
         if self.is_gpu:
@@ -246,7 +248,7 @@ class CudaCopies:
     def free_host(self, data: Bytes) -> None:
         """Unpin a buffer of ``host_buffer``; it is freed with its last reference."""
         if self._pinned.pop(data.ctypes.data, None) is not None:
-            self._device.synchronize(self._stream)  # what is still being copied from there
+            self._device.synchronize(self._stream)  # copies from it may be running
             self._device.unregister(data)
             if self._may_pin is not None:
                 self._may_pin += data.nbytes

@@ -1,6 +1,6 @@
-"""What the kernels run on: a GPU, or, in tests, the host's memory and a launcher of the tests.
+"""Devices that run kernels: a GPU or, in tests, the host's memory with a launcher.
 
-Its work is in order, so memory that ends may be taken again at once.
+A device works in order, so freed memory can be reused at once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Launcher(Protocol):
         """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
 
     def prepare(self, program: Program) -> None:
-        """Get the machine code, so that launching need not compile. Any thread may call it."""
+        """Compile a program before it is launched, or load it from the disk; from any thread."""
 
 
 class Device(ABC):
-    """Memory, and what computes on it in order.
+    """Memory, and kernels and copies that run in order.
 
     A thread's work goes to ``stream``. Memory comes from pools: ``scratch`` is for a pass, ``kept``
     for weights and caches.
@@ -86,17 +86,15 @@ class Device(ABC):
 
     @property
     def pool(self) -> Pool:
-        """The scratch memory of what this thread starts."""
+        """The scratch pool of work that this thread starts."""
         recording: Pool | None = getattr(self.thread, "pool", None)
         return self.scratch if recording is None else recording
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that can still be allocated: the GPU's free ones, and those that our pools hold but
-        do not use.
-        """
+        """Bytes that can still be allocated: free on the GPU, or unused in our pools."""
         free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
-        if free < min(unused, _SCARCE_NBYTES):  # leave some to other programs
+        if free < min(unused, _SCARCE_NBYTES):  # leave the rest to other programs
             self.trim()
             free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
         return free + unused
@@ -127,19 +125,21 @@ class Device(ABC):
 
     @abstractmethod
     def copy_in(self, to: int, values: Values, stream: Handle | None = None) -> None:
-        """Copy contiguous values from the host; pinned ones must not change until it is done."""
+        """Copy contiguous values from the host; pinned ones must not change until the copy has
+        ended.
+        """
 
     @abstractmethod
     def stage(self, to: int, values: Values) -> None:
-        """The same, but the caller may change the values at once; the host does not wait."""
+        """Copy values that the caller may change at once, without waiting."""
 
     @abstractmethod
     def copy_out(self, values: Values, source: int, stream: Handle | None = None) -> None:
-        """Copy to contiguous values of the host; done once the stream has got there."""
+        """Copy to contiguous values of the host, without waiting."""
 
     @abstractmethod
     def fetch(self, values: Values, source: int) -> None:
-        """The same, but return only when it is done."""
+        """Copy to contiguous values of the host, and wait."""
 
     @abstractmethod
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -151,13 +151,13 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event | None:
-        """A new event; None where everything has happened when a call returns. A thread that waits
-        for it keeps its core busy, unless it ``sleeps``.
+        """A new event; None for a device whose calls return when their work is done. A thread that
+        waits for it spins, unless it ``sleeps``.
         """
 
     @abstractmethod
     def synchronize(self, stream: Handle | None = None) -> None:
-        """Wait until the stream has done everything."""
+        """Wait for all work of the stream."""
 
     @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:

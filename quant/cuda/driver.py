@@ -1,7 +1,7 @@
-"""A GPU by CUDA's driver, through NVIDIA's bindings: every call of it is here.
+"""A GPU through CUDA's driver and NVIDIA's bindings: all driver calls are here.
 
-Kernels and what they read run in order on one stream of the GPU, or, while a thread records, on
-that of its recording; copies beside them have streams of their own.
+Kernels and the copies that they depend on run in order on one stream, or on the capture's stream
+while a thread records. Copies that overlap kernels have streams of their own.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _STAGED = 256 << 10
 
 
 class Event:
-    """A place in a stream's work."""
+    """A point in a stream's work."""
 
     def __init__(self, gpu: Cuda, handle: Handle, spare: deque[Handle]) -> None:
         self._gpu, self.handle = gpu, handle
         weakref.finalize(self, spare.append, handle)
 
     def record(self, stream: Handle | None = None) -> None:
-        """It happens once what has been given to the stream until now is done."""
+        """Record the event after all work of the stream so far."""
         self._gpu.call("cuEventRecord", self.handle, stream or self._gpu.stream)
 
     def synchronize(self) -> None:
-        """Return when it has happened."""
+        """Wait until it has happened."""
         self._gpu.call("cuEventSynchronize", self.handle)
 
     def query(self) -> bool:
@@ -59,7 +59,7 @@ class Event:
 
 
 class Cuda(Device):
-    """The GPU number ``index``, in its primary context, which torch has too."""
+    """The GPU number ``index``, in its primary context, which torch shares."""
 
     is_gpu = True
 
@@ -80,7 +80,7 @@ class Cuda(Device):
         self.cache_nbytes = attribute("L2_CACHE_SIZE")
         self.version = int(self.call("cuDriverGetVersion", enter=False))
         self._context = self.call("cuDevicePrimaryCtxRetain", handle, enter=False)
-        self._events: defaultdict[int, deque[Handle]] = defaultdict(deque)  # spare ones, by kind
+        self._events: defaultdict[int, deque[Handle]] = defaultdict(deque)  # unused ones, by kind
         self._main = self.call("cuStreamCreate", _NON_BLOCKING)
         self._staging = _Staging(self)
         self._folder = Settings.from_environment().cache_dir / "kernels"
@@ -99,8 +99,8 @@ class Cuda(Device):
     def call(
         self, name: str, *args: object, enter: bool = True, among: tuple[int, ...] = (0,)
     ) -> Any:
-        """What a function of the driver returns, a list of several results; its status, where more
-        than one is good.
+        """Call a function of the driver; return its result, a list if there are several, or its
+        status if more than one is accepted.
 
         Raises:
             MemoryBudgetError: the GPU has no memory left.
@@ -116,12 +116,12 @@ class Cuda(Device):
         return values[0] if len(values) == 1 else values
 
     def enter(self) -> None:
-        """Make this GPU's context the thread's, which other users of CUDA may have changed."""
+        """Make this GPU's context current: other users of CUDA may have changed it."""
         self.call("cuCtxSetCurrent", self._context, enter=False)
         _entered.context = self._context
 
     def end(self, name: str, *args: object) -> None:
-        """Call what ends a handle, whatever it says: nobody needs it any more."""
+        """Call a function that destroys a handle, ignoring errors."""
         with suppress(LocalrtError), self._unrecorded():
             self.enter()
             getattr(self._driver, name)(*args)
@@ -134,7 +134,7 @@ class Cuda(Device):
 
     @property
     def taken_nbytes(self) -> int:
-        """Bytes of the GPU that are in use here, or kept to be."""
+        """Bytes of GPU memory that this process has allocated, used or not."""
         return sum(list(self._taken.values()))
 
     def alloc(self, nbytes: int) -> int:
@@ -157,12 +157,12 @@ class Cuda(Device):
     def free(self, address: int) -> None:
         del self._taken[address]
         if not self.recording:
-            self.end("cuStreamSynchronize", self._main)  # what is started may still use it
+            self.end("cuStreamSynchronize", self._main)  # running work may still use it
         self.end("cuMemFree", address)
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        """What is called within may wait for the GPU, which a recording otherwise forbids."""
+        """Allow calls within that wait for the GPU, which recording otherwise forbids."""
         before = self.call("cuThreadExchangeStreamCaptureMode", self._mode(_RELAXED))
         try:
             yield
@@ -198,7 +198,7 @@ class Cuda(Device):
 
     @property
     def stream(self) -> Handle:  # type: ignore[override]  # a thread's
-        """Where what this thread starts runs."""
+        """The stream of work that this thread starts."""
         stream: Handle = getattr(self.thread, "stream", self._main)
         return stream
 
@@ -207,14 +207,14 @@ class Cuda(Device):
         return getattr(self.thread, "pool", None) is not None
 
     def new_stream(self, owner: object) -> Handle:
-        """One beside the others, for as long as its ``owner`` lives."""
+        """A new stream, destroyed with its ``owner``."""
         stream: Handle = self.call("cuStreamCreate", _NON_BLOCKING)
         weakref.finalize(owner, self.end, "cuStreamDestroy", stream)
         return stream
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         kind = _SLEEPS * sleeps | _UNTIMED * (not timed)
-        spare = self._events[kind]  # what waits for one has taken note of its place
+        spare = self._events[kind]  # waiters have noted its state already
         try:
             handle = spare.pop()
         except IndexError:
@@ -222,7 +222,7 @@ class Cuda(Device):
         return Event(self, handle, spare)
 
     def wait(self, stream: Handle | None, event: Event) -> None:
-        """What the stream is given from now on waits for the event."""
+        """Have later work of the stream wait for the event."""
         self.call("cuStreamWaitEvent", stream, event.handle, 0)
 
     def synchronize(self, stream: Handle | None = None) -> None:
@@ -235,7 +235,7 @@ class Cuda(Device):
         return array_of(block, shape, dtype)
 
     def alloc_host(self, nbytes: int) -> int:
-        """The address of pinned RAM, which may hold anything."""
+        """The address of uninitialized pinned RAM."""
         with self._unrecorded():
             return int(self.call("cuMemHostAlloc", nbytes, 0))
 
@@ -244,7 +244,7 @@ class Cuda(Device):
         self.end("cuMemFreeHost", address)
 
     def register(self, data: Values) -> bool:
-        """Pin RAM that is there; whether the system allows it."""
+        """Pin existing RAM; returns whether the system allows it."""
         with self._unrecorded():
             (status,) = self._driver.cuMemHostRegister(data.ctypes.data, data.nbytes, 0)
         return int(status) == 0
@@ -286,7 +286,7 @@ class Cuda(Device):
 
     @contextmanager
     def record_on(self, stream: Handle | None, pool: Pool) -> Iterator[None]:
-        """What this thread starts within goes to another stream, in memory of its own."""
+        """Have this thread's work go to another stream, with its own scratch memory."""
         self.thread.stream, self.thread.pool = stream, pool
         try:
             yield
@@ -294,11 +294,11 @@ class Cuda(Device):
             del self.thread.stream, self.thread.pool
 
     def begin_graph(self) -> None:
-        """Record the thread's stream, instead of running what it is given."""
+        """Record the thread's work instead of running it."""
         self.call("cuStreamBeginCapture", self.stream, self._mode(_THREAD_LOCAL))
 
     def end_graph(self) -> Graph:
-        """What has been recorded.
+        """Return the recorded graph.
 
         Raises:
             LocalrtError: something was called that cannot be recorded.
@@ -311,14 +311,14 @@ class Cuda(Device):
 
 
 class Graph:
-    """Recorded work, and the memory that it was recorded with."""
+    """A captured graph, and the scratch memory that it uses."""
 
     def __init__(self, gpu: Cuda, handle: Handle, pool: Pool) -> None:
         self._gpu, self._handle, self._pool = gpu, handle, pool
         weakref.finalize(self, gpu.end, "cuGraphExecDestroy", handle)
 
     def replay(self) -> None:
-        """Start it again."""
+        """Launch the graph."""
         self._gpu.call("cuGraphLaunch", self._handle, self._gpu.stream)
 
 
@@ -327,8 +327,8 @@ class _MoveBytes(ctypes.Structure):
 
 
 class _Staging:
-    """Pinned RAM through which few values go to the GPU and back, moved by kernels. On the way in
-    it has halves: one is filled again once what was in it has been moved.
+    """Pinned RAM through which kernels move small arrays to the GPU and back. For uploads it has
+    two halves: each is filled again once its last contents have been moved.
     """
 
     def __init__(self, gpu: Cuda) -> None:
@@ -341,7 +341,7 @@ class _Staging:
 
     def copy_in(self, to: int, values: Values) -> None:
         if values.nbytes > _STAGED:
-            self._gpu.copy_in(to, values)  # CUDA copies plain RAM aside itself
+            self._gpu.copy_in(to, values)  # CUDA stages plain RAM itself
             return
         with self._lock:
             if not self._halves:
@@ -357,7 +357,7 @@ class _Staging:
             self._move(place.ctypes.data, to, values.nbytes)
 
     def copy_out(self, values: Values, source: int) -> bool:
-        """Whether it could: the system may pin no more RAM."""
+        """Copy through pinned RAM; returns False if the system pins no more RAM."""
         with self._fetching:
             if self._back is None:
                 try:
@@ -379,7 +379,7 @@ _MOVERS = 256  # threads of a block, four bytes each
 
 
 def array_of(block: Block, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
-    """A block of RAM as an array, whose last view frees it."""
+    """A block of RAM as an array, freed with its last view."""
     memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
     weakref.finalize(memory, block.free)
     whole: Any = memory  # a buffer, as types do not say
@@ -415,7 +415,7 @@ _CALLS = {"cuLaunchKernel": "a kernel", "cuModuleLoadData": "a kernel"}
 
 @cache
 def bindings() -> Any:
-    """The driver's functions, once it is initialized.
+    """The driver's functions; initializes the driver.
 
     Raises:
         MissingExtraError: they are not installed.
@@ -427,7 +427,7 @@ def bindings() -> Any:
         raise MissingExtraError(f"a GPU needs NVIDIA's bindings: {install('gpu')}") from error
     try:
         (status,) = driver.cuInit(0)
-    except RuntimeError as error:  # libcuda.so.1 is not there
+    except RuntimeError as error:  # libcuda.so.1 is missing
         raise LocalrtError("NVIDIA's driver is not installed") from error
     if int(status) != 0:
         raise _error(driver, "cuInit", status)
@@ -447,8 +447,8 @@ _opening = threading.Lock()
 
 
 def device_of(name: str) -> Any:
-    """The device of a name: ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
-    with _opening:  # two threads that come first would get one each
+    """The device called ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
+    with _opening:  # two threads must not make one each
         if name == "cpu":
             return _ram()
         return _cuda(int(name.removeprefix("cuda").removeprefix(":") or "0"))

@@ -1,4 +1,4 @@
-"""``CudaOps`` that launch nothing: they find which kernels a model's passes will need.
+"""``CudaOps`` that launch nothing, to find which kernels a model's passes will need.
 
 Weights take no memory and results have no values; kernels are chosen by the same code as in a real
 pass. It knows no models: the caller runs the steps (``localrt/loading/kernels.py``).
@@ -94,7 +94,7 @@ class DryRunOps(CudaOps):
     def norm_route(
         self, x: Stream, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
-        """See ``CudaOps``: experts in turn."""
+        """See ``CudaOps``; chooses experts in order."""
         normed, _ = super().norm_route(x, weights, spec)
         rows = len(normed)
         experts = np.arange(rows * spec.ranked, dtype=np.int32).reshape(rows, -1) % spec.count

@@ -60,10 +60,10 @@ from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing, slots_of
 
 ENTRY = 9
-"""Words of an expert's entry: the number of its kind, from 1 on, or 0 if it is not there; addresses
-of the tiles of gate, up and down, of their factors, of the biases of gate and up, and of down.
+"""Words of an expert's entry: the number of its kind from 1 on, or 0 if it is absent; the addresses
+of the tiles of gate, up and down, of their factors, and of the biases of gate and up, and of down.
 
-Without a gate, up is in its place.
+Without a gate, up replaces it.
 """
 _MOST_ENTRIES = declarations("entries.cu").constants["MOST_ENTRIES"]
 # Formats that count as heavy for experts.
@@ -82,10 +82,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The slots of some experts, by expert, and which of them a block computes; on the GPU.
+    """The slots of some experts, grouped by expert, and the blocks that compute them; on the GPU.
 
-    ``parts`` (most, 3) int32 are an expert, the place of its first slot in ``slots`` and how many
-    there are, at most ``size``. A row of x has ``used`` slots.
+    ``parts`` (most, 3) int32 are, for each block, an expert, the index of its first slot in
+    ``slots``, and the number of slots, at most ``size``. A row of x has ``used`` slots.
     """
 
     parts: Tensor
@@ -125,9 +125,8 @@ def write_entries(
 
 
 def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
-    """A pass whose rows chose the experts ``chosen`` (R, K) int32, of which ``wanted`` (E,) are
-    computed: those that the table (E, ENTRY) then says are of kind ``number``. Rows of ``chosen``
-    may lie apart.
+    """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Of these
+    it computes the ``wanted`` (E,) ones that are of kind ``number`` in the table (E, ENTRY).
     """
     rows, used = chosen.shape
     experts, slots = int(np.count_nonzero(wanted)), rows * used
@@ -152,7 +151,7 @@ def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[n
 
 
 def rows_at_once(rows: int, used: int, experts: int) -> int:
-    """How many slots of one expert a block takes. Results do not depend on it."""
+    """How many slots of one expert a block computes; results do not depend on it."""
     if rows <= 4:
         return 1 if rows == 1 else 4
     each = rows * used / experts
@@ -181,7 +180,7 @@ def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: S
 def grouped_program(
     format_: str, size: int, gate: str | None, out: Dtype, *, fine: bool = False
 ) -> Program:
-    """The variant of the kernel for ``size`` slots of an expert at once."""
+    """The kernel for ``size`` slots of an expert at once."""
     size *= 2 if fine else 1
     return Program.of(
         "grouped",
@@ -237,8 +236,8 @@ _ALIGNED = 16  # bytes: what the kernels' widest loads need
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """What experts of one launch share. ``rotated`` are Hadamard blocks, of x and of inner rows;
-    ``fine`` as in ``CudaWeight``.
+    """The common layout of experts in one launch. ``rotated`` are the Hadamard blocks of x and of
+    inner rows; ``fine`` as in ``CudaWeight``.
     """
 
     gate_up: Side
@@ -264,9 +263,9 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ENTRY), np.int64)
-        self._apart = False  # whether there has been an expert of no kind
-        self.present = np.zeros(count, np.bool_)  # those that the GPU's entries are to have
-        self._moved = set[int]()  # changes since they were written
+        self._apart = False  # whether an expert without a kind was put in
+        self.present = np.zeros(count, np.bool_)  # experts that the GPU's table must have
+        self._moved = set[int]()  # experts that changed since it was written
         self._entries: Tensor | None = None
 
     @property
@@ -303,7 +302,7 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
             self._moved.add(expert)
 
     def entries(self, device: Device) -> Tensor:
-        """(E, ENTRY) int64 on the device: where experts lie, for kernels that start now."""
+        """(E, ENTRY) int64 on the device: the up-to-date table, for kernels that start now."""
         entries = self.memory(device)
         if self._moved:
             moved = np.array(sorted(self._moved))
@@ -312,7 +311,7 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
         return entries
 
     def memory(self, device: Device) -> Tensor:
-        """Where the entries are; they may not have been written yet."""
+        """The memory of the table, which may be out of date."""
         if self._entries is None:
             self._entries = zeros(*self._places.shape, dtype=INT64, device=device, pool=device.kept)
         return self._entries
@@ -341,8 +340,8 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
 def _gate_and_up(
     weight: CudaWeight, inner: int
 ) -> tuple[tuple[int, int], tuple[int, int], str] | None:
-    """Addresses of gate's tiles and factors, of up's, and their format; up is in the place of a
-    gate that there is not.
+    """The addresses of gate's tiles and factors, of up's, and their format; without a gate, up
+    replaces it.
     """
     tiles = [part for part in weight.parts if isinstance(part, TiledMatrix)]
     first = tiles[0] if tiles else None
@@ -396,8 +395,8 @@ def run_kinds(
 ) -> None:
     """Fill slots, with all experts of a kind together.
 
-    ``apart`` computes the rows of an expert of no kind. How a row is computed follows from its
-    expert, and there from how many rows the pass has.
+    ``apart`` computes the rows of an expert without a kind. How a row is computed depends on its
+    expert alone, or without a kind also on the number of rows of the pass.
     """
     kinds = table.kind_of
     wanted = np.ones(len(kinds), np.bool_)
@@ -426,7 +425,7 @@ def run_apart(
     slots: Tensor,
     compute: Callable[[Tensor], Tensor],
 ) -> None:
-    """Fill the slots ``filled`` (n,) of one expert by what it computes of their rows."""
+    """Fill the slots ``filled`` (n,) of one expert with its results."""
     rows = empty(len(filled), normed.shape[1], dtype=normed.dtype, device=normed.device)
     move_rows(normed, rows, index=upload(filled // used, normed.device))
     put_rows(compute(rows), filled, slots)
@@ -435,9 +434,7 @@ def run_apart(
 def run_present(
     normed: Tensor, routing: CudaRouting, table: CudaExpertTable, spec: ExpertSpec, slots: Tensor
 ) -> None:
-    """Fill the slots of experts whose entries are there when the kernels run, of the kinds that the
-    table has had so far.
-    """
+    """Fill the slots of experts that are in the table when the kernels run, of all kinds so far."""
     entries = table.memory(normed.device)
     everyone = np.ones(len(table.kind_of), np.bool_)
     for number, kind in enumerate(table.kinds, 1):
@@ -448,7 +445,7 @@ def run_present(
 def run_kind(
     normed: Tensor, plan: Plan, entries: Tensor, kind: ExpertKind, spec: ExpertSpec, slots: Tensor
 ) -> None:
-    """Two products, and the rotations that the weights ask for."""
+    """Compute two products, with the rotations that the weights need."""
     outer, within = kind.rotated
     x = quantize(rotate_blocks(normed, outer) if outer else normed, fine=kind.fine)
     inner = grouped_gate_up(x, plan, entries, kind.gate_up, spec.activation, spec.limit)

@@ -1,8 +1,8 @@
 """The C++ type of each packed format (``quant/cuda/src/formats.cuh``): codes, scales, steps of a
 span.
 
-This module imports nothing heavy: whether a format has a kernel can be asked anywhere. What a
-codebook holds is asked for when a kernel is made.
+This module imports nothing heavy, so that any module can ask whether a format has a kernel.
+Codebooks are read when a kernel is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _affine(codec: AffineCodec) -> str:
 
 
 def _published(codec: GroupCodec) -> str | None:
-    """None where there is no kernel: the integer product has no place for E4M3 codes."""
+    """None without a kernel: integer products cannot take E4M3 codes."""
     steps = codec.format.block // 32
     if isinstance(codec, BrainCodec):
         return f"Packed<Whole<{codec.bits}, 0>, BrainScaleAndMinimum, {steps}>"
@@ -71,14 +71,14 @@ TYPES = MappingProxyType(
         **{name: kind for name, codec in PUBLISHED.items() if (kind := _published(codec))},
     }
 )
-"""By the format's name."""
+"""C++ types by the format's name."""
 
 HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
 """Formats whose products need so many registers that no two blocks fit a processor at once."""
 
 
 PRODUCT_MACS = 16 * 32 * 8
-"""Of 16 weight rows, 32 columns and 8 rows: what a warp multiplies at once."""
+"""Multiply-accumulates of 16 weight rows, 32 columns and 8 rows: a warp's at once."""
 _INSTRUCTIONS = {
     **{"q4_k": 26, "q5_k": 28, "q6_k": 40, "q3_k": 41, "q2_k": 51, "nvfp4": 35},
     **{"iq2_xs": 45, "iq2_s": 45, "iq1_m": 46, "mxfp4": 23, "nf4": 23, "iq4_nl": 23},
@@ -100,7 +100,7 @@ def format_macros(name: str) -> Mapping[str, str]:
 
 @cache
 def _entries(name: str) -> str:
-    """A codebook as C++ has it: a word for every four columns of an entry."""
+    """A codebook for C++: a word for every four columns of an entry."""
     book = CODEBOOKS[name]
     codes = book.codes + np.uint8(119) if book.shifted else book.entries
     words = np.ascontiguousarray(codes).view("<u4").reshape(-1)
@@ -120,5 +120,5 @@ def product_instructions(name: str) -> int:
 
 
 def steps_at_once(name: str) -> int:
-    """Steps of 32 columns that a chain takes in one turn."""
+    """Steps of 32 columns that a chain computes per iteration."""
     return max(4, FORMATS[name].block // 32)

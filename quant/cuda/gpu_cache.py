@@ -1,6 +1,6 @@
 """Measured figures of GPUs in the cache folder: ``cards.json`` has an entry for each GPU.
 
-Figures have a key of all that they depend on; with another key they are measured again.
+Figures are saved under a key of everything they depend on; if it changes they are measured again.
 ``GpuRates`` are what a GPU computes and copies per second, which ``measuring.py`` finds. This
 module imports nothing heavy: planning for a GPU does not load the code that computes on it.
 """
@@ -21,15 +21,15 @@ _NAME = "cards.json"
 
 
 def entry_of(folder: Path, name: str) -> dict[str, Any]:
-    """The entry of the GPU ``name`` in ``folder``, under any key: ``key``, and parts by their
-    names. Empty if the file is damaged.
+    """The entry of the GPU ``name`` in ``folder``: its ``key``, whichever it is, and its sections
+    by name. Empty if the file is damaged.
     """
     values = _read(folder / _NAME).get(name)
     return values if isinstance(values, dict) else {}
 
 
 def damage(folder: Path) -> str:
-    """A line on the file in ``folder`` if there is one that cannot be read; else empty."""
+    """A line for the user if the file in ``folder`` cannot be read; else empty."""
     path = folder / _NAME
     if not path.exists() or _read(path):
         return ""
@@ -38,20 +38,20 @@ def damage(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuCache:
-    """The entry of the GPU ``name`` in ``folder``, as far as it was measured with ``key``."""
+    """The sections of the GPU ``name`` in ``folder`` that were measured with ``key``."""
 
     folder: Path
     name: str
     key: Sequence[str]
 
     def read(self, part: str) -> dict[str, Any]:
-        """A part; empty if it is missing or was measured with another key."""
+        """A section; empty if it is missing or was measured with another key."""
         kept = entry_of(self.folder, self.name)
         values = kept.get(part) if kept.get("key") == list(self.key) else None
         return values if isinstance(values, dict) else {}
 
     def write(self, part: str, values: Mapping[str, Any]) -> None:
-        """Replace a part. If it cannot be written, the next process measures it again."""
+        """Replace a section. If it cannot be written, the next process measures it again."""
         path = self.folder / _NAME
         gpus, kept = _read(path), entry_of(self.folder, self.name)
         if kept.get("key") != list(self.key):
@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 RATES, FINE_RATES = "rates", "rates of 15 bits"
-"""The parts of a GPU's file that have them, for rows in 8 bits and in 15."""
+"""The sections with ``GpuRates``, for rows in 8 bits and in 15."""
 ROWS = (1, 8, 64, 128, 512, 2048)
 """Rows of the products that are timed. From 65 on data centers' GPUs unpack weights first."""
 
@@ -85,8 +85,8 @@ class GpuRates:
     ``to_gpu_bytes_s`` are copies from pinned RAM. While both read RAM, copies keep the share
     ``busy_link`` of their rate, the CPU ``busy_cpu`` of its own.
 
-    ``crossing_s`` is how long a row of activations takes from one side to the other, with waits.
-    ``replay_s`` is what a small kernel of a recorded pass takes.
+    ``crossing_s`` is the time to move a row of activations between CPU and GPU, waits included.
+    ``replay_s`` is the time of a small kernel in a graph.
     """
 
     products: Mapping[str, tuple[float, ...]]

@@ -2,10 +2,10 @@
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
 recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
-its parts are on the GPU. Whole passes are filled up to one of a few numbers of rows. Recordings
-serve all caches: where a cache's blocks lie is an input too.
-It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
-again on the static inputs, so that tests cover the rest.
+its parts are on the GPU. Whole passes are padded to one of a few numbers of rows. Recordings serve
+all caches: the addresses of a cache's blocks are inputs too. This module knows a ``forward`` and
+the steps under it, not models. Off a GPU, "replaying" runs the pass again on the static inputs, so
+that tests cover the rest.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _RECORDED = 8  # most shapes of passes recorded at once
 _NOTED = 64
 # Rows of whole passes, rounded up: a product computes eight at once, attention sixteen.
 _ROWS = (1, 4, 8, 16, 32, 48, MOST_ROWS)
-_COLUMNS = 64  # of a tree, at least
+_COLUMNS = 64  # of a tree's mask, at least
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
 _IDLE = 64  # passes after which an unused shape may be replaced
 
 
 class RecordedOps(Protocol):
-    """What recording needs of ``CudaOps``."""
+    """The part of ``CudaOps`` that recording needs."""
 
     recording: Recording | None  # set while a pass is recorded
 
@@ -63,10 +63,10 @@ class RecordedOps(Protocol):
 
     @property
     def capture(self) -> Capture | None:
-        """Where it records; None off a GPU."""
+        """The capture of the GPU; None without one."""
 
     def scope(self) -> AbstractContextManager[None]:
-        """Held around a pass."""
+        """The context of a pass."""
 
     def begin(self, batch: Batch) -> CudaPass: ...
 
@@ -75,7 +75,7 @@ class RecordedOps(Protocol):
 
 
 class _Shape(NamedTuple):
-    """What recordings are valid for."""
+    """The shape of passes, for which a recording is valid."""
 
     blocks: int  # of a cache, at most
     rows: int
@@ -83,13 +83,13 @@ class _Shape(NamedTuple):
     columns: int  # of a tree; 0 is none
     waiting: int  # rows for a recurrent layer's state, at most
     features: tuple[int, ...]  # the layers before which they are copied
-    hidden: int  # numbers of a row of one of them
-    given: int  # the same of another model's
+    hidden: int  # their width
+    given: int  # the width of another model's features
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A shape seen once, and its recordings from the second time on."""
+    """A shape of passes, with its recordings from the second pass on."""
 
     static: StaticPass | None = None
     used: int = 0  # the number of the latest pass
@@ -105,7 +105,7 @@ class Recordings:
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
         self._passes = 0
         self.most_new = RECORDED_PARTS
-        self._new_parts = 0  # that are recorded in the running pass
+        self._new_parts = 0  # parts recorded in the running pass
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
         self._new_parts = 0
@@ -199,12 +199,10 @@ class Recordings:
         *,
         whole: bool = False,
     ) -> _Shape | None:
-        """The shape of a pass, a ``whole`` one filled up with rows; None if it is not worth
-        recording.
-        """
+        """The shape of a pass, padded if it is ``whole``; None if recording it does not pay."""
         if not batch.plain or len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
-        if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
+        if batch.spans[0].cache.mix:  # its adapters may be removed before the recording is
             return None
         if wanted is not None and not len(wanted):
             return None
@@ -276,7 +274,7 @@ class GraphedForward:
         return host
 
     def _to_host(self, logits: Tensor, rows: int) -> Logits:
-        """Copy the first rows through pinned RAM; the pass has ended then."""
+        """Copy the first rows through pinned RAM, waiting for the pass to end."""
         size = rows * logits.shape[1]
         if self._host.size < size:
             self._host = self._device.pinned((logits.size,), np.float32)
@@ -287,12 +285,12 @@ class GraphedForward:
 
 
 def _skip(between: Between) -> None:
-    """A ``Cut`` of what only warms up."""
+    """A ``Cut`` for a run that only warms up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A recording's replay function, and its logits if it has the head."""
+    """A recording and the function that replays it."""
 
     replay: Replay
     recording: Recording
@@ -307,16 +305,16 @@ class StaticStep(CudaPass):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StaticFeatures(Features):
-    """``rows`` (layers, R, D): those of a layer lie together."""
+    """Features as ``rows`` (layers, R, D)."""
 
     def of(self, layer: int) -> Logits | None:
         return self.rows[self.layers.index(layer)] if layer in self.layers else None
 
 
 class StaticPass:
-    """The inputs of passes of one shape, where recordings read them, and those recordings.
+    """The recordings of one shape of passes, and their inputs at fixed addresses.
 
-    ``features`` and what is ``given`` of another model's are in pinned RAM.
+    ``features``, and those ``given`` by another model, are in pinned RAM.
     """
 
     def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape) -> None:
@@ -361,7 +359,7 @@ class StaticPass:
         return self._sequences
 
     def values(self, like: Tensor) -> Tensor:
-        """The residual stream's values, where recordings read and write it."""
+        """The residual stream's values at their fixed address."""
         if self._values is None:
             self._values = empty(*like.shape, device=self._device, pool=self._device.kept)
         return self._values
@@ -382,8 +380,8 @@ class StaticPass:
         x: Tensor | None = None,
         check: Check | None = None,
     ) -> Tensor | None:
-        """Replay ``body``, recorded if ``key`` is new, for the pass ``step``, whose ``check`` what
-        the host does between graphs may call.
+        """Replay ``body`` for the pass ``step``; record it first if ``key`` is new. The host's work
+        between graphs may call ``check``.
 
         ``x`` is first copied to the residual stream. Returns the logits, if any, valid until the
         next run.
@@ -396,17 +394,17 @@ class StaticPass:
             made = self._runs[key] = self._record(step, body)
             x = kept
         self._load(x)
-        made.recording.step.spans = step.spans  # which matter off a GPU
+        made.recording.step.spans = step.spans  # used only without a GPU
         try:
             made.replay(check)
         finally:
-            made.recording.step.spans = ()  # a recording keeps no cache alive
+            made.recording.step.spans = ()  # so that the recording keeps no cache alive
         for layer in made.recording.step.mixed:
             step.layer_done(layer)
         return made.recording.logits
 
     def whole(self, forward: Forward, step: CudaPass) -> None:
-        """The body of a whole pass: ``forward``, of which the cache counts nothing."""
+        """The body of a whole pass: ``forward``, without counting its tokens in the cache."""
         shape, counter = self._shape, blocks_of(step.spans[0])
         length, numbers = counter.length, np.zeros(shape.rows, np.int64)
         batch = Batch(numbers, numbers, (Span(counter, shape.rows),))
@@ -438,11 +436,11 @@ class StaticPass:
 
         if self._table is not None:
             self._upload(self._table, dry=True)
-        once(_skip)  # compiles missing kernels, which recording must not do
+        once(_skip)  # compiles missing kernels: not allowed while recording
         if self._table is not None:
             self._upload(self._table)
         replay = record(once, self._ops.capture)
         if self._ops.capture is not None and recording.logits is not None:
-            # They are copied at once, before another graph writes to the memory that all share.
+            # Copied at once: another graph may write to the same memory.
             recording.logits = replace(recording.logits, block=None)
         return _Run(replay, recording)

@@ -1,8 +1,9 @@
-"""Exchanges rows and results between GPU and host in a recorded layer whose experts they share.
+"""Exchanges rows and results between GPU and host in a recorded layer whose experts both compute.
 
-The recording runs the router and those experts that are on the GPU at the replay, then reads the
-results of the host's. Rows and choices go through pinned RAM at fixed addresses, which kernels read
-and write directly: no copy is a call of the driver. The layers of a pass use that RAM in turn.
+The recording runs the router and the experts that are on the GPU at the replay, then reads the
+results of the host's experts. Rows and choices go through pinned RAM at fixed addresses, which
+kernels read and write directly: no copy is a call of the driver. The layers of a pass use that RAM
+in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FromHost = arguments("from_host.cu", "FromHost")
 
 
 class _Exchange:
-    """Slots on the GPU; in RAM the rows, the router's results, and the host's slots."""
+    """The GPU's slots; and in RAM the rows, the router's results, and the host's slots."""
 
     def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
         slots = len(rows) * routing.used, rows.shape[1]
@@ -51,11 +52,11 @@ class HybridExchange:
         self._device = device = rows.device
         shape = (rows.shape[1], routing.used, len(routing.results))
         exchange = recording.kept.get(shape)
-        if exchange is None:  # not while it is captured: it has been run before
+        if exchange is None:  # never during capture: the body has run once before
             exchange = recording.kept[shape] = _Exchange(device, rows, routing)
         self._exchange: _Exchange = exchange
         self.rows, self.host_slots = exchange.rows, exchange.host_slots
-        # Its own: the host may write it while an earlier layer's slots are being taken.
+        # Not shared: the host may write it while the GPU reads an earlier layer's slots.
         filled = recording.kept.get(table)
         if filled is None:
             filled = recording.kept[table] = device.pinned((len(exchange.slots),), np.int32)
@@ -85,7 +86,7 @@ class HybridExchange:
             self._exchange.event.record()
         table = self._table
         table.entries(self._device)
-        if len(table.kinds) > self._kinds:  # others have come, for which this was not recorded
+        if len(table.kinds) > self._kinds:  # experts of a kind that the recording lacks
             self._recording.stale = True
             return table.present & (table.kind_of < self._kinds)
         return table.present

@@ -1,8 +1,8 @@
-"""A sequence's keys and values on a GPU: blocks of 256 tokens, each with all layers.
+"""A sequence's keys and values on a GPU, in blocks of 256 tokens of all layers.
 
-A cache grows by whole blocks, and what it holds never moves. Kernels find a token by the addresses
-of the blocks, which each pass brings along: so a recorded pass serves all caches of a model. In a
-block lie each layer's keys, (heads, 256, key), and its values, one layer after another.
+A cache grows by whole blocks, and tokens never move. The blocks' addresses are an input of each
+pass, so a recorded pass serves all caches of a model. A block has each layer's keys, (heads, 256,
+key), then its values, one layer after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MoveTokens = arguments("move_tokens.cu", "MoveTokens")
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer lies in each block: bytes before its keys and before its values, of ``heads``
+    """A layer's place in each block: the offsets in bytes of its keys and values, of ``heads``
     heads. A key has ``key`` elements of the cache's type, a value ``value``.
     """
 
@@ -67,7 +67,7 @@ class BlockedCache(GrowingCache):
             LayerPlace(starts[2 * n], starts[2 * n + 1], *shape) for n, shape in enumerate(shapes)
         ]
         self._step = starts[-1]
-        self._alike: list[tuple[int, int, int]] = []  # neighbours: their start, heads, bytes
+        self._alike: list[tuple[int, int, int]] = []  # equal neighbours: first row, heads, bytes
         for size, same in groupby(zip(starts, parts, strict=False), lambda part: part[1][1]):
             found = list(same)
             if (count := sum(heads for _, (heads, _) in found)) and size:
@@ -94,8 +94,8 @@ class BlockedCache(GrowingCache):
 
     @property
     def room(self) -> int:
-        """Blocks that a recorded pass has room for: its number rarely changes as the cache grows,
-        since each has kernels of other sizes.
+        """The number of blocks for which a pass is recorded: rounded up, so that it rarely changes
+        as the cache grows.
         """
         doubled = 1 << (len(self._blocks) - 1).bit_length()
         return min(max(doubled, _LEAST_BLOCKS), grown_capacity(self._capacity) // BLOCK_TOKENS)
@@ -134,7 +134,9 @@ class BlockedCache(GrowingCache):
             self.addresses = np.append(self.addresses, block.address)
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
-        """One token after another: they ascend, so none is overwritten before it has moved."""
+        """Move tokens one after another: indices ascend, so none is overwritten before it has
+        moved.
+        """
         if not self._alike:
             return
         moves = list[int]()

@@ -1,8 +1,8 @@
-"""Latent attention (DeepSeek) on a GPU: a pass's rows join the caches, and see what they hold.
+"""Latent attention (DeepSeek) on a GPU: appends a pass's rows to the caches, and attends.
 
-A cached row is the rotary key that all heads share, and the latent behind it, which is key and
-value at once. Runs of 128 keys are joined in order: a row's result is the same to the bit for any
-number of rows, of a prompt too.
+A cached row is the rotary key that all heads share, followed by the latent, which is both key and
+value. Runs of 128 keys are joined in order: a row's result is the same to the bit for any number of
+rows, of a prompt too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.quant.cuda.weight import LatentWeights
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import ranges
 
-_RUN = 128  # keys of a block: part of what a result's bits depend on
+_RUN = 128  # keys of a block: the bits of a result depend on it
 _THREADS = 128
 _TILE = 16  # query rows of a block
 _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room for
@@ -52,10 +52,10 @@ def latent_append(
 ) -> None:
     """Rotary on each head's last P columns of q (n, H, N + P): the first of queries (n, H, P + L).
 
-    ``wide`` (n, L + P) are latents and keys: normed and rotated, they go behind the ``held`` rows
-    (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the addresses of its
-    blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are (n, P / 2), norm
-    (L,), all float32; q and wide are bf16 or float32, the rest bf16.
+    ``wide`` (n, L + P) are latents and keys. They are normed, rotated and appended to the ``held``
+    rows (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the addresses
+    of its blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are (n, P /
+    2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
@@ -120,13 +120,15 @@ def attend_latent_rows(
 
 @cache
 def append_program(q: Dtype, wide: Dtype) -> Program:
-    """The step before, for queries and latents of these types."""
+    """The kernel before attention, for queries and latents of these types."""
     return Program.of("latent_append", Q_IN=OUT[q], WIDE_IN=OUT[wide])
 
 
 @cache
 def latent_programs(rope: int, latent: int) -> tuple[Program, Program]:
-    """Attention to cached rows of ``rope`` + ``latent`` numbers, and what joins its runs."""
+    """The kernels of attention to cached rows of ``rope`` + ``latent`` numbers: one for runs, one
+    that joins them.
+    """
     join = Program.of(
         "attention_join", VALUES=numbers("bf16", latent)[1], TURNED=1, RECORDS=0, RUN_KEYS=_RUN
     )

@@ -1,6 +1,6 @@
-"""Launching kernels of ``quant/cuda/src``, and timing what they do.
+"""Launches and times kernels of ``quant/cuda/src``.
 
-``noting`` finds out which programs steps would launch.
+``noting`` collects the programs that steps would launch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_noting() -> bool:
 
 
 def gpu_file(device: Device) -> GpuCache:
-    """A CUDA GPU's kept figures, under the key of all that they depend on."""
+    """A CUDA GPU's saved figures, with the key of everything they depend on."""
     assert isinstance(device, Cuda), "figures are of a GPU"
     version = device.version
     compiler, digest = toolchain()
@@ -101,7 +101,7 @@ class Stopwatch(Protocol):
 
 
 class CudaStopwatch:
-    """See ``Stopwatch``; by events on the GPU's stream."""
+    """A ``Stopwatch`` by events on the GPU's stream."""
 
     def __init__(self, device: Cuda) -> None:
         self._device = device
@@ -140,7 +140,7 @@ class CudaStopwatch:
 
 
 def prefers_int8(device: Device) -> bool:
-    """Whether a GPU's products of 8-bit integers are four times as fast as those of bf16 with
-    float32 sums: every one but data centers' since Ampere.
+    """Whether a GPU's 8-bit integer products are four times as fast as bf16 products with float32
+    sums: on all but data centers' GPUs since Ampere.
     """
     return device.capability not in ((8, 0), (9, 0)) and device.capability[0] not in (10, 11)

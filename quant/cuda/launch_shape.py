@@ -10,9 +10,9 @@ from functools import cache
 
 from localrt.quant.cuda.formats import halves_steps
 
-# Of linear_many.cu: tiles of a block, rows of records that blocks have at once in the GPU's cache.
+# Of linear_many.cu: tiles per block, and rows of records that fit the GPU's cache at once.
 _BLOCK_TILES, _CACHED_ROWS = 4, 512
-# With four eights of rows their sums and scales need more registers than there are.
+# Four groups of eight rows need more registers than a thread has.
 _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
 
@@ -29,12 +29,12 @@ class Cut:
     parts: int = 1
 
 
-@cache  # a launch asks each time
+@cache  # called by every launch
 def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
-    """The cut of a product of ``rows`` rows of records with ``tiles``: blocks enough for a GPU of
-    so many ``processors``, and no more registers than it has.
+    """The cut of a product of ``rows`` rows of records with ``tiles``: enough blocks for
+    ``processors``, within the registers of each.
     """
-    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
+    # Two pairs share the activations that a warp loads, but need more registers and enough blocks.
     light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
     groups = min(2 if format_ in _NARROW else 4, groups_of(rows))
     blocks = -(-tiles // (4 if light else 2)) * -(-rows // (8 * groups))
@@ -43,8 +43,8 @@ def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
 
 
 def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int, int, int] | None:
-    """The blocks of a product of many rows of records, or None where it is one of few: up to 32
-    rows, and up to 64 where blocks of 64 weight rows would leave processors idle.
+    """The blocks of a product of many rows; None if it takes the kernel for few: up to 32 rows, or
+    up to 64 if blocks of 64 weight rows would leave processors idle.
     """
     each = 96 if halves_steps(format_) else 128  # ROWS of linear_many.cu
     along, across = -(-rows // each), -(-tiles // _BLOCK_TILES)
@@ -55,5 +55,5 @@ def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int
 
 
 def groups_of(rows: int) -> int:
-    """Rows in eights that a warp multiplies at once, at most; records have room for so many."""
+    """The most groups of eight rows that a warp multiplies at once; records are padded to them."""
     return 1 if rows <= 8 else 2 if rows <= 16 else 4

@@ -1,10 +1,9 @@
-"""Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
+"""Products of any number of rows with a part of a matrix, or with one matrix per head.
 
-Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows,
-and to cuBLAS, if it is there, for more. Where bf16 is nearly as fast as 8 bits (data centers'
-GPUs), more than 64 rows unpack packed weights too, a piece at a time, for cuBLAS; not where each
-head has a matrix. It knows which kernel takes what, which rotation the inputs need, and no steps of
-a model.
+Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows, and
+to cuBLAS, if it is there, for more. Where bf16 is nearly as fast as 8 bits (data centers' GPUs),
+more than 64 rows unpack packed weights too, a piece at a time, for cuBLAS; except with one matrix
+per head. This module chooses kernels and rotates inputs; it knows no steps of a model.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from localrt.quant.ops.protocol import MlpSpec
 
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:
-    """Whether ``rows`` rows are multiplied with this matrix only as 8-bit records."""
+    """Whether products of ``rows`` rows with this matrix read 8-bit records only."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
     return packed and not weight.hadamard and _by_kernels(rows, weight.parts[0])
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
-    """Whether our kernels multiply ``rows`` rows, and not cuBLAS: few, or all of packed weights on
-    most GPUs, or all where there is no cuBLAS that multiplies bf16.
+    """Whether our kernels, not cuBLAS, multiply ``rows`` rows: few rows, all rows of packed weights
+    on most GPUs, and all rows without cuBLAS.
     """
     if isinstance(part, Tensor):
         return rows <= MOST_ROWS or not cublas.multiplies(part.device)
@@ -88,7 +87,9 @@ def linear(
 def normed_for(
     x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
 ) -> Tensor | Records:
-    """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
+    """The norm of x (x itself without ``weight``), in the form that the product with ``reader``
+    reads.
+    """
     if weight is None:
         return converted(x.settle(), BFLOAT16)
     if reads_records(reader, len(x.values)):
@@ -129,7 +130,7 @@ def gate_up(
     product(x, part, out, gate=activation)
     if weight.adapters is not None:
         changed = weight.adapters.changed_rows(weight.starts)
-        if changed is not None:  # other rows keep the bits that they have without adapters
+        if changed is not None:  # rows without adapters keep their bits
             gate(linear(given, weight), activation, out=out, rows=changed)
     return out
 

@@ -1,7 +1,7 @@
 """Measures a GPU: products, copies, the link while the CPU is busy, and the cost of a launch.
 
-It takes a second or two beside compiling, about 200 MB of RAM and as much of the GPU's memory, and
-is done once: ``gpu_rates`` keeps what it finds. It knows no model, only formats.
+It takes a second or two besides compiling, and about 200 MB each of RAM and GPU memory. It is done
+once: ``gpu_rates`` saves the rates. It knows formats, not models.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _RUNS = 5
 _THREADS = 4  # threads that compile
 
 Step = Callable[[int, int], None]
-"""Is told how many steps are done, and of how many."""
+"""Called with the steps done and their number."""
 
 
 class Size:
-    """A measurement's matrix, bytes, and numbers of copies and launches; tests take less."""
+    """The matrix, bytes, copies and launches of a measurement; smaller in tests."""
 
     shape = (4096, 4096)
     copied = 64 << 20
@@ -72,7 +72,7 @@ def gpu_rates(
     file: GpuCache | None = None,
     on_step: Step | None = None,
 ) -> GpuRates:
-    """The rates of the GPU of ``ops``; missing ones are measured and kept.
+    """The rates of the GPU of ``ops``; missing ones are measured and saved.
 
     ``formats`` are the formats of products to measure; unpacked ones are ignored.
 
@@ -89,7 +89,7 @@ def gpu_rates(
         return known
     rates = measure_gpu(ops, missing, host=host, known=known, on_step=on_step)
     file.write(part, rates.to_dict())
-    device.trim()  # others see that what was used to measure is free
+    device.trim()  # so that others see the memory as free
     return rates
 
 
@@ -105,7 +105,7 @@ def measure_gpu(
 ) -> GpuRates:
     """Measure the GPU of ``ops``; if its rates are ``known``, only products in new ``formats``.
 
-    ``host`` computes beside the GPU. Nothing is kept.
+    ``host`` computes while the GPU does. Nothing is saved.
 
     Raises:
         LocalrtError: the GPU refuses a kernel, or has no memory left.
@@ -216,7 +216,7 @@ def _replay_seconds(device: Cuda, stopwatch: Stopwatch, size: type[Size]) -> flo
 
 
 class _Link:
-    """Copies from pinned RAM to the GPU, and the RAM and memory for them."""
+    """Measures copies from pinned RAM to the GPU."""
 
     def __init__(self, ops: CudaOps, size: type[Size]) -> None:
         self._device, self._size = device_of(ops.device), size
@@ -255,7 +255,7 @@ class _Link:
         return min(1.0, link), min(1.0, alone * count / seconds)
 
     def crossing_s(self) -> float:
-        """Seconds that a row takes from one side to the other, the host waiting for it."""
+        """Seconds to move a row between CPU and GPU, with the host waiting."""
         row = np.zeros((1, self._size.shape[1]), np.float32)
         return _median(lambda: self._copies.to_host(self._copies.to_gpu(row))) / 2
 

@@ -1,6 +1,6 @@
-"""A device's memory in a few slabs: what ends is taken again by what is started later.
+"""A pool of device memory in a few slabs: freed blocks are reused by later work.
 
-Work of a device runs in order, so nothing waits. It knows addresses, and not whose they are.
+A device works in order, so reuse needs no waits. The pool knows addresses, not their contents.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from threading import RLock
 
 _SLAB = 16 << 20
 GRANULE = 2 << 20
-"""Bytes of a GPU that CUDA maps at once."""
+"""The page size of CUDA's mappings of GPU memory."""
 _ALIGNMENT = 256
 
 
 class Block:
-    """``nbytes`` at an ``address`` of a device, until ``free`` or the last reference to it."""
+    """``nbytes`` at an ``address`` of a device, freed by ``free`` or with its last reference."""
 
     __slots__ = ("_back", "address", "nbytes")
 
@@ -28,7 +28,7 @@ class Block:
         self._back: Callable[[int], None] | None = back
 
     def free(self) -> None:
-        """Give the memory back, even if views of it are left."""
+        """Free the memory, even if there are views of it."""
         back, self._back = self._back, None
         if back is not None:
             self.nbytes = 0
@@ -44,9 +44,9 @@ def _free_all(slabs: dict[int, int], free: Callable[[int], None]) -> None:
 
 
 class Pool:
-    """Memory that ``alloc`` gives by its size and ``free`` takes back by its address.
+    """Blocks from slabs, which ``alloc`` (size) and ``free`` (address) get from the device.
 
-    Pools whose ``alloc`` trims each other share a ``lock`` that a thread may take again.
+    Pools whose ``alloc`` trims each other share a reentrant ``lock``.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Pool:
         self._slabs: dict[int, int] = {}  # sizes by address
         self._gaps: list[tuple[int, int]] = []  # addresses and sizes, in order
         self._taken: dict[int, int] = {}
-        # A block may end in any thread, also while this one has the lock.
+        # A block may be freed by any thread, also by garbage collection while this one has the
+        # lock.
         self._ended: deque[int] = deque()
         self._lock = lock or RLock()
         # Once its last block has ended too, which refers to it.
@@ -69,18 +70,18 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device."""
+        """Bytes of all slabs."""
         return sum(self._slabs.values())
 
     @property
     def unused_nbytes(self) -> int:
-        """Bytes of these that nobody has taken."""
+        """Bytes of the slabs that no block uses."""
         with self._lock:
             self._collect()
             return sum(size for _, size in self._gaps)
 
     def take(self, nbytes: int) -> Block:
-        """Bytes that may hold anything; their address is a multiple of 256.
+        """A block of uninitialized memory; its address is a multiple of 256.
 
         Raises:
             MemoryBudgetError: ``alloc`` has none.
@@ -102,7 +103,7 @@ class Pool:
             return Block(at, nbytes, self._give_back)
 
     def trim(self) -> None:
-        """Give back slabs that nobody uses."""
+        """Free the slabs without blocks."""
         with self._lock:
             self._collect()
             for at, size in list(self._gaps):
@@ -130,7 +131,7 @@ class Pool:
             self._put(at, self._taken.pop(at))
 
     def _put(self, at: int, size: int) -> None:
-        """Make a gap, one with its neighbours in the slab."""
+        """Add a gap, merged with its neighbours in the slab."""
         place = bisect_left(self._gaps, (at, 0))
         if place < len(self._gaps) and self._gaps[place][0] == at + size not in self._slabs:
             size += self._gaps.pop(place)[1]

@@ -1,12 +1,12 @@
-"""``Ops`` on CUDA through our own kernels: matrices stay packed, and are computed on so.
+"""``Ops`` on CUDA by our own kernels, which compute on packed matrices.
 
 Passes of up to 64 rows are batch-invariant. Longer ones (prefill) have another attention kernel,
-and on data centers' GPUs unpack matrices for cuBLAS. The residual stream is float32;
-what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
+and on data centers' GPUs unpack matrices for cuBLAS. The residual stream is float32, inputs of
+products are bf16. This module knows no architecture.
 
-Steps that have no kernels here: models that take them compute with torch on a GPU.
+Steps without kernels here: models that need them compute with torch on a GPU.
 
-``quant/choose.py`` sees to it: by their attention, which norms values or chooses tokens.
+``quant/choose.py`` decides that by their attention, which norms values or chooses tokens.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return self._adapters.table
 
     def scope(self) -> AbstractContextManager[None]:
-        """On this device, which other users of CUDA may have left."""
+        """Make this device current: other users of CUDA may have changed it."""
         self._device.enter()
         return nullcontext()
 
     @cached_property
     def capture(self) -> Capture | None:
-        """Where passes are recorded; None off a GPU."""
+        """The capture of the GPU; None without one."""
         return Capture(self._device) if self._device.is_gpu else None
 
     def free_memory(self) -> int | None:
@@ -229,7 +229,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         x = empty(*values.shape, device=self._device)
         if self.recording is None:
             return Stream(x.put(values))
-        self._device.copy_in(x.address, values)  # which are pinned: each replay reads them anew
+        self._device.copy_in(x.address, values)  # pinned: each replay reads them again
         return Stream(x)
 
     def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
@@ -285,12 +285,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         run_kinds(normed, routing, table, spec, slots, experts, apart)
 
     def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
-        """One expert's results of its rows, (n, D), by products of its own."""
+        """One expert's results (n, D), by separate products."""
         inner = gate_up(rows, weights.gate_up, spec, weights.gate_up_bias)
         return linear(inner, weights.down, weights.down_bias, dtype=FLOAT32)
 
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
-        """In place. Rows of the CPU may come as a residual stream."""
+        """Write in place; rows of the CPU may be a residual stream."""
         values = rows if isinstance(rows, Tensor) else rows.settle()
         put_rows(converted(values, FLOAT32), index, slots)
         return slots
@@ -319,7 +319,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
-        """The residual sum, made when it is next read."""
+        """Add to the residual stream, when it is next read."""
         assert total == 1.0, "models that scale their layers compute with torch"
         x.add(y, scale)
         return x
@@ -334,7 +334,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         softcap: float | None = None,
         first_row: int = 0,
     ) -> Logits:
-        """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
+        """(len(rows), V) float32 on the host; zeros while recording, when the logits stay on the
+        GPU.
+        """
         if not len(rows):
             return np.zeros((0, weight.shape[0]), np.float32)
         chosen = x

@@ -1,13 +1,13 @@
 """Products of any number of rows with packed matrices: the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
-result's bits depend on its row and the matrix alone: cuts differ in speed only. Those with bf16
-matrices depend on whether there are many rows too.
+result's bits depend on its row and the matrix alone; launch shapes change only the speed. With bf16
+matrices they also depend on whether there are many rows.
 
 Rows of packed weights as numbers: an embedding's rows, or all rows for a product of many.
 
-Values are those of the formats' reference, bit for bit, but NF4's, whose levels are 127ths as in
-the products.
+Values equal the formats' reference bit for bit, except NF4's: its levels are 127ths, as in
+products.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 
 MOST_ROWS = 64
-"""A pass of more rows is a prompt's."""
+"""A pass of more rows is a prompt."""
 GATES = {
     **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
     **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision encoders
 }
 _MOST_CHAINS = declarations("results.cuh").constants["MOST_CHAINS"]
-_SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
+_SUMS_OF_A_PAIR = 32 * 8  # rows times columns of results
 _SIDE = declarations("dense_many.cu").constants["SIDE"]  # rows and columns of a block
 _RECORD = declarations("records.cuh").constants["RECORD"]  # bytes of 64 columns
 OUT = {FLOAT32: "float", BFLOAT16: "Bf16"}
-"""Types of tensors, as the kernels call them."""
+"""The kernels' names of tensor types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class TiledMatrix:
 class Records:
     """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row).
 
-    With ``fine`` in 15 bits, and a row takes two rows of ``data``.
+    With ``fine``, rows have 15 bits and take two rows of ``data`` each.
     """
 
     data: Tensor
@@ -86,7 +86,7 @@ class Records:
         return -(-self.columns // 64) * _RECORD
 
     def values(self) -> npt.NDArray[np.float64]:
-        """What they stand for: (heads, rows, columns), for checks."""
+        """The values that the records encode, (heads, rows, columns), for checks."""
         heads, count = self.heads, self.count
         records = self.data.to_host()[:, :count].reshape(heads, count, -1, _RECORD)
         codes = records[..., :64].view(np.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
@@ -107,9 +107,9 @@ _Linear = arguments("linear.cuh", "Linear")
 def empty_records(
     heads: int, rows: int, columns: int, device: Device, *, fine: bool = False
 ) -> Records:
-    """Room for records that a kernel writes."""
+    """Uninitialized records for a kernel to write."""
     count = rows * (2 if fine else 1)
-    whole = 8 * groups_of(count)  # a warp loads rows that are not there, and leaves their results
+    whole = 8 * groups_of(count)  # a warp loads rows beyond the last and discards their results
     size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
     data = empty(*size, dtype=UINT8, device=device)
     return Records(data, heads, rows, columns, fine)
@@ -194,10 +194,9 @@ def product(
 def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
     """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16.
 
-    With x (H, R, columns) the weight stacks H matrices, and out is
-    (H, R, rows / H). cuBLAS would choose its order of sums by R. More than ``MOST_ROWS`` rows of
-    whole eights of columns are multiplied by tensor cores, in an order of their own; not before
-    Ampere, whose tensor cores have no bf16.
+    With x (H, R, columns) the weight stacks H matrices, and out is (H, R, rows / H). cuBLAS would
+    choose the order of sums by R. More than ``MOST_ROWS`` rows, with a multiple of eight columns,
+    are multiplied by tensor cores, in another order; only since Ampere, as older ones have no bf16.
     """
     tensor_cores = not out.device.is_gpu or out.device.capability >= (8, 0)
     whole = len(x.shape) == 2 and not (x.shape[1] | x.strides[0]) % 8
@@ -268,9 +267,9 @@ def many_program(format_: str, gate: str | None, out: Dtype, *, fine: bool = Fal
 
 @cache
 def chains_of(format_: str, columns: int) -> int:
-    """Warps that share a row's columns, as few as take no longer than eight.
+    """The number of warps that share a row's columns: the fewest that are as fast as eight.
 
-    It is a function of the columns alone, as the order of sums must be.
+    It depends on the columns alone, since it decides the order of sums.
     """
     turns = -(-columns // (32 * steps_at_once(format_)))
     return -(-turns // -(-turns // _MOST_CHAINS))
@@ -278,7 +277,7 @@ def chains_of(format_: str, columns: int) -> int:
 
 @cache
 def _counters(device: Device) -> Tensor:
-    """Zeros, which kernels count up from and leave as they were."""
+    """Counters, which kernels reset to zero."""
     return zeros(4096, dtype=INT32, device=device, pool=device.kept)
 
 

@@ -1,9 +1,9 @@
 """The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one GPU, kept on the
 disk. For a GPU newer than the compiler they are PTX, which the driver compiles when it loads them.
 
-A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. What is
-kept belongs to the sources, the macros, the GPU's generation and the compiler's version, so
-nothing is ever out of date. It knows neither tensors nor launches.
+A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. Compiled
+code is cached by sources, macros, the GPU's generation and the compiler's version, so it is never
+out of date. This module knows neither tensors nor launches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Program:
     macros: tuple[tuple[str, str], ...]
 
     @classmethod
-    @lru_cache(maxsize=None, typed=True)  # a launch asks each time
+    @lru_cache(maxsize=None, typed=True)  # called by every launch
     def of(cls, name: str, **macros: object) -> Program:
         """Macros by their names."""
         return cls(name, tuple((key, str(value)) for key, value in macros.items()))
@@ -50,7 +50,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Machine code or PTX, and what the compiler said: registers, shared memory, spills."""
+    """Machine code or PTX, and the compiler's figures: registers, shared memory, spills."""
 
     code: bytes
     log: str
@@ -68,7 +68,8 @@ def sources() -> Mapping[str, bytes]:
 
 
 def machine_code(program: Program, capability: int, folder: Path) -> bytes:
-    """``program`` for GPUs of ``capability`` (89 is 8.9), from ``folder`` if it was made before.
+    """``program`` for GPUs of ``capability`` (89 is 8.9), from the cache in ``folder`` if it is
+    there.
 
     Raises:
         MissingExtraError: there is no NVRTC.
@@ -86,7 +87,7 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(path, code, sync=False)
     except OSError:
-        pass  # it will be compiled again
+        pass  # it is compiled again next time
     return code
 
 

@@ -1,8 +1,8 @@
-"""Recurrent layers on a GPU: our kernels between our products.
+"""Recurrent layers on a GPU: the kernels between products.
 
-Rows are prepared, added to states one after another, and normed and gated. What a pass does to the
-states of its sequences is one buffer in device memory, which recorded CUDA graphs read anew. Rows
-and states lie as ``quant/ops/states.py`` says.
+Rows are prepared, added to states one after another, normed and gated. One buffer in device memory
+describes what a pass does to the states of its sequences; recorded graphs read it at each replay.
+``quant/ops/states.py`` has the layout of rows and states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StatePass
 
 SEQUENCE_NUMBERS = 13
-"""Of a sequence's record: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
+"""Numbers that describe a sequence: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
 _WARPS = 4
 _COLUMNS = declarations("recurrent_scan.cu").constants["COLUMNS"]  # of a state, of a warp
 
@@ -45,8 +45,8 @@ def mix_rows(
 ) -> Tensor:
     """(R, H V), bf16, from rows of ``wide_rows``, float32; writes states and rows to their sets.
 
-    ``places`` are where the layer's state lies in a set, and its ring in numbers of one row. Few
-    rows may go to ``records`` instead, if ``fits_records``; what is returned then holds nothing.
+    ``places`` are the offsets of the layer's state in a set, and of its ring in numbers of one row.
+    Few rows may go to ``records`` instead, if ``fits_records``; the returned tensor is then empty.
     """
     device, rows = mixed.device, len(mixed)
     recurrent, stride = spec.kind != "conv", _prepared_size(spec)
@@ -132,15 +132,15 @@ def _form(records: Records | None) -> tuple[int, int]:
 
 
 def wide_rows(spec: RecurrentSpec) -> int:
-    """Numbers of a row as projected. With a ``low_rank``, what is projected in two steps comes last
-    once more: gates, then decays.
+    """Numbers of a row as projected. With a ``low_rank``, the columns that are projected in two
+    steps are repeated at the end: gates, then decays.
     """
     second = spec.inner + spec.factors - spec.heads
     return spec.mix_rows + (second if spec.low_rank else 0)
 
 
 def _columns(spec: RecurrentSpec) -> dict[str, int]:
-    """Where the parts of a row as projected begin: see ``RecurrentWeights``."""
+    """The first columns of a projected row's parts: see ``RecurrentWeights``."""
     if spec.kind == "conv":
         return {"channels_at": 0, "gates_at": spec.width, "strengths_at": 0, "decays_at": 0}
     if spec.low_rank:
@@ -161,14 +161,14 @@ def _columns(spec: RecurrentSpec) -> dict[str, int]:
 
 
 def _prepared_size(spec: RecurrentSpec) -> int:
-    """Numbers of a prepared row: keys go by sixteens, rows by four."""
+    """Numbers of a prepared row: keys are padded to 16, rows to 4."""
     padded = -(-spec.key_size // 16) * 16
     decays = spec.heads * (padded if spec.channel_decay else 1)
     size = 2 * spec.key_heads * padded + decays + spec.heads + spec.inner
     return -(-size // 4) * 4
 
 
-_FOLD = 7  # its place in a record
+_FOLD = 7  # its index in ``Sequence``
 
 
 class SequenceTable:
@@ -231,8 +231,8 @@ class SequenceTable:
             scratch += span.rows + self._waiting[index]
 
     def upload(self, device: Device, out: Tensor | None = None, *, dry: bool = False) -> Tensor:
-        """A copy on the device, in ``out`` if given; of a ``dry`` pass, which changes no state and
-        can be run again.
+        """Copy to the device, to ``out`` if given. A ``dry`` pass changes no state, so it can be
+        repeated.
         """
         numbers = self._numbers
         if dry:
@@ -290,7 +290,7 @@ def mix_and_project(
         at += spec.low_rank + spec.heads
         _widen(mixed[:, at : at + spec.low_rank], weights.decay_up, mixed[:, stop:])
     out = weights.out
-    # Where the product that follows reads records, they are written at once.
+    # If the next product reads records, they are written directly.
     direct = fits_records(spec) and reads_records(out, rows)
     records = None
     if direct:

@@ -1,7 +1,7 @@
 """A mixture's router on a GPU: logits, the choice of experts, and the sum of their results.
 
-The choices stay on the GPU for kernels that start before the host knows; the host's side is read
-when it is first asked for. A row's bits depend on that row alone.
+The choices stay on the GPU, for kernels that start before the host knows them; the host copies them
+when it first needs them. A row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class CudaRouting(Routing):
         self.chosen_there = results[:plane].view(rows, ranked)[:, :used]
         self.weights_there = results[2 * plane :].typed(FLOAT32).view(rows, used)
         self._away = True
-        self._copied: Event | None = None  # the event by which ``_host`` has them
+        self._copied: Event | None = None  # the event after which ``_host`` has them
         self._host: npt.NDArray[np.int32] | None = None
 
     def copy_to(self, host: npt.NDArray[np.int32], copied: Event | None) -> None:
-        """``host`` has the results once the event ``copied`` has happened; None: it has them."""
+        """``host`` has the results once the event ``copied`` has happened (None: now)."""
         self._host, self._copied = host, copied
 
     def on_host(self, values: npt.NDArray[np.int32]) -> Routing:
-        """Views of ``values`` in RAM, a copy of these or room for one."""
+        """Views of ``values`` in RAM, which are the results or a buffer for them."""
         rows, ranked, used = self._shape
         plane = rows * ranked
         return Routing(

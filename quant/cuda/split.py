@@ -1,10 +1,10 @@
-"""An MLP whose matrices are pieces, by rows: on the GPU, and the last one maybe on the host, which
-computes it at the same time.
+"""An MLP split by rows into pieces on the GPU, and maybe a last one on the host, computed at the
+same time.
 
-What GPU and host hand each other lies in pinned RAM, which kernels read and write as it is: no copy
-is a call of the driver. Each processor computes its rows of gate and up, gets the other's values,
-and computes its rows of down. A recording is cut where the host has its turn. Layers of a pass
-share that RAM, one after another.
+GPU and host exchange rows through pinned RAM, which kernels read and write directly: no copy is a
+call of the driver. Each processor computes its rows of gate and up, gets the other's values, and
+computes its rows of down. A recording is cut where the host computes. The layers of a pass share
+that RAM.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Key = tuple[int, int, int]  # rows, D, F
 
 
 class Handover:
-    """Rows, in pinned RAM, of the residual stream (R, D), of what down multiplies (R, F), and of
-    the result (R, D): for the host as arrays, for kernels as tensors.
+    """Pinned RAM for rows of the residual stream (R, D), of down's inputs (R, F), and of the result
+    (R, D): arrays for the host, tensors for kernels.
     """
 
     def __init__(self, device: Device, rows: int, hidden: int, inner: int) -> None:
@@ -40,7 +40,7 @@ class Handover:
         self._events = device.event(), device.event()
 
     def first(self, rows: int) -> Handover:
-        """The same of the first rows."""
+        """A view of the first rows."""
         other = copy(self)
         other.x, other.inner, other.y = (each[:rows] for each in (self.x, self.inner, self.y))
         return other
@@ -51,13 +51,15 @@ class Handover:
         return Tensor(self._device, None, values.ctypes.data, values.shape, strides, FLOAT32)
 
     def sent(self, number: int) -> None:
-        """Note that the GPU has been given all that writes the rows (0), or its values (1)."""
+        """Note that the GPU's kernels that write the rows (0), or its values (1), have been
+        launched.
+        """
         event = self._events[number]
         if event is not None:
             event.record()
 
     def receive(self, number: int) -> None:
-        """Wait until they are there."""
+        """Wait until they have been written."""
         event = self._events[number]
         if event is not None:
             event.synchronize()
@@ -71,7 +73,7 @@ def split_mlp(
     recording: Recording | None,
     kept: dict[_Key, Handover],
 ) -> Tensor:
-    """See ``SplitOps``: (R, D) float32. ``kept`` are the handovers so far."""
+    """See ``SplitOps``: (R, D) float32. ``kept`` caches the handovers."""
     first = pieces[0]
     h = normed_for(x, first.norm, spec.eps, first.gate_up)
     device, (rows, hidden) = x.values.device, x.values.shape
@@ -116,7 +118,9 @@ def split_mlp(
 def _handover(
     kept: dict[_Key, Handover], device: Device, rows: int, hidden: int, inner: int
 ) -> Handover:
-    """One for so many rows, of few sizes: the GPU may still read what a pass before has left."""
+    """The handover for ``rows``, rounded up to few sizes; the GPU may still be reading an earlier
+    pass's.
+    """
     key = 1 << (rows - 1).bit_length(), hidden, inner
     if key not in kept:
         kept[key] = Handover(device, *key)
@@ -125,18 +129,20 @@ def _handover(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the host does for a layer, between what the GPU is given."""
+    """The host's work for a layer, between the GPU's launches."""
 
     host: HostRows
     hand: Handover
 
     def begin(self, check: Check | None) -> None:
-        """The GPU has been given all that writes the rows."""
+        """Note that the GPU's kernels that write the rows have been launched."""
         self.hand.sent(0)
         self.host.begin(check)
 
     def gate(self, first: int, check: Check | None) -> None:
-        """Compute what down multiplies from row ``first`` of gate on, while the GPU does."""
+        """Compute the host's rows of gate and up, from row ``first`` on, while the GPU computes its
+        own.
+        """
         hand = self.hand
         hand.sent(1)
         if check is not None:
@@ -146,5 +152,5 @@ class _Turn:
         hand.receive(1)
 
     def down(self, first: int, check: Check | None) -> None:
-        """The same of down."""
+        """Compute the host's rows of down."""
         self.hand.y[:, first:] = self.host.down(self.hand.inner)

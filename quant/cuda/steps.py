@@ -38,12 +38,12 @@ def move_rows(
     """x (R, D) times ``scale`` to y (R, D), or added to it; y is returned, and may be x.
 
     Each is bf16 or float32; columns lie together, rows may lie apart. ``index`` (R,), int64 on the
-    device, says which rows of x are taken. Columns are times ``scales`` (D,), float32. With
-    ``gates`` (R, 1), float32, a row is times its gate's sigmoid; ``softcap`` bounds the result by
-    softcap * tanh(x / softcap).
+    device, says which rows of x are taken. Columns are multiplied by ``scales`` (D,), float32, and
+    rows by the sigmoid of their ``gates`` (R, 1), float32; ``softcap`` bounds the result by softcap
+    * tanh(x / softcap).
     """
     rows, width = y.shape
-    if not y.size:  # a launch has blocks
+    if not y.size:  # a launch needs at least one block
         return y
     args = _MoveRows(
         *pointers(x, y, index, gates, scales),
@@ -99,7 +99,7 @@ def norm_records(
     pending: Tensor | None = None,
     fine: bool = False,
 ) -> Records:
-    """``norm``, as the products of packed weights read it."""
+    """As ``norm``, in the form that products of packed weights read."""
     records = empty_records(1, x.shape[0], x.shape[1], x.device, fine=fine)
     macros = {"OUT": "float", "RECORDS": 1, "FINE": int(fine)}
     _norm(x, weight, eps, pending, records.data, records.stride, **macros)
@@ -137,8 +137,8 @@ def norm_gate(
     gate_first: bool = False,
     records: Records | None = None,
 ) -> Tensor:
-    """Rows (R, W), normed over each ``size`` numbers where there is a ``weight`` (W or fewer that
-    come in turn), times gate(gates), (R, W) of the same type, whose rows may lie apart: bf16.
+    """Rows (R, W), with a ``weight`` normed over each ``size`` numbers (fewer than W weights
+    repeat), times gate(gates), (R, W) of the same type and any stride: bf16.
 
     They may go to ``records`` instead, if ``size`` and W are whole steps of 32.
     """

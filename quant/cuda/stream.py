@@ -1,7 +1,7 @@
-"""What the CUDA implementation carries from step to step of a pass.
+"""The state of a pass in the CUDA implementation.
 
-Rows lie one sequence after another. Lengths and positions are on the device, where kernels and
-recorded CUDA graphs read them. It knows no kernels but the norm and the sum.
+Rows are in order of sequences. Lengths and positions are on the device, where kernels and recorded
+graphs read them. This module knows no kernels but the norm and the sum.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from localrt.quant.ops.protocol import Span
 
 Logits = npt.NDArray[np.float32]
 Between = Callable[[Callable[[], None] | None], object]
-"""What the host does in a replay; it may call the pass's ``check`` while it waits."""
+"""The host's work between graphs in a replay; it may call the pass's ``check`` while it waits."""
 Cut = Callable[[Between], None]
-"""Ends a graph, and begins the next one: in a replay the host does something between them."""
+"""Ends a graph and begins the next one: in a replay the host works between them."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Stream:
         return norm(self.values, weight, eps, pending=pending, out=out)
 
     def normed_records(self, weight: Tensor, eps: float, *, fine: bool) -> Records:
-        """The same as the products of packed weights read it."""
+        """As ``normed``, in the form that products of packed weights read."""
         pending, self.pending = self.pending, None
         return norm_records(self.values, weight, eps, pending=pending, fine=fine)
 
@@ -69,11 +69,12 @@ PassNumbers: TypeAlias = tuple[
 
 
 class Numbers:
-    """What a pass of ``rows`` reads, in one buffer, which is one copy to the device: tokens,
-    positions, ``wanted`` rows of the head, tokens held, addresses of caches' blocks, and trees.
+    """The integer inputs of a pass of ``rows``, in one buffer and so one copy to the device:
+    tokens, positions, ``wanted`` rows of the head, lengths and block addresses of caches, and
+    trees.
 
-    ``blocks`` is how many of each sequence's have room, ``trees`` how many columns its mask has.
-    Tokens and positions begin at 16 bytes: the kernels load 16 bytes at once.
+    ``blocks`` and ``trees`` are each sequence's number of block addresses and of mask columns.
+    Tokens and positions are aligned to 16 bytes, which the kernels load at once.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Numbers:
         spans: Sequence[Span],
         wanted: Sequence[int] = (),
     ) -> None:
-        """Write the host's side, for sequences whose caches have room for the pass. Rows behind
-        those given repeat the last one.
+        """Fill the host's buffer, for sequences whose caches have room for the pass. Padding rows
+        repeat the last one.
         """
         all_tokens, all_positions, rows, held, *parts = self._host
         count = len(tokens)
@@ -126,9 +127,9 @@ class Numbers:
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
-    """Write ``mask`` (rows, columns) as the kernels read it, which is of the last tokens, known
-    ones first: how far up a token that is seen is, 1 being the row itself. Rows behind see what
-    the last one sees, and themselves.
+    """Write ``mask`` (rows, columns), of the last tokens in order, as the kernels read it: for each
+    visible token its distance up the tree, where 1 is the row itself. Padding rows see what the
+    last row sees, and themselves.
     """
     (rows, columns), (count, width) = mask.shape, tree.shape
     end = width - count + rows
@@ -143,8 +144,8 @@ def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """The sequences of a pass on a device, int64: their records, (sequences, layers) positions, and
-    the parents of trees' rows. ``rows`` bounds those that wait and are new of each, ``prepared`` of
-    all together.
+    the parents of trees' rows. ``rows`` bounds the waiting and new rows of each, ``prepared`` those
+    of all together.
     """
 
     records: Tensor
@@ -178,7 +179,7 @@ class CudaPass:
         return self.ahead[span]
 
     def layer_done(self, layer: int) -> None:
-        """A recurrent layer's states are made."""
+        """Note that a recurrent layer has been computed."""
         self.mixed.add(layer)
         for span in self.spans:
             states_of(span.cache).layer_done(layer)
@@ -186,11 +187,11 @@ class CudaPass:
 
 @dataclass(slots=True)
 class Recording:
-    """What a recorded pass reads and leaves: its static inputs, head rows, and logits."""
+    """A recorded pass: its static inputs, head rows, and logits."""
 
     step: CudaPass
     wanted: Tensor | None  # rows of the head, (n,) int64; None is all
-    kept: dict[Any, Any]  # what stays in its place for all recordings of passes of this shape
+    kept: dict[Any, Any]  # objects shared by all recordings of this shape
     cut: Cut
     logits: Tensor | None = None
-    stale: bool = False  # whether it is to be recorded again
+    stale: bool = False  # whether it must be recorded again

@@ -1,6 +1,6 @@
-"""Numbers in a device's memory: an address, a shape, strides and a type. Kernels compute on them.
+"""Tensors in a device's memory: an address, a shape, strides and a type, for kernels.
 
-The host sees none of them: ``upload`` and ``to_host`` copy. Nothing here computes.
+The host cannot read them: ``upload`` and ``to_host`` copy. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localrt.quant.formats.convert import bf16_values
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A type of numbers; numpy has bf16 as its bits."""
+    """A type of numbers; in numpy, bf16 is its bits."""
 
     name: str
     itemsize: int
@@ -46,7 +46,7 @@ class Tensor:
     """A view of ``block``; strides are in elements. The last reference to a block frees it."""
 
     device: Device
-    block: Block | None  # None: it was never more than a shape
+    block: Block | None  # None: a tensor without memory
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -62,7 +62,7 @@ class Tensor:
 
     @property
     def span(self) -> int:
-        """Numbers from the first to the last in memory, with what lies between them."""
+        """The extent in memory, from the first number to the last."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
@@ -75,7 +75,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is one piece of memory, in order."""
+        """Whether the numbers are adjacent and in order."""
         return not self.size or all(
             size == 1 or stride == whole
             for size, stride, whole in zip(
@@ -119,10 +119,10 @@ class Tensor:
             strides = _strides_of(self.shape, self.strides, shape)
         return self._view(shape, strides, self.dtype)
 
-    reshape = view  # numpy's name, for what computes on both
+    reshape = view  # numpy's name, for code that takes both
 
     def typed(self, dtype: Dtype) -> Tensor:
-        """The same bytes as numbers of another type, which the last dimension is cut into."""
+        """The same bytes as another type, along the last dimension."""
         assert self.strides[-1] == 1 or self.shape[-1] == 1, "they lie in order"
         own, other = self.dtype.itemsize, dtype.itemsize
         shape = (*self.shape[:-1], self.shape[-1] * own // other)
@@ -147,7 +147,9 @@ class Tensor:
         return Tensor(self.device, self.block, at, shape, strides, dtype)
 
     def followed_by(self, other: Tensor) -> Tensor:
-        """One tensor of this and what comes next in the same block, both one-dimensional."""
+        """This tensor joined with ``other``, which follows it in the same block; both
+        one-dimensional.
+        """
         return self._view((self.size + other.size,), (1,), self.dtype)
 
     def put(self, values: Tensor | npt.NDArray[np.generic]) -> Tensor:
@@ -181,8 +183,8 @@ class Tensor:
         return self
 
     def copy_to(self, out: npt.NDArray[np.generic]) -> None:
-        """Copy contiguous numbers to contiguous ones of the host, which waits for them. In a
-        recording each replay does, and nobody waits; ``out`` must then be pinned.
+        """Copy contiguous numbers to contiguous ones of the host, which waits for them. While
+        recording it is part of the graph and nobody waits; ``out`` must then be pinned.
         """
         assert self.is_contiguous, "it is one copy"
         if self.device.recording:
@@ -191,12 +193,12 @@ class Tensor:
             self.device.fetch(out, self.address)
 
     def to_host(self) -> npt.NDArray[Any]:
-        """A copy in RAM, for which the host waits; bf16 as float32."""
+        """A copy in RAM; bf16 becomes float32."""
         values = self.bits()
         return bf16_values(values) if self.dtype is BFLOAT16 else values
 
     def bits(self) -> npt.NDArray[Any]:
-        """The same, in numpy's type of the numbers."""
+        """A copy in RAM; bf16 becomes its bits."""
         whole = np.empty(self.span, self.dtype.numpy)
         if self.size:
             self.device.fetch(whole, self.address)
@@ -206,7 +208,7 @@ class Tensor:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """For libraries that compute on the same memory."""
+        """For libraries that share the memory."""
         strides = tuple(stride * self.dtype.itemsize for stride in self.strides)
         kind = "<i2" if self.dtype is BFLOAT16 else np.dtype(self.dtype.numpy).str
         numbers = {"shape": self.shape, "strides": strides, "typestr": kind}
@@ -214,7 +216,7 @@ class Tensor:
 
 
 def whole_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of numbers that lie in order."""
+    """The strides of a contiguous tensor."""
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
@@ -225,7 +227,7 @@ def whole_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _strides_of(
     shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Those of a view in the shape ``other``: dimensions that lie in order are cut anew."""
+    """The strides of a view in the shape ``other``; only contiguous dimensions can be cut anew."""
     found, at = [0] * len(other), len(other) - 1
     step, whole, done = strides[-1], 1, 1
     for place in reversed(range(len(shape))):
@@ -243,7 +245,7 @@ def _strides_of(
 
 
 def empty(*shape: int, dtype: Dtype = FLOAT32, device: Device, pool: Pool | None = None) -> Tensor:
-    """Numbers that may be anything, in scratch memory or a ``pool``.
+    """An uninitialized tensor, in scratch memory or a ``pool``.
 
     Raises:
         MemoryBudgetError: the device has no room for them.
@@ -259,7 +261,7 @@ def zeros(*shape: int, dtype: Dtype = FLOAT32, device: Device, pool: Pool | None
 
 
 def nothing(*shape: int, dtype: Dtype = FLOAT32, device: Device) -> Tensor:
-    """A shape without memory, which no kernel reads."""
+    """A tensor without memory, which no kernel reads."""
     return Tensor(device, None, 0, shape, whole_strides(shape), dtype)
 
 
@@ -270,7 +272,7 @@ def upload(
     dtype: Dtype | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """A copy of ``values`` on the device, which the host does not wait for.
+    """A copy of ``values`` on the device; the host does not wait for it.
 
     bf16 come as their bits, with their ``dtype``.
     """

@@ -1,10 +1,9 @@
-"""Matrices as the GPU kernels take them: the tiles of a store as they are, or bf16 rows.
+"""Matrices for the GPU kernels: tiles as in a store, or bf16 rows.
 
-Rows are tiled as they are read, straight into the matrix on the device: it is never held twice.
-Formats without tiles that the kernels read (f32, f16, bf16), and columns that are not whole spans,
-become bf16.
+Rows are tiled as they are read, directly into the matrix on the device: there is never a second
+copy. Formats without a kernel (f32, f16, bf16), and columns that are not whole spans, become bf16.
 
-Tiles of E4M3 codes as bf16, on the device: there is no kernel that multiplies them.
+Tiles of E4M3 codes are unpacked to bf16 on the device: no kernel multiplies them.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class CudaWeight:
     """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
     block Hadamard rotation of n. Few inputs are read in 8 bits, or in 15 with ``fine``.
 
-    ``adapters`` change products with its tensors, whose rows begin at ``starts``.
+    ``adapters`` change products with the matrix; ``starts`` are the first rows of its tensors.
     """
 
     shape: tuple[int, int]
@@ -129,21 +128,21 @@ def build_weight(
 
 
 def _device_data(block: PackedTensor | TiledTensor) -> Tensor | None:
-    """Tiles that lie on the device already, as a ring of the pipeline holds them."""
+    """The tiles, if they are on the device already, as in a ring of the pipeline."""
     data: object = block.data
     return data if isinstance(block, TiledTensor) and isinstance(data, Tensor) else None
 
 
 def _factors(scales: Sequence[float], device: Device) -> Tensor | None:
-    """What multiplies each tile's values; None where it is 1."""
+    """The factor of each tile's values; None if all are 1."""
     if all(scale == 1.0 for scale in scales):
         return None
     return upload(np.array(scales, np.float32), device, pool=device.kept)
 
 
 class _PlacedPart:
-    """Tiles of one format that follow one another on the device, used in place: one product of the
-    kernels for the queries, keys and values of a unit, for a gate and what it lets through.
+    """Tiles of one format that follow one another on the device, used in place: so that queries,
+    keys and values, or gate and up, are one product.
     """
 
     def __init__(self, first: PackedTensor | TiledTensor, data: Tensor) -> None:
@@ -165,7 +164,7 @@ class _PlacedPart:
 
     def add(self, block: PackedTensor | TiledTensor) -> None:
         new = _device_data(block)
-        assert new is not None, "a part takes what lies on the device"
+        assert new is not None, "the block is on the device"
         self._data = self._data.followed_by(new)
         self._scales += [block.scale] * (padded_rows(block.shape[0]) // TILE_ROWS)
         self._rows += block.shape[0]
@@ -176,7 +175,7 @@ class _PlacedPart:
 
 
 class _TiledPart:
-    """Tiles of one format as far as they have come, in room for all rows that may follow."""
+    """Tiles of one format so far, in memory for all rows that may follow."""
 
     def __init__(
         self,
@@ -215,7 +214,7 @@ class _TiledPart:
 
 
 class _DensePart:
-    """bf16 rows as far as they have come."""
+    """bf16 rows so far, in memory for all rows that may follow."""
 
     def __init__(self, first: PackedTensor | TiledTensor, most_rows: int, device: Device) -> None:
         self._out = empty(
@@ -241,14 +240,14 @@ class _DensePart:
 
 
 def _shortened(memory: Tensor, count: int) -> Tensor:
-    """The first of it, in memory of its own."""
+    """A copy of the first ``count`` rows."""
     shape = (count, *memory.shape[1:])
     out = empty(*shape, dtype=memory.dtype, device=memory.device, pool=memory.device.kept)
     return out.put(memory[:count])
 
 
 def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.NDArray[np.uint16]:
-    """A block's bits in bf16 on the host; ``data`` are its bytes if they lie on the device."""
+    """A block as bits of bf16 on the host; ``data`` are its bytes if they are on the device."""
     if isinstance(block, TiledTensor):
         block = untile(block if data is None else replace(block, data=data.to_host()))
     if block.format == BF16 and block.scale == 1.0:
@@ -256,7 +255,7 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
     return bf16_bits(unpack(block))
 
 
-# Types of the steps' weights as they are kept here; objects are made by the classes themselves.
+# Types of the steps' weights for CUDA.
 AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
 LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
 RouterWeights = experts.RouterWeights[CudaWeight, Tensor]
