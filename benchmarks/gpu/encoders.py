@@ -136,7 +136,7 @@ def _check_encoder(name: str, device: str) -> Values:
     memory = device_of(device)
     memory.trim()
     runs = [encode(there) for _ in range(RUNS if on_gpu else 1)]
-    taken = memory.scratch.nbytes + memory.kept.nbytes
+    taken = memory.scratch.nbytes + memory.persistent.nbytes
     with patch.object(cublas, "multiplies", lambda device: False):
         encode(there)
         own = [encode(there) for _ in range(RUNS if on_gpu else 1)]

@@ -34,7 +34,7 @@ from localrt.quant.cuda import products
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch_shape import Cut, best_cut
+from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
 from localrt.quant.cuda.products import (
     TiledMatrix,
     linear_program,
@@ -48,7 +48,7 @@ from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
 
 SHAPE = (14336, 4096)
-PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
+PARTS = LaunchShape(pairs=1, groups=1, parts=4)  # what short matrices get
 BATCHES = (1, 8, 16, 32, 64)
 _REPEATED = 8  # times that the same tiles follow one another where only speed matters
 
@@ -106,7 +106,7 @@ def product(name: str, device: str) -> Values:
     products.product(records, weight, out)
     error = float(np.abs(out.to_host() - wanted).max() / np.abs(wanted).max())
     cuts: list[dict[str, Any]] = [{}, {"cut": PARTS}, {"gate": "silu"}] if cuda else []
-    same = all(rows_are_equal(x, weight, **cut) for cut in cuts)
+    same = all(rows_are_equal(x, weight, **division) for division in cuts)
     dense = empty(rows, columns, device=x.device)
     unpack_rows(weight, dense)
     unpacked = float(np.abs(dense.to_host() - values).max() / np.abs(values).max())
@@ -182,8 +182,8 @@ def compiled(names: Sequence[str], shape: tuple[int, int]) -> Values:
     folder = Settings.from_environment().cache_dir / "kernels"
     programs = set()
     for name, rows in itertools.product(names, BATCHES):
-        cut = best_cut(name, rows, shape[0] // 16, gpu.processors)
-        programs.add(linear_program(name, rows, cut, None, BFLOAT16))
+        division = best_shape(name, rows, shape[0] // 16, gpu.processors)
+        programs.add(linear_program(name, rows, division, None, BFLOAT16))
     started = time.perf_counter()
     with ThreadPoolExecutor() as threads:
         codes = list(threads.map(lambda p: machine_code(p, 10 * major + minor, folder), programs))

@@ -184,18 +184,18 @@ def watch(gpu: Any, free_before: int) -> Callable[[], int]:
 
     Of our own memory it is the peak; of all else (kernels, graphs, cuBLAS), what is taken then.
     """
-    alloc, before = gpu._alloc, gpu.taken_nbytes
+    alloc, before = gpu._alloc, gpu.allocated_nbytes
     most = before
 
     def noted(nbytes: int) -> int:
         nonlocal most
         address: int = alloc(nbytes)
-        most = max(most, gpu.taken_nbytes)
+        most = max(most, gpu.allocated_nbytes)
         return address
 
     def peak() -> int:
         del gpu._alloc  # the class has its own
-        beside = free_before - gpu.memory()[0] - (gpu.taken_nbytes - before)
+        beside = free_before - gpu.memory()[0] - (gpu.allocated_nbytes - before)
         return int(most - before + max(0, beside))
 
     gpu._alloc = noted

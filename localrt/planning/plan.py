@@ -244,7 +244,7 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
 
 @cache
 def _encoder_slowness() -> float:
-    """Time of an vision encoder's products relative to a decoder's of the same size; measured,
+    """Time of a vision encoder's products relative to a decoder's of the same size; measured,
     since it depends on the instruction set.
     """
     if find_library() is None:

@@ -192,7 +192,7 @@ class ExpertCache(Generic[MemoryT]):
         self.slot_nbytes, self.slab_slots = slot_nbytes, slab_slots
         self._alloc = alloc or cast(Callable[[int], MemoryT], bytes)
         self._free = free
-        # memory, and the slots in it.
+        # Memory, and the slots in it.
         self._slabs: list[tuple[MemoryT, list[Slot[MemoryT]]]] = []
         self._allocated = 0  # slots in all slabs
         self._slots: dict[Key, Slot[MemoryT]] = {}

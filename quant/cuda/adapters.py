@@ -202,12 +202,12 @@ class CudaAdapters:
     def _pack(self, part: LowRank) -> CudaLowRank:
         device = self._device
         a, b = (
-            upload(bf16_bits(each), device, dtype=BFLOAT16, pool=device.kept)
+            upload(bf16_bits(each), device, dtype=BFLOAT16, pool=device.persistent)
             for each in (part.a, part.b)
         )
         factors = None
         if part.factors is not None:
-            factors = upload(part.factors.astype(np.float32), device, pool=device.kept)
+            factors = upload(part.factors.astype(np.float32), device, pool=device.persistent)
         return CudaLowRank(a, b, factors)
 
     def joined(self, parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:

@@ -40,7 +40,7 @@ from localrt.quant.ops.kv_formats import KvFormat, head_nbytes
 from localrt.quant.ops.protocol import LayerSpec, ranges
 from localrt.quant.ops.states import StateCache, StateLayout
 
-_MOST_TURNED = 128
+_MAX_ROTATION = 128
 
 
 def row_nbytes(kv_format: KvFormat, size: int) -> tuple[int, int]:
@@ -57,9 +57,9 @@ def numbers(kv_format: KvFormat, size: int) -> tuple[str, str]:
     return name, name
 
 
-def turned_block(kv_format: KvFormat, size: int) -> int:
+def rotation_block(kv_format: KvFormat, size: int) -> int:
     """The size of Hadamard rotations; 1 is none."""
-    return 1 if kv_format == "bf16" else min(_MOST_TURNED, size & -size)
+    return 1 if kv_format == "bf16" else min(_MAX_ROTATION, size & -size)
 
 
 _THREADS = 128  # of the kernels before attention
@@ -84,7 +84,7 @@ def rope_append(
     q: Tensor,
     blocks: Tensor,
     place: LayerPlace,
-    held: Tensor,
+    cached: Tensor,
     *,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -101,9 +101,9 @@ def rope_append(
     norm_values: bool = False,
     kv_format: KvFormat = "bf16",
 ) -> None:
-    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q is written to q (n, H,
-    E), k and v are appended to the ``held`` tokens (one int64 on the device) of a cache. ``blocks``
-    are the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them.
+    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q goes to q (n, H, E), k
+    and v are appended to the ``cached`` tokens (one int64 on the device) of a cache. ``blocks`` are
+    the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them.
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads:
     their weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation.
@@ -118,7 +118,7 @@ def rope_append(
     step = size if gates is None or head_gates else 2 * size
     growing = None if temperature is None else positions
     args = _RopeAppend(
-        *pointers(qkv, q, gates, blocks, held, cos, sin, q_norm, k_norm, growing),
+        *pointers(qkv, q, gates, blocks, cached, cos, sin, q_norm, k_norm, growing),
         place.keys_at,
         place.values_at,
         qkv.strides[0],
@@ -142,7 +142,7 @@ def attend(
     q: Tensor,
     blocks: Tensor,
     place: LayerPlace,
-    held: Tensor,
+    cached: Tensor,
     positions: Tensor,
     *,
     scale: float,
@@ -163,17 +163,17 @@ def attend(
     Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; the returned
     tensor is then empty.
 
-    The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, followed by
-    the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is what each new row
+    The cache has ``cached`` tokens (one int64 on the device) at positions 0 to cached - 1, followed
+    by the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is what each new row
     sees of the last tokens, new ones included: 1 is itself, 2 its parent, and so on; 0 is hidden.
     None is causal; ``ahead`` (n,) int32 is then how many later new rows each row sees. ``longest``
-    bounds held + n, and so the grid. ``sinks`` (H,) are float32.
+    bounds cached + n, and so the grid. ``sinks`` (H,) are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
     per = heads // groups
     split = n <= MOST_ROWS
-    turned = turned_block(kv_format, value)
+    rotation = rotation_block(kv_format, value)
     runs = -(-longest // RUN) if split else 1
     tree = ahead if mask is None else mask
     if out is None:
@@ -185,7 +185,7 @@ def attend(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, held, positions, tree, sinks, target, partial, stats),
+            *pointers(q, blocks, cached, positions, tree, sinks, target, partial, stats),
             k_at=place.keys_at,
             v_at=place.values_at,
             run_stride=chunk * heads * value,
@@ -212,7 +212,7 @@ def attend(
         fine = records is not None and records.fine
         program = join_program(value, kv_format, records=records is not None, fine=fine)
         launch(q.device, program, (rows * heads, 1, 1), threads, args)
-    return out if split or turned == 1 else rotate_blocks(out, turned, out=out)
+    return out if split or rotation == 1 else rotate_blocks(out, rotation, out=out)
 
 
 def partial_results(
@@ -267,7 +267,7 @@ def join_program(
     return Program.of(
         "attention_join",
         VALUES=numbers(kv_format, value)[1],
-        TURNED=turned_block(kv_format, value),
+        TURNED=rotation_block(kv_format, value),
         RECORDS=int(records),
         FINE=int(fine),
     )
@@ -313,7 +313,7 @@ class Rotations:
         elif rope not in step.tables:
             if rope not in self._frequencies:
                 values = np.array(rope.inv_freq, np.float32)
-                self._frequencies[rope] = upload(values, self._device, pool=self._device.kept)
+                self._frequencies[rope] = upload(values, self._device, pool=self._device.persistent)
             step.tables[rope] = rotary(step.positions, self._frequencies[rope], rope.scale)
         return step.tables[rope]
 
@@ -346,7 +346,7 @@ class AttentionSteps:
                 q[first:stop],
                 step.blocks[index],
                 blocks_of(span).layers[layer],
-                step.held[index:],
+                step.cached[index:],
                 cos=None if cos is None else cos[first:stop],
                 sin=None if sin is None else sin[first:stop],
                 q_norm=weights.q_norm,
@@ -387,7 +387,7 @@ class AttentionSteps:
                 q[first:stop],
                 step.blocks[index],
                 blocks_of(span).layers[layer],
-                step.held[index:],
+                step.cached[index:],
                 step.positions[first:stop],
                 scale=spec.scale,
                 window=spec.window,
@@ -428,7 +428,7 @@ def new_cache(
     kv = BlockedCache(shapes, capacity, dtype, device)
 
     def alloc(count: int) -> Tensor:
-        return zeros(count, device=device, pool=device.kept)
+        return zeros(count, device=device, pool=device.persistent)
 
     return HybridCache(kv, StateCache(states, kv.capacity, alloc)) if states else kv
 

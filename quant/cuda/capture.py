@@ -42,9 +42,9 @@ class Capture:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measures the GPU memory that the driver allocates for graphs recorded within."""
-        (free, _), taken = self.device.memory(), self.device.taken_nbytes
+        (free, _), taken = self.device.memory(), self.device.allocated_nbytes
         yield
-        (now, _), ours = self.device.memory(), self.device.taken_nbytes - taken
+        (now, _), ours = self.device.memory(), self.device.allocated_nbytes - taken
         # The rest was allocated by another process.
         self._executable_nbytes += min(max(0, free - now - ours), _MOST_NBYTES)
 

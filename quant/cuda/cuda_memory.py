@@ -66,7 +66,7 @@ class CudaCopies:
     def keep_free(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the memory that is free now to others."""
         free, _ = self._device.memory()
-        self._device.most_nbytes = max(0, self._device.taken_nbytes + free - nbytes)
+        self._device.most_nbytes = max(0, self._device.allocated_nbytes + free - nbytes)
 
     def alloc(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the GPU, an allocation of their own; see ``free``.

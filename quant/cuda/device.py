@@ -63,8 +63,8 @@ class Launcher(Protocol):
 class Device(ABC):
     """Memory, and kernels and copies that run in order.
 
-    A thread's work goes to ``stream``. Memory comes from pools: ``scratch`` is for a pass, ``kept``
-    for weights and caches.
+    A thread's work goes to ``stream``. Memory comes from pools: ``scratch`` for a pass,
+    ``persistent`` for weights and caches.
     """
 
     is_gpu = False
@@ -77,7 +77,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.scratch, self.kept = self.new_pool(), self.new_pool(slab=GRANULE)
+        self.scratch, self.persistent = self.new_pool(), self.new_pool(slab=GRANULE)
         self.thread = threading.local()
 
     def new_pool(self, **options: int) -> Pool:
@@ -93,15 +93,18 @@ class Device(ABC):
     @property
     def free_nbytes(self) -> int:
         """Bytes that can still be allocated: free on the GPU, or unused in our pools."""
-        free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
+        free, unused = self.memory()[0], self.persistent.unused_nbytes + self.scratch.unused_nbytes
         if free < min(unused, _SCARCE_NBYTES):  # leave the rest to other programs
             self.trim()
-            free, unused = self.memory()[0], self.kept.unused_nbytes + self.scratch.unused_nbytes
+            free, unused = (
+                self.memory()[0],
+                self.persistent.unused_nbytes + self.scratch.unused_nbytes,
+            )
         return free + unused
 
     def trim(self) -> None:
         """Free the pools' unused memory."""
-        self.kept.trim()
+        self.persistent.trim()
         self.scratch.trim()
 
     def enter(self) -> None:  # noqa: B027  RAM needs nothing

@@ -89,7 +89,7 @@ class Cuda(Device):
         self._loading = threading.Lock()
         self.most_nbytes: int | None = None
         """Bytes that may be taken of the GPU at most."""
-        self._taken: dict[int, int] = {}  # sizes by address
+        self._allocations: dict[int, int] = {}  # sizes by address
 
     def __str__(self) -> str:
         return f"cuda:{self.index}"
@@ -133,9 +133,9 @@ class Cuda(Device):
         return int(free), int(total)
 
     @property
-    def taken_nbytes(self) -> int:
+    def allocated_nbytes(self) -> int:
         """Bytes of GPU memory that this process has allocated, used or not."""
-        return sum(list(self._taken.values()))
+        return sum(list(self._allocations.values()))
 
     def alloc(self, nbytes: int) -> int:
         try:
@@ -147,15 +147,15 @@ class Cuda(Device):
             return self._alloc(nbytes)
 
     def _alloc(self, nbytes: int) -> int:
-        if self.most_nbytes is not None and self.taken_nbytes + nbytes > self.most_nbytes:
+        if self.most_nbytes is not None and self.allocated_nbytes + nbytes > self.most_nbytes:
             raise _full()
         with self._unrecorded():
             address = int(self.call("cuMemAlloc", nbytes))
-        self._taken[address] = nbytes
+        self._allocations[address] = nbytes
         return address
 
     def free(self, address: int) -> None:
-        del self._taken[address]
+        del self._allocations[address]
         if not self.recording:
             self.end("cuStreamSynchronize", self._main)  # running work may still use it
         self.end("cuMemFree", address)

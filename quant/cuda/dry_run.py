@@ -18,7 +18,7 @@ from localrt.quant.cuda.experts import (
     CudaExpertTable,
     plan_slots,
     rows_at_once,
-    run_apart,
+    run_alone,
     run_kind,
 )
 from localrt.quant.cuda.formats import is_packed
@@ -115,8 +115,8 @@ class DryRunOps(CudaOps):
         count, rows = len(table.kind_of), len(normed)
         sizes = {rows_at_once(n, routing.used, count) for n in range(1, _LONGEST)}
         for expert in (table.kind_of < 0).nonzero()[0].tolist():
-            apart = partial(self.expert_apart, weights=table[expert], spec=spec)
-            run_apart(normed, np.arange(rows) * routing.used, routing.used, slots, apart)
+            compute_alone = partial(self.expert_alone, weights=table[expert], spec=spec)
+            run_alone(normed, np.arange(rows) * routing.used, routing.used, slots, compute_alone)
         chosen = nothing(rows, routing.used, dtype=INT32, device=self._device)
         for number, kind in enumerate(table.kinds):
             entries = table.entries(self._device)

@@ -263,9 +263,9 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ENTRY), np.int64)
-        self._apart = False  # whether an expert without a kind was put in
+        self._without_kind = False  # whether an expert without a kind was put in
         self.present = np.zeros(count, np.bool_)  # experts that the GPU's table must have
-        self._moved = set[int]()  # experts that changed since it was written
+        self._stale = set[int]()  # experts that changed since it was written
         self._entries: Tensor | None = None
 
     @property
@@ -274,14 +274,14 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
 
     @property
     def sharable(self) -> bool | None:
-        return False if self._apart else True if self.kinds else None
+        return False if self._without_kind else True if self.kinds else None
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
         super().put(expert, weights)
         described = _describe(weights)
         if described is None:
-            self._apart = True
-            self._leave(expert)
+            self._without_kind = True
+            self._remove(expert)
             return
         kind, self._places[expert, 1:] = described
         if kind not in self.kinds:
@@ -289,31 +289,33 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
         self.kind_of[expert] = self.kinds.index(kind)
         self._places[expert, 0] = self.kind_of[expert] + 1
         self.present[expert] = True
-        self._moved.add(expert)
+        self._stale.add(expert)
 
     def drop(self, expert: int) -> None:
         super().drop(expert)
-        self._leave(expert)
+        self._remove(expert)
 
-    def _leave(self, expert: int) -> None:
+    def _remove(self, expert: int) -> None:
         self.kind_of[expert] = -1
         if self.present[expert]:
             self.present[expert], self._places[expert] = False, 0
-            self._moved.add(expert)
+            self._stale.add(expert)
 
     def entries(self, device: Device) -> Tensor:
         """(E, ENTRY) int64 on the device: the up-to-date table, for kernels that start now."""
         entries = self.memory(device)
-        if self._moved:
-            moved = np.array(sorted(self._moved))
-            write_entries(entries, moved, self._places[moved])
-            self._moved.clear()
+        if self._stale:
+            stale = np.array(sorted(self._stale))
+            write_entries(entries, stale, self._places[stale])
+            self._stale.clear()
         return entries
 
     def memory(self, device: Device) -> Tensor:
         """The memory of the table, which may be out of date."""
         if self._entries is None:
-            self._entries = zeros(*self._places.shape, dtype=INT64, device=device, pool=device.kept)
+            self._entries = zeros(
+                *self._places.shape, dtype=INT64, device=device, pool=device.persistent
+            )
         return self._entries
 
 
@@ -391,12 +393,12 @@ def run_kinds(
     spec: ExpertSpec,
     slots: Tensor,
     experts: Sequence[int] | npt.NDArray[np.int32] | None,
-    apart: Callable[[int, Tensor], Tensor],
+    compute_alone: Callable[[int, Tensor], Tensor],
 ) -> None:
     """Fill slots, with all experts of a kind together.
 
-    ``apart`` computes the rows of an expert without a kind. How a row is computed depends on its
-    expert alone, or without a kind also on the number of rows of the pass.
+    ``compute_alone`` computes the rows of an expert without a kind. How a row is computed depends
+    on its expert alone, or without a kind also on the number of rows of the pass.
     """
     kinds = table.kind_of
     wanted = np.ones(len(kinds), np.bool_)
@@ -406,19 +408,19 @@ def run_kinds(
         wanted[asked[asked < len(kinds)]] = True
     if (others := wanted & (kinds < 0)).any():
         for expert, filled in slots_of(routing, others.nonzero()[0].tolist()):
-            run_apart(normed, filled, routing.used, slots, partial(apart, expert))
+            run_alone(normed, filled, routing.used, slots, partial(compute_alone, expert))
     chosen: Tensor | None = None
     for number, kind in enumerate(table.kinds):
         if not (same := wanted & (kinds == number)).any():
             continue
         if chosen is None:
-            chosen = on_gpu(routing, normed.device).chosen_there
+            chosen = on_gpu(routing, normed.device).chosen_on_gpu
             entries = table.entries(normed.device)
         plan = plan_slots(chosen, entries, number + 1, same)
         run_kind(normed, plan, entries, kind, spec, slots)
 
 
-def run_apart(
+def run_alone(
     normed: Tensor,
     filled: npt.NDArray[np.intp],
     used: int,
@@ -438,7 +440,7 @@ def run_present(
     entries = table.memory(normed.device)
     everyone = np.ones(len(table.kind_of), np.bool_)
     for number, kind in enumerate(table.kinds, 1):
-        plan = plan_slots(routing.chosen_there, entries, number, everyone)
+        plan = plan_slots(routing.chosen_on_gpu, entries, number, everyone)
         run_kind(normed, plan, entries, kind, spec, slots)
 
 

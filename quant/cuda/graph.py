@@ -43,8 +43,8 @@ from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span
 
-_RECORDED = 8  # most shapes of passes recorded at once
-_NOTED = 64
+_MAX_RECORDED = 8  # most shapes of passes recorded at once
+_MAX_SHAPES = 64
 # Rows of whole passes, rounded up: a product computes eight at once, attention sixteen.
 _ROWS = (1, 4, 8, 16, 32, 48, MOST_ROWS)
 _COLUMNS = 64  # of a tree's mask, at least
@@ -88,7 +88,7 @@ class _Shape(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ShapeEntry:
     """A shape of passes, with its recordings from the second pass on."""
 
     static: StaticPass | None = None
@@ -102,7 +102,7 @@ class Recordings:
 
     def __init__(self, ops: RecordedOps) -> None:
         self._ops = ops
-        self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
+        self._shapes: OrderedDict[_Shape, _ShapeEntry] = OrderedDict()
         self._passes = 0
         self.most_new = RECORDED_PARTS
         self._new_parts = 0  # parts recorded in the running pass
@@ -148,10 +148,10 @@ class Recordings:
 
     def forget(self, key: object | None = None) -> None:
         if key is None:
-            self._seen.clear()
-        for seen in self._seen.values():
-            if seen.static is not None:
-                seen.static.forget(key)
+            self._shapes.clear()
+        for entry in self._shapes.values():
+            if entry.static is not None:
+                entry.static.forget(key)
 
     def share(self, rows: Tensor, routing: Routing, table: ExpertTable) -> HybridExchange | None:
         recording = self._ops.recording
@@ -165,26 +165,26 @@ class Recordings:
         self._passes += 1
         if shape is None:
             return None
-        seen = self._seen.get(shape)
-        if seen is None:
-            self._seen[shape] = _Seen()
-            if len(self._seen) > _NOTED:
-                self._seen.popitem(last=False)
+        entry = self._shapes.get(shape)
+        if entry is None:
+            self._shapes[shape] = _ShapeEntry()
+            if len(self._shapes) > _MAX_SHAPES:
+                self._shapes.popitem(last=False)
             return None
-        self._seen.move_to_end(shape)
-        seen.used = self._passes
-        if seen.static is None and self._has_room():
-            seen.static = StaticPass(self._ops, batch, shape)
-        if seen.static is not None:
+        self._shapes.move_to_end(shape)
+        entry.used = self._passes
+        if entry.static is None and self._has_room():
+            entry.static = StaticPass(self._ops, batch, shape)
+        if entry.static is not None:
             self._ops.begin_plain()
-        return seen.static
+        return entry.static
 
     def _has_room(self) -> bool:
         """Whether one more shape may be recorded."""
-        recorded = [seen for seen in self._seen.values() if seen.static is not None]
-        if len(recorded) < _RECORDED:
+        recorded = [entry for entry in self._shapes.values() if entry.static is not None]
+        if len(recorded) < _MAX_RECORDED:
             return True
-        oldest = min(recorded, key=lambda seen: seen.used)
+        oldest = min(recorded, key=lambda entry: entry.used)
         idle = self._passes - oldest.used > _IDLE
         if idle:
             oldest.static = None
@@ -266,10 +266,10 @@ class GraphedForward:
             assert logits is not None, "the pass has left its logits"
             host = self._to_host(logits, count if rows is None else len(rows))
         if features is not None:
-            for layer, made in zip(features.layers, static.features.rows, strict=True):
+            for layer, values in zip(features.layers, static.features.rows, strict=True):
                 out = features.of(layer)
                 assert out is not None, "it is listed"
-                out[:] = made[:count]
+                out[:] = values[:count]
         span.cache.advance(count)
         return host
 
@@ -322,8 +322,8 @@ class StaticPass:
         self._ops, self._shape = ops, shape
         self._device = device = device_of(ops.device)
         self._numbers = Numbers([shape.rows], [shape.blocks], [shape.columns], shape.wanted)
-        count, kept = len(self._numbers.staged), device.kept
-        self._inputs = zeros(count, dtype=INT64, device=device, pool=kept)
+        count, pool = len(self._numbers.staged), device.persistent
+        self._inputs = zeros(count, dtype=INT64, device=device, pool=pool)
         self._parts, wanted = self._numbers.split(self._inputs)
         self._index = wanted if shape.wanted else None
         self._limit = (shape.blocks * BLOCK_TOKENS,)
@@ -339,7 +339,7 @@ class StaticPass:
         self._sequences: Tensor | None = None  # the table's copy
         self._values: Tensor | None = None
         self._runs: dict[object, _Run] = {}
-        self._kept: dict[Any, Any] = {}
+        self._shared: dict[Any, Any] = {}
 
     def fill(self, batch: Batch, wanted: Sequence[int] | None) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
@@ -361,7 +361,7 @@ class StaticPass:
     def values(self, like: Tensor) -> Tensor:
         """The residual stream's values at their fixed address."""
         if self._values is None:
-            self._values = empty(*like.shape, device=self._device, pool=self._device.kept)
+            self._values = empty(*like.shape, device=self._device, pool=self._device.persistent)
         return self._values
 
     def has(self, key: object) -> bool:
@@ -386,22 +386,22 @@ class StaticPass:
         ``x`` is first copied to the residual stream. Returns the logits, if any, valid until the
         next run.
         """
-        made = self._runs.get(key)
-        if made is None or made.recording.stale:
-            # It is run before it is recorded.
-            kept = None if x is None else empty(*x.shape, device=self._device).put(x)
+        run = self._runs.get(key)
+        if run is None or run.recording.stale:
+            # The body runs once before it is recorded, and changes x.
+            copy = None if x is None else empty(*x.shape, device=self._device).put(x)
             self._load(x)
-            made = self._runs[key] = self._record(step, body)
-            x = kept
+            run = self._runs[key] = self._record(step, body)
+            x = copy
         self._load(x)
-        made.recording.step.spans = step.spans  # used only without a GPU
+        run.recording.step.spans = step.spans  # used only without a GPU
         try:
-            made.replay(check)
+            run.replay(check)
         finally:
-            made.recording.step.spans = ()  # so that the recording keeps no cache alive
-        for layer in made.recording.step.mixed:
+            run.recording.step.spans = ()  # so that the recording keeps no cache alive
+        for layer in run.recording.step.mixed:
             step.layer_done(layer)
-        return made.recording.logits
+        return run.recording.logits
 
     def whole(self, forward: Forward, step: CudaPass) -> None:
         """The body of a whole pass: ``forward``, without counting its tokens in the cache."""
@@ -423,7 +423,7 @@ class StaticPass:
 
     def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
         fresh = replace(step, tables={}, mixed=set())
-        recording = Recording(fresh, self._index, self._kept, _skip)
+        recording = Recording(fresh, self._index, self._shared, _skip)
 
         def once(cut: Cut) -> None:
             recording.step.tables.clear()

@@ -33,7 +33,7 @@ class _Exchange:
 
     def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
         slots = len(rows) * routing.used, rows.shape[1]
-        self.slots = zeros(*slots, device=device, pool=device.kept)
+        self.slots = zeros(*slots, device=device, pool=device.persistent)
         self.rows: Floats = device.pinned(rows.shape, np.float32)
         self.results: npt.NDArray[np.int32] = device.pinned(routing.results.shape, np.int32)
         self.host_slots: Floats = device.pinned(slots, np.float32)
@@ -51,15 +51,15 @@ class HybridExchange:
         self._there, self._choice, self._table = rows, routing, table
         self._device = device = rows.device
         shape = (rows.shape[1], routing.used, len(routing.results))
-        exchange = recording.kept.get(shape)
+        exchange = recording.shared.get(shape)
         if exchange is None:  # never during capture: the body has run once before
-            exchange = recording.kept[shape] = _Exchange(device, rows, routing)
+            exchange = recording.shared[shape] = _Exchange(device, rows, routing)
         self._exchange: _Exchange = exchange
         self.rows, self.host_slots = exchange.rows, exchange.host_slots
         # Not shared: the host may write it while the GPU reads an earlier layer's slots.
-        filled = recording.kept.get(table)
+        filled = recording.shared.get(table)
         if filled is None:
-            filled = recording.kept[table] = device.pinned((len(exchange.slots),), np.int32)
+            filled = recording.shared[table] = device.pinned((len(exchange.slots),), np.int32)
         self.filled: npt.NDArray[np.int32] = filled
         self.slots = exchange.slots
         self.routing: Routing = routing.on_host(exchange.results)

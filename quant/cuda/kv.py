@@ -129,7 +129,9 @@ class BlockedCache(GrowingCache):
     def _grow(self, size: int) -> None:
         while len(self._blocks) < size // BLOCK_TOKENS:
             # Zeros: the end of the last block is saved too.
-            block = zeros(self._step, dtype=UINT8, device=self._device, pool=self._device.kept)
+            block = zeros(
+                self._step, dtype=UINT8, device=self._device, pool=self._device.persistent
+            )
             self._blocks.append(block)
             self.addresses = np.append(self.addresses, block.address)
 

@@ -42,7 +42,7 @@ def latent_append(
     queries: Tensor,
     blocks: Tensor,
     place: LayerPlace,
-    held: Tensor,
+    cached: Tensor,
     *,
     cos: Tensor,
     sin: Tensor,
@@ -52,15 +52,15 @@ def latent_append(
 ) -> None:
     """Rotary on each head's last P columns of q (n, H, N + P): the first of queries (n, H, P + L).
 
-    ``wide`` (n, L + P) are latents and keys. They are normed, rotated and appended to the ``held``
-    rows (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the addresses
-    of its blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are (n, P /
-    2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
+    ``wide`` (n, L + P) are latents and keys. They are normed, rotated and appended to the
+    ``cached`` rows (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the
+    addresses of its blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are
+    (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
     args = _LatentAppend(
-        *pointers(q, wide, queries, blocks, held, cos, sin, norm),
+        *pointers(q, wide, queries, blocks, cached, cos, sin, norm),
         place.keys_at,
         q.strides[0],
         wide.strides[0],
@@ -79,7 +79,7 @@ def attend_latent_rows(
     q: Tensor,
     blocks: Tensor,
     place: LayerPlace,
-    held: Tensor,
+    cached: Tensor,
     positions: Tensor,
     out: Tensor,
     *,
@@ -90,9 +90,9 @@ def attend_latent_rows(
 ) -> None:
     """q (n, H, P + L) over a cache's rows (P + L), P being ``rope``: out (n, H, L) is what is seen.
 
-    All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. ``held`` (one int64 on the
-    device) tokens lie in the cache, and behind them the n new rows, at ``positions`` (n,) int64.
-    ``mask`` is as for ``attend``; ``longest`` bounds held + n.
+    All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. The cache has ``cached``
+    tokens (one int64 on the device), followed by the n new rows, at ``positions`` (n,) int64.
+    ``mask`` is as for ``attend``; ``longest`` bounds cached + n.
     """
     n, heads, width = q.shape
     latent = width - rope
@@ -102,7 +102,7 @@ def attend_latent_rows(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, held, positions, mask, None, out, partial, stats),
+            *pointers(q, blocks, cached, positions, mask, None, out, partial, stats),
             k_at=place.keys_at,
             run_stride=chunk * heads * latent,
             n=n,
@@ -168,7 +168,7 @@ class LatentSteps:
                 queries[rows],
                 step.blocks[index],
                 blocks_of(span).layers[layer],
-                step.held[index:],
+                step.cached[index:],
                 cos=cos[rows],
                 sin=sin[rows],
                 norm=weights.latent_norm,
@@ -187,7 +187,7 @@ class LatentSteps:
                 q[first:stop],
                 step.blocks[index],
                 blocks_of(span).layers[layer],
-                step.held[index:],
+                step.cached[index:],
                 step.positions[first:stop],
                 seen[first:stop],
                 rope=spec.rope_dim,

@@ -17,7 +17,7 @@ _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LaunchShape:
     """How a product is divided.
 
     ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
@@ -30,8 +30,8 @@ class Cut:
 
 
 @cache  # called by every launch
-def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
-    """The cut of a product of ``rows`` rows of records with ``tiles``: enough blocks for
+def best_shape(format_: str, rows: int, tiles: int, processors: int) -> LaunchShape:
+    """The division of a product of ``rows`` rows of records with ``tiles``: enough blocks for
     ``processors``, within the registers of each.
     """
     # Two pairs share the activations that a warp loads, but need more registers and enough blocks.
@@ -39,7 +39,7 @@ def best_cut(format_: str, rows: int, tiles: int, processors: int) -> Cut:
     groups = min(2 if format_ in _NARROW else 4, groups_of(rows))
     blocks = -(-tiles // (4 if light else 2)) * -(-rows // (8 * groups))
     parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
-    return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
+    return LaunchShape(pairs=2 if light else 1, groups=groups, parts=parts)
 
 
 def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int, int, int] | None:

@@ -137,7 +137,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
         """A norm weight or bias in float32."""
-        return upload(np.asarray(values, np.float32), self._device, pool=self._device.kept)
+        return upload(np.asarray(values, np.float32), self._device, pool=self._device.persistent)
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Packed bytes, rows rounded up to whole tiles; or bf16."""
@@ -279,12 +279,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     ) -> None:
         assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
 
-        def apart(expert: int, rows: Tensor) -> Tensor:
-            return self.expert_apart(rows, table[expert], spec)
+        def compute_alone(expert: int, rows: Tensor) -> Tensor:
+            return self.expert_alone(rows, table[expert], spec)
 
-        run_kinds(normed, routing, table, spec, slots, experts, apart)
+        run_kinds(normed, routing, table, spec, slots, experts, compute_alone)
 
-    def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+    def expert_alone(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         """One expert's results (n, D), by separate products."""
         inner = gate_up(rows, weights.gate_up, spec, weights.gate_up_bias)
         return linear(inner, weights.down, weights.down_bias, dtype=FLOAT32)
@@ -297,7 +297,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D), float32: summed one k after another."""
-        return combined(slots, on_gpu(routing, self._device).weights_there, shared)
+        return combined(slots, on_gpu(routing, self._device).weights_on_gpu, shared)
 
     def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
         """(R, L), bf16."""

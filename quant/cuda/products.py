@@ -21,7 +21,7 @@ import numpy.typing as npt
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
-from localrt.quant.cuda.launch_shape import Cut, best_cut, groups_of, many_grid
+from localrt.quant.cuda.launch_shape import LaunchShape, best_shape, groups_of, many_grid
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 
@@ -142,7 +142,7 @@ def product(
     bias: Tensor | None = None,
     gate: str | None = None,
     limit: float = 0.0,
-    cut: Cut | None = None,
+    division: LaunchShape | None = None,
 ) -> None:
     """out (R, rows) = x (R, columns) times the weight's rows.
 
@@ -154,18 +154,18 @@ def product(
     rows, columns = weight.shape[0] // heads, weight.shape[1]
     tiles, steps = -(-rows // 16), columns // 32
     many = None
-    if cut is None:
+    if division is None:
         if heads == 1:
             many = many_grid(weight.format, x.count, tiles, out.device.processors)
-        cut = best_cut(weight.format, x.count, tiles * heads, out.device.processors)
+        division = best_shape(weight.format, x.count, tiles * heads, out.device.processors)
     chains = chains_of(weight.format, columns)
-    parts = min(cut.parts, chains)
+    parts = min(division.parts, chains)
     warps = -(-chains // parts)
-    blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
-    grid = (blocks, parts, heads * -(-x.count // (8 * cut.groups)))
+    blocks = -(-(tiles // 2 if gate else tiles) // (division.pairs * (1 if gate else 2)))
+    grid = (blocks, parts, heads * -(-x.count // (8 * division.groups)))
     partial = arrived = None
     if many is None and parts > 1:
-        size = blocks * grid[2] * parts * warps * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
+        size = blocks * grid[2] * parts * warps * division.groups * division.pairs * _SUMS_OF_A_PAIR
         partial = empty(size, device=out.device)
         arrived = _counters(out.device)
         assert blocks * grid[2] <= len(arrived), "only short products are shared out"
@@ -187,7 +187,7 @@ def product(
         program = many_program(weight.format, gate, out.dtype, fine=x.fine)
         launch(out.device, program, many, 256, args)
         return
-    program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
+    program = linear_program(weight.format, x.count, division, gate, out.dtype, fine=x.fine)
     launch(out.device, program, grid, 32 * warps, args)
 
 
@@ -233,7 +233,7 @@ def _dense_many(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> 
 def linear_program(
     format_: str,
     rows: int,
-    cut: Cut,
+    division: LaunchShape,
     gate: str | None,
     out: Dtype,
     *,
@@ -243,12 +243,12 @@ def linear_program(
     return Program.of(
         "linear",
         **format_macros(format_),
-        PAIRS_=cut.pairs,
+        PAIRS_=division.pairs,
         WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
-        NT_=cut.groups,
+        NT_=division.groups,
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
-        BLOCKS=2 if cut.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
+        BLOCKS=2 if division.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
         FINE=int(fine),
     )
 
@@ -278,7 +278,7 @@ def chains_of(format_: str, columns: int) -> int:
 @cache
 def _counters(device: Device) -> Tensor:
     """Counters, which kernels reset to zero."""
-    return zeros(4096, dtype=INT32, device=device, pool=device.kept)
+    return zeros(4096, dtype=INT32, device=device, pool=device.persistent)
 
 
 _WARPS = 8

@@ -20,14 +20,14 @@ from localrt.quant.ops.experts import RouterSpec, Routing
 class CudaRouting(Routing):
     """See ``Routing``; ``results`` are those of ``choose``.
 
-    ``chosen_there`` (R, K) int32 and ``weights_there`` (R, K) float32 are on the GPU.
+    ``chosen_on_gpu`` (R, K) int32 and ``weights_on_gpu`` (R, K) float32 are on the GPU.
     """
 
     def __init__(self, results: Tensor, rows: int, ranked: int, used: int) -> None:
         plane = rows * ranked
         self._results, self._shape = results, (rows, ranked, used)
-        self.chosen_there = results[:plane].view(rows, ranked)[:, :used]
-        self.weights_there = results[2 * plane :].typed(FLOAT32).view(rows, used)
+        self.chosen_on_gpu = results[:plane].view(rows, ranked)[:, :used]
+        self.weights_on_gpu = results[2 * plane :].typed(FLOAT32).view(rows, used)
         self._away = True
         self._copied: Event | None = None  # the event after which ``_host`` has them
         self._host: npt.NDArray[np.int32] | None = None

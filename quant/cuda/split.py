@@ -89,7 +89,7 @@ def split_mlp(
 
     turn = None
     if host is not None:
-        turn = _Turn(host, _handover(kept, device, rows, hidden, inner))
+        turn = _HostWork(host, _handover(kept, device, rows, hidden, inner))
         hand = turn.hand
         given, seen, made = map(hand.tensor, (hand.x, hand.inner, hand.y))
         move_rows(x.values, given)
@@ -128,7 +128,7 @@ def _handover(
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _HostWork:
     """The host's work for a layer, between the GPU's launches."""
 
     host: HostRows

@@ -101,14 +101,14 @@ class Numbers:
         """Fill the host's buffer, for sequences whose caches have room for the pass. Padding rows
         repeat the last one.
         """
-        all_tokens, all_positions, rows, held, *parts = self._host
+        all_tokens, all_positions, rows, cached, *parts = self._host
         count = len(tokens)
         all_tokens[:count], all_tokens[count:] = tokens, tokens[-1]
         all_positions[:count], all_positions[count:] = positions, positions[-1]
         rows[:] = wanted
         for at, span in enumerate(spans):
             addresses = blocks_of(span).addresses
-            held[at], parts[at][: len(addresses)] = span.cache.length, addresses
+            cached[at], parts[at][: len(addresses)] = span.cache.length, addresses
             if span.mask is not None:
                 _fill_tree(self._trees[at], span.mask)
 
@@ -116,14 +116,14 @@ class Numbers:
         """The parts of a copy of ``staged``: those of a ``CudaPass``, and the rows wanted."""
         starts = accumulate(self._parts, initial=0)
         parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
-        tokens, positions, wanted, held, *others = parts
+        tokens, positions, wanted, cached, *others = parts
         tokens, positions = tokens[: self._rows], positions[: self._rows]
         blocks, words = others[: len(self._shapes)], others[len(self._shapes) :]
         trees = tuple(
             part.typed(INT16)[: count * columns].view(count, columns) if columns else None
             for part, (count, columns) in zip(words, self._shapes, strict=True)
         )
-        return (tokens, positions, held, tuple(blocks), trees), wanted
+        return (tokens, positions, cached, tuple(blocks), trees), wanted
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
@@ -133,9 +133,9 @@ def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None
     """
     (rows, columns), (count, width) = mask.shape, tree.shape
     end = width - count + rows
-    seen = np.ones((rows, width), np.bool_)
-    seen[:, end - columns : end], seen[:, end:] = mask, False
-    np.multiply(seen[:, ::-1].cumsum(1, np.int16)[:, ::-1], seen, out=tree[:rows])
+    entry = np.ones((rows, width), np.bool_)
+    entry[:, end - columns : end], entry[:, end:] = mask, False
+    np.multiply(entry[:, ::-1].cumsum(1, np.int16)[:, ::-1], entry, out=tree[:rows])
     for row in range(rows, count):
         tree[row] = tree[rows - 1]
         tree[row, end - 1], tree[row, end - rows + row] = 0, 1
@@ -161,7 +161,7 @@ class CudaPass:
 
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
-    held: Tensor  # (spans,) int64
+    cached: Tensor  # (spans,) int64
     blocks: tuple[Tensor, ...]  # addresses of each span's cache, int64
     trees: tuple[Tensor | None, ...]  # (rows, columns) int16: see ``Numbers``
     spans: tuple[Span, ...]
@@ -191,7 +191,7 @@ class Recording:
 
     step: CudaPass
     wanted: Tensor | None  # rows of the head, (n,) int64; None is all
-    kept: dict[Any, Any]  # objects shared by all recordings of this shape
+    shared: dict[Any, Any]  # objects shared by all recordings of this shape
     cut: Cut
     logits: Tensor | None = None
     stale: bool = False  # whether it must be recorded again

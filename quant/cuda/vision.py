@@ -2,7 +2,7 @@
 
 Rows are float32. Inputs of products are rounded to bf16 (to 8 bits for packed matrices), as are
 queries, keys, values and cuBLAS's results. A picture's result is the same bits every time.
-Attention is the decoder's: each segment is a cache in which every attend to all others.
+Attention uses the decoder's kernels: each segment is a KV cache in which rows attend to all others.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.vision import Heads, PatchLayout, Rows, VisionActivation, VisionSteps
 
 _THREADS = 256
-_ROWS = 4096  # per product: keeps intermediate results small
+_ROWS = 4096  # of a product at once, so that its intermediate results stay small
 
 _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
 
 
 class CudaVision(VisionSteps[CudaWeight, Tensor]):
-    """See ``VisionSteps``. Rows on the host are computed there, except for products."""
+    """See ``VisionSteps``. Rows on the host are computed there, except their products."""
 
     on_gpu = True
 
@@ -52,7 +52,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         super().__init__(ops)
         self._device = device_of(ops.device)
         self._rotations: tuple[Floats, Tensor, Tensor] | None = None
-        # If decoders use 8-bit products, cuBLAS's memory is not in the budget.
+        # If the decoder's products are in int8, cuBLAS's workspace is in no budget.
         self._ours = prefers_int8(self._device)
 
     def put(self, x: Floats) -> Tensor:
@@ -138,7 +138,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         cos, sin = self._rotation(layout)
         longest = max(np.diff(layout.ends, prepend=0).tolist())
         # Segments are computed one after another, so they share one cache.
-        key_nbytes = 2 * count * size  # bytes of a token's key and value
+        key_nbytes = 2 * count * size  # of a token
         nbytes = 2 * key_nbytes * BLOCK_TOKENS
         room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
         addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)
@@ -185,7 +185,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         return out
 
     def _rotation(self, layout: PatchLayout) -> tuple[Tensor | None, Tensor | None]:
-        """The rotary tables of an image, shared by all blocks."""
+        """The picture's cosines and sines on the GPU, shared by all blocks."""
         if layout.cos is None or layout.sin is None:
             return None, None
         if self._rotations is None or self._rotations[0] is not layout.cos:

@@ -137,7 +137,7 @@ def _factors(scales: Sequence[float], device: Device) -> Tensor | None:
     """The factor of each tile's values; None if all are 1."""
     if all(scale == 1.0 for scale in scales):
         return None
-    return upload(np.array(scales, np.float32), device, pool=device.kept)
+    return upload(np.array(scales, np.float32), device, pool=device.persistent)
 
 
 class _PlacedPart:
@@ -189,7 +189,9 @@ class _TiledPart:
         self._columns = first.shape[1]
         self._tile_bytes = TILE_ROWS * first.format.row_bytes(self._columns)
         tiles = padded_rows(most_rows) // TILE_ROWS
-        self._out = empty(tiles * self._tile_bytes, dtype=UINT8, device=device, pool=device.kept)
+        self._out = empty(
+            tiles * self._tile_bytes, dtype=UINT8, device=device, pool=device.persistent
+        )
         self._scales: list[float] = []  # one per tile
         self._rows = 0
 
@@ -218,7 +220,7 @@ class _DensePart:
 
     def __init__(self, first: PackedTensor | TiledTensor, most_rows: int, device: Device) -> None:
         self._out = empty(
-            most_rows, first.shape[1], dtype=BFLOAT16, device=device, pool=device.kept
+            most_rows, first.shape[1], dtype=BFLOAT16, device=device, pool=device.persistent
         )
         self._rows = 0
 
@@ -242,7 +244,7 @@ class _DensePart:
 def _shortened(memory: Tensor, count: int) -> Tensor:
     """A copy of the first ``count`` rows."""
     shape = (count, *memory.shape[1:])
-    out = empty(*shape, dtype=memory.dtype, device=memory.device, pool=memory.device.kept)
+    out = empty(*shape, dtype=memory.dtype, device=memory.device, pool=memory.device.persistent)
     return out.put(memory[:count])
 
 

@@ -56,15 +56,15 @@ def test_kernels_pass_as_on_a_gpu(device: Cuda, kind: str) -> None:
 
 def test_ceiling_leaves_no_memory_taken(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_COPIED", 32 * MIB)
-    before = device.taken_nbytes
+    before = device.allocated_nbytes
     assert timing.copy_bandwidth("cuda") > 0
-    assert device.taken_nbytes == before
+    assert device.allocated_nbytes == before
 
 
 def test_peak_is_what_was_taken_at_most(device: Cuda) -> None:
     free = free_memory("cuda")
     peak = watch(device, free)
-    kept = empty(3 * MIB, dtype=UINT8, device=device, pool=device.kept)
+    kept = empty(3 * MIB, dtype=UINT8, device=device, pool=device.persistent)
     for size in (40 * MIB, 20 * MIB):
         empty(size, dtype=UINT8, device=device)
         device.trim()

@@ -54,9 +54,9 @@ def test_replay(gpu: Kernels, index: int) -> None:
     device = device_of(f"cuda:{index}")
     capture, (count, body) = Capture(device), counting(device)
     replays = [record(body, capture)]
-    taken = device.taken_nbytes
+    taken = device.allocated_nbytes
     replays.append(record(body, capture))
-    assert device.taken_nbytes == taken
+    assert device.allocated_nbytes == taken
     assert counted(count) == 0  # recorded, not run
     for replay in (*replays, *replays):
         replay()
@@ -190,7 +190,7 @@ def test_what_graphs_take(device: Cuda, driver: Driver) -> None:
     del third
     assert capture.nbytes == 0
     device.trim()
-    assert device.taken_nbytes == 0
+    assert device.allocated_nbytes == 0
 
 
 def test_other_threads(device: Cuda) -> None:

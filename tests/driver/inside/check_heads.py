@@ -18,7 +18,7 @@ from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.driver import Cuda, device_of
-from localrt.quant.cuda.graph import _RECORDED, _ROWS, GraphedForward
+from localrt.quant.cuda.graph import _MAX_RECORDED, _ROWS, GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
@@ -83,7 +83,7 @@ def answer(engine: NativeEngine, head: HeadDraft) -> tuple[list[int], list[np.nd
 def recorded(forward: Any) -> list[Any]:
     """The shapes that a ``forward`` replays."""
     assert isinstance(forward, GraphedForward)
-    seen = forward._recordings._seen
+    seen = forward._recordings._shapes
     return [shape for shape, each in seen.items() if each.static is not None]
 
 
@@ -114,7 +114,7 @@ def test_eagle3(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
     for shapes in (of_head, of_target):
         assert {shape.rows for shape in shapes} <= set(_ROWS)
         assert any(shape.columns for shape in shapes)
-        assert len(shapes) <= _RECORDED
+        assert len(shapes) <= _MAX_RECORDED
     assert {len(shape.features) for shape in of_target} == {3}
 
 
@@ -136,7 +136,7 @@ def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.Mon
 
     def used() -> int:
         gc.collect()
-        return int(device.kept.nbytes - device.kept.unused_nbytes)
+        return int(device.persistent.nbytes - device.persistent.unused_nbytes)
 
     def noted(self: Cuda, name: str, *args: Any, **options: Any) -> Any:
         calls.append(name)

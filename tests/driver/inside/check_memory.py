@@ -200,7 +200,7 @@ def test_passes_take_the_same_memory(device: Cuda, driver: Driver) -> None:
         assert seen(again) == {9}
         del other, again
     assert len(set(addresses)) == 1
-    assert device.taken_nbytes == SLAB
+    assert device.allocated_nbytes == SLAB
 
 
 def test_pinned_ram_that_the_system_refuses(device: Cuda, driver: Driver) -> None:

@@ -57,7 +57,7 @@ class Modelled(Ram):
     @property
     def wasted(self) -> int:
         """Bytes of slabs in use that nobody has taken."""
-        pools = (self.kept, self.scratch)
+        pools = (self.persistent, self.scratch)
         self.trim()
         return sum(pool.unused_nbytes for pool in pools)
 
@@ -127,7 +127,7 @@ def test_growth_to_8192_tokens(name: str, card: Modelled) -> None:
             gone.free()
             evictions += 1
         gpu.set_reserved(held)
-        blocks.append(memory.kept.take(block))
+        blocks.append(memory.persistent.take(block))
         for _ in range(3):  # passes: what they need for a while
             parts, left = list[Block](), scratch
             while left > 0:
@@ -169,7 +169,7 @@ class ScaledGpu(FakeGpu):
         super().set_reserved(nbytes)
         step = 38 * MIB
         while len(self._held) * step < nbytes * SCALE:
-            self._held.append(self._memory.kept.take(step))
+            self._held.append(self._memory.persistent.take(step))
         while (len(self._held) - 1) * step > nbytes * SCALE:
             self._held.pop()  # a session ends: the memory is kept
 

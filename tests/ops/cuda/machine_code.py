@@ -14,7 +14,7 @@ from importlib.resources import files
 
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
-from localrt.quant.cuda.launch_shape import Cut, best_cut
+from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
 from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
@@ -47,10 +47,10 @@ class Build:
     per_byte: float
 
 
-def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, Cut]:
+def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, LaunchShape]:
     """The variant that a long matrix in ``format_`` takes for ``rows`` rows."""
-    cut = best_cut(format_, rows, _MANY_TILES, 24)
-    return linear_program(format_, rows, cut, _GATE if gate else None, FLOAT32), cut
+    division = best_shape(format_, rows, _MANY_TILES, 24)
+    return linear_program(format_, rows, division, _GATE if gate else None, FLOAT32), division
 
 
 def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
@@ -99,8 +99,8 @@ def build_many(format_: str, target: int) -> ManyBuild:
 
 def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
     """Compile ``product_program``."""
-    program, cut = product_program(format_, rows, gate=gate)
-    return _built(program, format_, rows, target, gate=gate, pairs=cut.pairs)
+    program, division = product_program(format_, rows, gate=gate)
+    return _built(program, format_, rows, target, gate=gate, pairs=division.pairs)
 
 
 def build_experts(format_: str, slots: int, target: int, *, gate: bool = False) -> Build:

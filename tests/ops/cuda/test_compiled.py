@@ -13,7 +13,7 @@ from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.attention import attention_program, join_program, rope_program
 from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
 from localrt.quant.cuda.latent import append_program, latent_programs
-from localrt.quant.cuda.launch_shape import Cut
+from localrt.quant.cuda.launch_shape import LaunchShape
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
@@ -260,6 +260,6 @@ def test_newer_gpu_gets_ptx() -> None:
 
 
 def test_what_does_not_compile_is_one_line() -> None:
-    program = linear_program("q4_0", 1, Cut(1, 1), None, FLOAT32)
+    program = linear_program("q4_0", 1, LaunchShape(1, 1), None, FLOAT32)
     with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
         compile_program(program, 70)

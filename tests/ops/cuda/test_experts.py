@@ -154,7 +154,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("an expert was computed alone")
 
-    monkeypatch.setattr(CudaOps, "expert_apart", refuse)
+    monkeypatch.setattr(CudaOps, "expert_alone", refuse)
 
 
 LONG = ("q4_1", "q4_k", "nvfp4", "nf4")

@@ -11,7 +11,7 @@ import torch
 
 from localrt.quant.cuda import launch_shape
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch_shape import Cut, best_cut
+from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
 from localrt.quant.cuda.products import (
     Records,
     TiledMatrix,
@@ -65,10 +65,10 @@ def values_of(x: Records) -> np.ndarray:
 
 
 def run(
-    x: Records, weight: Matrix, *, cut: Cut | None = None, gate: str | None = None
+    x: Records, weight: Matrix, *, division: LaunchShape | None = None, gate: str | None = None
 ) -> np.ndarray:
     out = there(torch.full((x.rows, weight.shape[0] // (2 if gate else 1)), float("nan")))
-    product(x, weight, out, gate=gate, limit=7.0, cut=cut)
+    product(x, weight, out, gate=gate, limit=7.0, division=division)
     return out.to_host()
 
 
@@ -121,7 +121,7 @@ def test_rows_that_a_warp_loads_are_there() -> None:
     for rows in range(1, 65):
         for fine in (False, True):
             records = empty_records(1, rows, 64, DEVICE, fine=fine)
-            loaded = 8 * best_cut("q4_0", records.count, 64, 24).groups
+            loaded = 8 * best_shape("q4_0", records.count, 64, 24).groups
             assert records.data.shape[1] % loaded == 0
 
 
@@ -174,8 +174,8 @@ def test_many_rows_in_blocks(
 def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
     weight, x = matrix("q4_0", 40, columns), quantized(inputs(5, columns))
     whole = run(x, weight)
-    cuts = [Cut(pairs, 1, parts) for pairs in (1, 2) for parts in (1, 2, 4)]
-    assert all(np.array_equal(run(x, weight, cut=cut), whole) for cut in cuts)
+    cuts = [LaunchShape(pairs, 1, parts) for pairs in (1, 2) for parts in (1, 2, 4)]
+    assert all(np.array_equal(run(x, weight, division=division), whole) for division in cuts)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
@@ -184,8 +184,8 @@ def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
     weight, x = matrix("mxfp4", 96, 256), quantized(inputs(rows, 256) * 4)
     g, up = np.split(values_of(x) @ weight.values.T, 2, axis=1)
     wanted = gated(g, up, ExpertSpec(activation=gate, limit=7.0))
-    for cut in (Cut(1, 1), Cut(2, 1), Cut(1, 1, 2)):
-        assert error(run(x, weight, cut=cut, gate=gate), wanted) < 1e-5
+    for division in (LaunchShape(1, 1), LaunchShape(2, 1), LaunchShape(1, 1, 2)):
+        assert error(run(x, weight, division=division, gate=gate), wanted) < 1e-5
 
 
 def test_bias(emulator: Emulator) -> None:

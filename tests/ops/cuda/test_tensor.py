@@ -171,7 +171,7 @@ def test_pools_that_make_room_for_each_other() -> None:
     device = Full()
     threads = [
         threading.Thread(target=pool.take, args=(1000,), daemon=True)
-        for pool in (device.kept, device.scratch)
+        for pool in (device.persistent, device.scratch)
     ]
     for thread in threads:
         thread.start()
