@@ -1,4 +1,4 @@
-"""Computes what each part takes of memory, in bytes, for the whole program.
+"""Computes the memory of each part of the program, in bytes.
 
 Loading, planner, drafts, budgets and the server use it. It turns shapes, rows and contexts into
 bytes; ``offload/memory`` says how much memory there is, ``localrt/planning`` divides it. Estimates
@@ -39,7 +39,7 @@ TORCH_GROWTH_NBYTES = 20 << 20
 """The scratch of torch in passes, without its libraries."""
 
 MARGIN_NBYTES = 3 << 20
-"""Kept free in a budget: pages that two parts share, memory that is freed late."""
+"""Reserve of a budget: pages that two parts share, memory that is freed late."""
 
 LOADING_NBYTES = 3 << 20
 """Memory that loading leaves in use; a check before loading must include it."""
@@ -152,7 +152,7 @@ class Budgets:
         return replace(self, ram=max(0, self.ram - nbytes))
 
     def process_bytes(self, vocab: int) -> int:
-        """Bytes that the process takes without the model."""
+        """Bytes of the process without a model."""
         return process_nbytes(vocab) if self.process is None else self.process
 
     def context_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Describes this machine: processor, memory, GPUs, and read speeds of memory and disk.
 
-Functions are split by cost. `probe` reads what the system already knows, in milliseconds; the
+Functions are divided by cost. `probe` reads what the system already knows, in milliseconds; the
 `measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
 knows no model, and imports neither torch nor, outside the memory measurement, numpy.
 """
@@ -77,7 +77,7 @@ class DiskSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Everything known of this machine; what was not measured is None."""
+    """The facts about this machine; unmeasured ones are None."""
 
     system: str
     python: str
@@ -179,7 +179,7 @@ def _physical_cores(root: Path) -> int | None:
 
 
 def _name_and_flags(root: Path) -> tuple[str, set[str]]:
-    """The processor's name and what the system says it can do, in the system's own words."""
+    """The processor's name, and its features as the system names them."""
     if sys.platform == "darwin":
         return _sysctl()
     try:

@@ -1,4 +1,4 @@
-"""Measures RAM: how much there is, what this process takes, and whether others need some.
+"""Measures RAM: its size, this process's use, and whether other programs need some.
 
 A limit of the container or cgroup binds in any case. Without a budget from the user, the desktop
 keeps some room. The memory of helper processes counts as this one's.
@@ -179,15 +179,15 @@ def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | 
 def pinnable_nbytes() -> int | None:
     """Bytes of RAM that may be pinned for a GPU's copies; None where the system sets no limit.
 
-    Windows refuses about half of RAM, and what it does pin is missing to other programs.
+    Windows pins about half of RAM at most, and pinned RAM is lost to other programs.
     """
     return memory_state().total // 2 if sys.platform == "win32" else None
 
 
 def spilling_nbytes(vram: int) -> int:
-    """Bytes of a GPU of ``vram`` bytes to leave free so that its driver moves nothing to RAM.
+    """Bytes of a GPU's ``vram`` to leave free so that its driver moves nothing to RAM.
 
-    On Windows it does so before memory runs out, and does not refuse: passes become slow.
+    On Windows the driver does so before memory runs out, instead of failing: passes become slow.
     """
     return vram // _SPILLING_SHARE if sys.platform == "win32" else 0
 
@@ -209,7 +209,7 @@ class MemoryPressure:
         self._asked = time.monotonic()
 
     def __call__(self) -> tuple[int, int]:
-        """(RAM, VRAM) in bytes; negative numbers may be taken again."""
+        """(RAM, VRAM) in bytes; negative numbers are free again."""
         now = time.monotonic()
         if now - self._asked < _INTERVAL_S:
             return 0, 0

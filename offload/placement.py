@@ -1,4 +1,4 @@
-"""Where each unit of a model is kept and computed: the planner's result, the pipeline's input.
+"""Where each unit of a model is stored and computed: the planner's result, the pipeline's input.
 
 It has only names and bytes: the planner finds a placement, the pipeline carries it out. A machine
 without a GPU uses ``RAM`` and ``SSD`` alone.
@@ -18,12 +18,12 @@ that what was measured never changes which processor computes an answer.
 
 
 def link_piece(name: str) -> str:
-    """Of a split unit: what is copied to the GPU in each pass."""
+    """The name of a split unit's piece that is copied to the GPU in each pass."""
     return f"{name}.link"
 
 
 def host_piece(name: str) -> str:
-    """Of a split unit: what the CPU computes."""
+    """The name of a split unit's piece that the CPU computes."""
     return f"{name}.host"
 
 
@@ -56,7 +56,7 @@ class Where(StrEnum):
 
     @property
     def crossed(self) -> Where:
-        """The same, except that the GPU computes units of the CPU, copied over the link."""
+        """The place in a pass in which the unit crosses: copied over the link to the GPU."""
         return _CROSSED.get(self, self)
 
 

@@ -1,4 +1,4 @@
-"""A fixed, page-aligned buffer through which units pass in order.
+"""A fixed, page-aligned ring buffer for streamed units.
 
 A unit lies contiguously. It is read in chunks, each as soon as its target bytes are free, so a ring
 only a little larger than its largest unit keeps the disk busy while that unit is computed. Nothing
@@ -34,7 +34,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class Lease:
-    """A unit's place in the ring: ``nbytes`` at ``offset``. ``waiting`` are the chunks left."""
+    """A unit's place in the ring: ``nbytes`` at ``offset``. ``waiting`` are the chunks not begun
+    yet.
+    """
 
     offset: int
     nbytes: int
@@ -79,8 +81,8 @@ class Ring(Generic[MemoryT]):
         self._free(memory)
 
     def lease(self, nbytes: int, at: int | None = None) -> Lease | None:
-        """A place for a unit after the present ones, or ``at`` so many bytes; None while none of
-        its bytes are free.
+        """A place for a unit, after the newest one or at byte ``at``; None while none of its bytes
+        are free.
 
         Raises:
             ValueError: the unit is larger than the ring, or not whole pages.
@@ -101,7 +103,7 @@ class Ring(Generic[MemoryT]):
     def next_chunk(self, lease: Lease) -> tuple[Chunk, Event | None] | None:
         """Hand out the lease's next chunk, once, if its target bytes are free.
 
-        With it comes the event after which nobody uses those bytes: the last one of the stream.
+        Also returns the event after which nobody uses those bytes: the latest of the stream.
         """
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None

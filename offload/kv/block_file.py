@@ -50,8 +50,8 @@ class _StateFile:
 
 
 class BlockFile:
-    """The files in one folder, which need not exist. ``tokens`` are those held, and ``marks`` are
-    written with them, to find the file again. Not thread-safe.
+    """The files in one folder, which need not exist. ``tokens`` are the saved ones; ``marks`` are
+    saved with them, to find the file again. Not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,14 +81,14 @@ class BlockFile:
         return reachable(self._states, length)
 
     def used(self) -> float:
-        """When it was last written or read, in seconds since the epoch."""
+        """The time of the last write or read, in seconds since the epoch."""
         try:
             return (self.folder / _ABOUT).stat().st_mtime
         except OSError:
             return 0.0
 
     def touch(self, marks: frozenset[str] = frozenset()) -> None:
-        """Record that it is used now, and add ``marks``."""
+        """Set the time of use to now, and add ``marks``."""
         if not marks <= self.marks:
             self.marks |= marks
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class BlockFile:
     ) -> None:
         """Save ``tokens``; ``take(first, count)`` gives blocks, (count, block_bytes).
 
-        Blocks and states of tokens that it already holds stay as they are.
+        Blocks and states of tokens that are saved already do not change.
 
         Raises:
             StorageError: the disk is full or fails; the folder is then removed.
@@ -141,7 +141,7 @@ class BlockFile:
     def read(self, length: int, fill: FillBlocks) -> int:
         """Have ``fill`` read the blocks of the first ``length`` tokens, checked.
 
-        Returns how many of the tokens that covers: fewer where the file is damaged.
+        Returns the number of tokens read: fewer if the file is damaged.
         """
         count = -(-min(length, len(self.tokens)) // BLOCK_TOKENS)
         good = 0

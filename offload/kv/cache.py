@@ -40,7 +40,7 @@ class Slot:
         self.free()
 
     def free(self) -> None:
-        """Forget what it holds."""
+        """Mark the buffer as empty."""
         self.owner: object = None
         self.layer = -1
         self.first = self.stop = 0
@@ -103,7 +103,7 @@ class SlotPool:
             return best
 
     def forget(self, owner: object) -> None:
-        """Free the buffers of ``owner``, which is gone."""
+        """Free the buffers of ``owner``, which is closed."""
         with self._lock:
             for slot in self._slots:
                 if slot.owner is owner:
@@ -250,7 +250,7 @@ class SsdKVCache(NativeKVCache):
                 task.result()
 
     def advance(self, count: int) -> None:
-        """Count written rows as held."""
+        """Count written rows as tokens."""
         super().advance(count)
         for stored in self._stored.values():
             if stored.next_saved is not None:
@@ -277,7 +277,7 @@ class SsdKVCache(NativeKVCache):
                 slot.stop = min(slot.stop, first // BLOCK_TOKENS)
 
     def _move_stored(self, stored: _Stored, first: int, rows: Sequence[int]) -> None:
-        """Put token ``first + rows[i]`` where token ``first + i`` is; tokens after them are lost.
+        """Replace token ``first + i`` by token ``first + rows[i]``; tokens after them are lost.
 
         The few blocks concerned are gathered in RAM, changed there, and the full ones written.
 
@@ -306,7 +306,7 @@ class SsdKVCache(NativeKVCache):
     # -- parts -----------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
-        """Drop the leftovers of an abandoned pass: its saves end and do not count."""
+        """Clean up after an abandoned pass: wait for its saves and do not count them."""
         for stored in self._stored.values():
             wait(stored.saves)
             stored.saves.clear()
@@ -328,7 +328,7 @@ class SsdKVCache(NativeKVCache):
         return self._slots.take(self._key, layer, distance, ahead=ahead)
 
     def _load_ahead(self, layer: int, now: int) -> None:
-        """Start to load ``layer`` unless it is there, or there is no buffer for it."""
+        """Start to load ``layer`` unless it is loaded, or there is no buffer for it."""
         if self._slots.find(self._key, layer) is not None:
             return
         slot = self._take(layer, now, ahead=True)
@@ -341,7 +341,7 @@ class SsdKVCache(NativeKVCache):
             slot.load = slot.task = self._io.start(lambda: self._read(slot, stored, first, stop))
 
     def _complete(self, slot: Slot, stored: _Stored) -> None:
-        """Complete a layer's buffer: all held tokens are in it afterwards."""
+        """Load the rest of a layer's tokens into its buffer."""
         first, stop = self._wanted(stored)
         if slot.task is not None:
             wait([slot.task])

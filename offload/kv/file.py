@@ -1,9 +1,9 @@
 """A temporary file of keys and values, and the thread that reads and writes it.
 
-The file has no name in its folder while it is used, so it goes away however the process ends.
-Direct I/O where the file system takes it; elsewhere pages are dropped once read or written, so that
-a memory budget means what it says. The thread runs tasks in the order given: a buffer's save ends
-before its next load begins. A caller waits only for the task it needs.
+The file has no name in its folder while it is used, so it goes away however the process ends. It
+uses direct I/O if the file system allows it; otherwise pages are dropped once read or written, so
+that they do not exceed a memory budget. The thread runs tasks in the order given: a buffer's save
+ends before its next load begins. A caller waits only for the task it needs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class IoThread:
         return task
 
     def close(self) -> None:
-        """Finish what is queued, then end the thread."""
+        """Finish the queued tasks, then end the thread."""
         self._closed.set()
         if self._started:
             self._queue.put(None)
@@ -63,7 +63,7 @@ class IoThread:
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Fail tasks that came too late, so that nobody waits for them forever."""
+        """Fail tasks queued after ``close``, so that nobody waits for them forever."""
         while True:
             try:
                 job = self._queue.get_nowait()

@@ -1,7 +1,7 @@
-"""Makes the KV caches of a placement: which layers' keys and values are in RAM, which on the SSD.
+"""Makes the KV caches of a placement, with some layers in RAM and some on the SSD.
 
-Set as ``NativeOps.kv_maker``, it replaces caches that are wholly in RAM. Its buffers are made once
-and never grow: two, for the computing layer and the next one's load, and two more for each further
+As ``NativeOps.kv_maker`` it replaces caches that are entirely in RAM. Its buffers are made once and
+never grow: two, for the computing layer and the next one's load, and two more for each further
 sequence of a batch. With one per sequence, layers would wait for their loads.
 """
 
@@ -71,7 +71,7 @@ class KvTier:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the present caches have read."""
+        """Bytes read by the current caches."""
         return sum(cache.read_bytes for cache in self._caches)
 
     def cache(

@@ -1,7 +1,7 @@
 """The files of a store: reads byte ranges into existing memory.
 
 Direct reads bypass the page cache. Where a file system refuses them or buffered reads are faster,
-the pages read are dropped, so that a memory budget holds. It knows ranges, not what they mean.
+the pages read are dropped, so that a memory budget holds. This module knows byte ranges, not units.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class DiskSource:
         self._clock = clock
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
-        """Read; wait first for the copies to a GPU that read this RAM."""
+        """Read, once copies to a GPU from this RAM have ended."""
         if after is not None:
             after.synchronize()
         started = self._clock.begin("ssd")

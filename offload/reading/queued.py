@@ -1,9 +1,9 @@
 """Copies units over the link into a GPU's ring, ahead of the pass that needs them: units that stay
 in RAM, and units that the CPU's ring reads from the SSD.
 
-Copies are queued on a stream by whoever makes one possible: the pass as it releases a unit, or the
-thread that has read one. Events keep them in order with the kernels, so no thread waits for a copy,
-and the link has its next ones as soon as there is room for them.
+Copies are queued on a stream as soon as they are possible: by the pass when it releases a unit, or
+by the thread that has read one. Events keep them in order with the kernels, so no thread waits for
+a copy, and the link has its next ones as soon as there is room for them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Copy:
 class QueuedCopies:
     """Keeps the next units of a pass in the GPU's ``ring``, in a fixed cyclic order.
 
-    ``resident`` gives the bytes of units in RAM, ``reader`` reads the others. A unit lies at the
-    same place in every pass as long as the order stays, as what is recorded reads it there. A pass
-    acquires or skips every unit of the order.
+    ``resident`` returns the bytes of units in RAM, ``reader`` reads the others. While the order
+    stays, a unit has the same place in every pass: recorded graphs read it there. A pass acquires
+    or skips every unit of the order.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class QueuedCopies:
         return self._error is not None
 
     def stop(self) -> None:
-        """Drop what is queued and queue nothing until ``schedule`` or ``rewind``; returns when
-        nothing is copied any more, so that memory may be freed.
+        """Drop queued copies and queue none until ``schedule`` or ``rewind``; waits for running
+        copies, so that memory may be freed.
         """
         with self._lock:
             self._stopped = True
@@ -84,7 +84,7 @@ class QueuedCopies:
             self._drop()
 
     def close(self) -> None:
-        """End copying; a pass that needs more of it fails."""
+        """End copying; a pass that still needs units fails."""
         self.stop()
         self._error = CheckpointError("the model was closed while it was in use")
 
@@ -103,13 +103,13 @@ class QueuedCopies:
         return self._ring.memory[start : start + unit.nbytes]
 
     def rewind(self) -> None:
-        """Begin again with the first unit: the pass was abandoned. The reader has begun before."""
+        """Begin again with the first unit after an abandoned pass; rewind the reader first."""
         with self._lock:
             self._drop()
             self._begin()
 
     def skip(self, names: Iterable[str]) -> None:
-        """Leave each of these units out once: the pass does not want them."""
+        """Skip each of these units once: the pass does not need them."""
         with self._lock:
             for name in {unit.name for unit in self._order}.intersection(names):
                 copy = self._oldest(name)
@@ -184,7 +184,7 @@ class QueuedCopies:
             self._free(copy)
 
     def _free(self, copy: _Copy) -> None:
-        """Drop a copy. What is queued of it runs out, before later copies to the same bytes."""
+        """Drop a copy. Its queued pieces still run, before later copies to the same bytes."""
         if copy.source is not None and not copy.queued:
             self._end(copy)
         copy.lease.waiting.clear()
@@ -192,7 +192,7 @@ class QueuedCopies:
         self._ring.release(copy.lease)
 
     def _queue(self) -> None:
-        """Queue what there is room for and has arrived."""
+        """Queue the copies of units that have arrived, as far as there is room."""
         if self._stopped or self._error is not None:
             return
         try:
@@ -204,7 +204,7 @@ class QueuedCopies:
                 raise
 
     def _next(self) -> _Copy | None:
-        """The copy to go on with: the last one, or one of the unit after it if it has room."""
+        """The copy to continue: the last one, or one of the next unit if there is room."""
         if self._copies and not self._copies[-1].queued:
             return self._copies[-1]
         while self._order:
@@ -221,7 +221,7 @@ class QueuedCopies:
         return None
 
     def _queue_all(self, copy: _Copy) -> bool:
-        """Queue the pieces of a copy that there is room for; whether these were the last."""
+        """Queue the pieces of a copy that fit; returns whether the copy is complete."""
         name, memory = copy.unit.name, self._ring.view(copy.lease)
         if copy.source is None:
             copy.source = self._resident(name)
@@ -241,7 +241,7 @@ class QueuedCopies:
         return True
 
     def _end(self, copy: _Copy) -> None:
-        """Nothing more is queued of a copy: the reader may read anew over what it read."""
+        """Complete a copy: the reader may reuse its memory."""
         copy.copied = self._gpu.end_copy(copy.unit.name)
         copy.queued = True
         if copy.is_read:

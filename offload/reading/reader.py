@@ -1,7 +1,7 @@
 """Threads that fetch units, piece by piece, and passes that wait for them.
 
-``Reader`` has what all reading shares: loads and their pieces, errors, stalled disks, ending
-threads. Two subclasses choose the next piece: ``UnitReader`` follows a fixed order through a ring;
+``Reader`` has the common part: loads and their pieces, errors, stalled disks, ending threads. Two
+subclasses choose the next piece: ``UnitReader`` follows a fixed order through a ring;
 ``DemandReader`` reads experts on request, urgent ones first, then expected ones.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where a reader gets units from. Used by several threads at once."""
+    """The source of a reader's units. Used by several threads at once."""
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
         """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
@@ -47,7 +47,7 @@ class Waiter(Protocol):
         """Raises to abandon the pass."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Held while the pass waits and computes nothing."""
+        """A context for the time that a pass waits."""
 
 
 def waiting(check: Check | None) -> AbstractContextManager[None]:
@@ -97,8 +97,8 @@ Job = tuple[Load, Chunk, "Event | None"]
 class Reader:
     """``threads`` threads fetch from ``source``. ``stall_s``: seconds a disk may stall.
 
-    They call ``verify``, if any, with each unit that they have read; what it raises, the load fails
-    with.
+    They call ``verify``, if any, with each unit that they have read; the load fails with its
+    errors.
 
     Private methods except ``_run`` and ``_fetch`` are called with the lock held.
     """

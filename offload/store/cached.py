@@ -62,7 +62,7 @@ def cached_store(
     cancel: threading.Event | None = None,
 ) -> StoreCheckpoint:
     """``source`` itself if it is a store, else its packed form in ``stores``, made if necessary,
-    after ``announce``. Copies of what ``source`` was before are deleted.
+    after ``announce``. Stores of earlier versions of ``source`` are deleted.
 
     Raises:
         StorageError: ``stores`` cannot be written, or its disk is full.
@@ -108,7 +108,7 @@ def _renewed(
     progress: ProgressFunction | None,
     cancel: threading.Event | None,
 ) -> StoreCheckpoint | None:
-    """The store, with the stamp of ``source``, if it is still a copy of it; else None."""
+    """The store, newly stamped, if its units still equal those of ``source``; else None."""
     manifest, done = store.manifest, 0
     total = sum(unit.nbytes for unit in manifest.units)
     store.close()
@@ -129,7 +129,7 @@ def _renewed(
 
 
 def _superseded(source: Checkpoint, folder: Path) -> Iterator[Path]:
-    """Other stores of the same file or folder, finished or not: it has changed since."""
+    """Stores of earlier versions of the same file or folder, finished or not."""
     others = {found.parent for found in folder.parent.glob("*/manifest*.json")}
     for other in others - {folder, partial_folder(folder)}:
         for name in (MANIFEST_NAME, PARTIAL_NAME):
@@ -145,7 +145,7 @@ def discard_store(folder: Path) -> None:
 
 @contextmanager
 def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
-    """Hold a lock between processes, if the system has one; another may pack for minutes."""
+    """Hold a lock between processes, if the system has one: packing may take minutes."""
     try:
         import fcntl
     except ImportError:
@@ -203,7 +203,7 @@ def _write(path: Path, offset: int, data: Bytes) -> None:
 
 
 def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> bool:
-    """Fill ``data`` (bytes of the unit,) from the model; return whether that is what was packed."""
+    """Fill ``data`` (bytes of the unit,) from the model; return whether it is what was packed."""
     data[:] = 0  # padding between tensors and after the last
     tiler = fast_tiler()
     for tensor in unit.tensors:

@@ -129,7 +129,7 @@ def describe_source(
 def stored_infos(
     tensors: Mapping[str, TensorInfo], formats: Mapping[str, Format] | None = None
 ) -> dict[str, TensorInfo]:
-    """``tensors`` as a store holds them: matrices in their new or own formats, vectors in f32."""
+    """``tensors`` as in a store: matrices in new or unchanged formats, vectors in f32."""
     infos: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         format_ = F32 if len(info.shape) == 1 else (formats or {}).get(name, info.format)
@@ -149,7 +149,7 @@ def main_format(units: Iterable[Unit], infos: Mapping[str, TensorInfo]) -> str:
 
 
 def fingerprint(source: Checkpoint) -> str:
-    """A hash of a row of each tensor, for experts only each layer's first, to tell models apart."""
+    """A hash of one row of each tensor, of a layer's first expert only, to tell models apart."""
     digest = hashlib.sha256()
     if isinstance(source, StoreCheckpoint):
         digest.update("".join(unit.sha256 for unit in source.manifest.units).encode())

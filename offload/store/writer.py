@@ -230,7 +230,7 @@ class StoreWriter(Closing):
         self.write_pieces(name, [data])
 
     def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
-        """A file of the store that is none of ``pending``."""
+        """Write a file of the store that is not in ``pending``."""
         with _storage_errors(self.folder), self._aside(name) as stream:
             for data in pieces:
                 stream.write(data)
@@ -326,7 +326,7 @@ class StoreWriter(Closing):
         )
 
     def _resumed(self, manifest: Manifest) -> Manifest:
-        """``manifest`` with the units of files that are there already."""
+        """``manifest`` with the units of files that are finished already."""
         changed = False
         for name in (MANIFEST_NAME, PARTIAL_NAME):
             try:
@@ -350,7 +350,7 @@ class StoreWriter(Closing):
         return manifest
 
     def _kept(self, file: FilePlan, earlier: Manifest) -> list[StoredUnit]:
-        """A file's units, if they match the plan and their bytes the recorded sums."""
+        """A file's units, if they match the plan and the saved checksums."""
         units = [unit for unit in earlier.units if unit.file == file.name]
         planned = [(unit.name, unit.offset, unit.nbytes) for unit in file.units]
         path = self.folder / file.name
@@ -366,7 +366,7 @@ class StoreWriter(Closing):
         return units
 
     def _clear(self) -> None:
-        """Remove what another packing left. Only a partial store's own files are touched."""
+        """Remove the files of another packing: only those that belong to a partial store."""
         names = [path.name for path in self.folder.iterdir()]
         ours = {MANIFEST_NAME, PARTIAL_NAME, PARTIAL_NAME + _ASIDE}
         if names and not ours & set(names):
@@ -392,7 +392,7 @@ class StoreWriter(Closing):
 
     @contextmanager
     def _aside(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a path to write the file ``name`` to; at the end it is renamed, whole."""
+        """Yield a temporary path for the file ``name``; it is renamed when complete."""
         aside = self.folder / (name + _ASIDE)
         aside.parent.mkdir(exist_ok=True)
         # All processes use one name, so leftovers of a killed one are overwritten.
@@ -402,7 +402,7 @@ class StoreWriter(Closing):
 
 
 class _Tiles:
-    """The bytes of one tensor, taken in one part for each of its units."""
+    """The bytes of one tensor, read in one piece for each of its units."""
 
     def __init__(self, tensor: UnitTensor, pieces: Iterable[WeightBlock]) -> None:
         self._tensor = tensor
@@ -422,7 +422,7 @@ class _Tiles:
 
     @property
     def rest(self) -> bool:
-        """Whether any bytes have not been taken."""
+        """Whether any bytes are left."""
         return bool(self._left) or next(self._pieces, None) is not None
 
     def _next(self) -> memoryview:
@@ -452,7 +452,7 @@ def _digest(path: Path, unit: StoredUnit) -> str:
 
 @contextmanager
 def _storage_errors(folder: Path) -> Iterator[None]:
-    """Turn the system's disk errors into one line. Finished files stay for the next run."""
+    """Report the system's disk errors in one line. Finished files stay for the next run."""
     try:
         yield
     except LocalrtError:
