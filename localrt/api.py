@@ -18,7 +18,7 @@ from localrt.common.errors import ContextOverflowError, LocalrtError, OptionErro
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import LiveLimits
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
@@ -336,7 +336,7 @@ class Model(Closing):
         buffer: int = 256,
         patience_s: float = 60.0,
         reserve_ram: str | int | None = None,
-        turns: DeviceTurns | None = None,
+        turns: PassTurns | None = None,
     ) -> LiveModel:
         """Open a batch that requests of many threads or tasks can join and leave.
 

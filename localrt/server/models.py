@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from localrt.api import Model
 from localrt.common.errors import OptionError
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.hub.names import client_name
 from localrt.offload.account import SERVER_NBYTES
 from localrt.server.errors import ApiError
@@ -38,7 +38,7 @@ class ServedModel:
     """
 
     def __init__(
-        self, model: Model, name: str, options: ServeOptions, turns: DeviceTurns | None = None
+        self, model: Model, name: str, options: ServeOptions, turns: PassTurns | None = None
     ) -> None:
         self.model = model
         self.name = name

@@ -23,7 +23,7 @@ from localrt.api import Model
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import on_command_line
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
@@ -107,7 +107,7 @@ class ModelPool(Models):
         self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
         self._slots: dict[str, _Slot] = {}
-        self._turns: defaultdict[str, DeviceTurns] = defaultdict(DeviceTurns)  # by device
+        self._turns: defaultdict[str, PassTurns] = defaultdict(PassTurns)  # by device
         self._moving = asyncio.Lock()  # held while memory moves between models
         self._freed = asyncio.Event()  # set when a model has lost a user
         self._tending: asyncio.Task[None] | None = None

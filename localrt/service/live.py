@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.engine.batch.batch import kv_room
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
@@ -53,7 +53,7 @@ class LiveModel(Closing):
         limits: LiveLimits,
         *,
         reserve_ram: int = 0,
-        turns: DeviceTurns | None = None,
+        turns: PassTurns | None = None,
     ) -> None:
         self._core = core
         self._reserved = 0

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from localrt.engine.batch import device_turns as module
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from tests.waits import wait_for
 
 LATER = time.monotonic() + 1e5
@@ -19,7 +19,7 @@ LATER = time.monotonic() + 1e5
 class Batch:
     """Asks for turns in a thread of its own, and holds each until it is let go."""
 
-    def __init__(self, turns: DeviceTurns, log: list[str], name: str, due: float) -> None:
+    def __init__(self, turns: PassTurns, log: list[str], name: str, due: float) -> None:
         self.turns, self.log, self.name, self.due = turns, log, name, due
         self.go = threading.Semaphore(0)
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -31,7 +31,7 @@ class Batch:
             assert self.go.acquire(timeout=60)
 
 
-def waiting(turns: DeviceTurns) -> int:
+def waiting(turns: PassTurns) -> int:
     return len(turns._requests)
 
 
@@ -42,7 +42,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_urgent_first() -> None:
-    turns, log = DeviceTurns(), list[str]()
+    turns, log = PassTurns(), list[str]()
     first = Batch(turns, log, "first", math.inf)
     wait_for(lambda: log == ["first"])
     others = []
@@ -66,7 +66,7 @@ def test_urgent_first() -> None:
 
 
 def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, log = DeviceTurns(), list[str]()
+    turns, log = PassTurns(), list[str]()
     with turns.turn("chat", LATER) as count:
         assert count == 0
         work = Batch(turns, log, "work", math.inf)
@@ -87,7 +87,7 @@ def test_background_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_background_waits_for_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its patience ends before."""
     monkeypatch.setattr(module, "_BACKGROUND_WAIT_S", 0.0)
-    turns, log = DeviceTurns(), list[str]()
+    turns, log = PassTurns(), list[str]()
     due = time.monotonic() + 0.3
     with turns.turn("first", LATER):
         completion = Batch(turns, log, "completion", due)
@@ -104,7 +104,7 @@ def test_background_waits_for_what_is_due(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_failed_pass() -> None:
-    turns = DeviceTurns()
+    turns = PassTurns()
     with suppress(ZeroDivisionError), turns.turn("a", LATER):
         raise ZeroDivisionError
     with turns.turn("b", LATER - 1) as count:
@@ -117,7 +117,7 @@ def test_failed_pass() -> None:
 
 def test_a_late_token_does_not_wait() -> None:
     """Not even for a batch whose own is later still, and comes back at once."""
-    turns = DeviceTurns()
+    turns = PassTurns()
     with turns.turn("completion", -2.0):
         pass
     with turns.turn("chat", -1.0) as count:

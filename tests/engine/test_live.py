@@ -20,7 +20,7 @@ from localrt.common.errors import (
     MemoryBudgetError,
     OptionError,
 )
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.batch.schedule import FairQueue
 from localrt.engine.protocol import Engine
@@ -87,7 +87,7 @@ def test_join() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_turns_of_several_models(device: str, streamed: bool) -> None:
     """A model in memory waits for the others of its device; a streamed one does not."""
-    engine, turns = Stepped(), DeviceTurns()
+    engine, turns = Stepped(), PassTurns()
     engine.info = replace(engine.info, device=device, streamed=streamed)
     engine.free = True
     limits = LiveLimits(ctx=CTX)

@@ -26,7 +26,7 @@ class _Request:
     due: float
 
 
-class DeviceTurns:
+class PassTurns:
     """A lock of one device, given to the batch whose next token is due first. Thread-safe."""
 
     def __init__(self) -> None:

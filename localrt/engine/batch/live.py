@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.engine.batch.device_turns import DeviceTurns
+from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.latency_goals import goal_of
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
@@ -201,11 +201,11 @@ class Live:
         *,
         room: Callable[[], int],
         save: Callable[[EngineSession], object] = lambda session: None,
-        turns: DeviceTurns | None = None,
+        turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
         alone = engine.info.streamed  # its passes mostly wait for weights
-        self._turns = DeviceTurns() if turns is None or alone else turns
+        self._turns = PassTurns() if turns is None or alone else turns
         engine.turn = partial(self._turns.turn, object(), math.inf)
         self._free_memory = room
         self._save = save
