@@ -39,7 +39,7 @@ _SAME = (
 )
 
 
-def with_default_values(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def with_default_values(config: Mapping[str, Any], architecture: str) -> dict[str, object]:
     """``config`` with its family's defaults for missing keys; null is a value."""
     table = _table()
     family = str(config.get("model_type"))
@@ -55,7 +55,7 @@ def with_default_values(config: Mapping[str, Any], architecture: str) -> dict[st
 
 @cache
 def _table() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    found: Mapping[str, object] = json.loads(_FILE.read_text(encoding="utf-8"))
     return found
 
 
@@ -197,7 +197,7 @@ class RawConfig:
             raise self._error(f"config {key} must be a list, is {value!r:.60}")
         return list(value)
 
-    def mapping(self, key: str) -> Mapping[str, Any]:
+    def mapping(self, key: str) -> Mapping[str, object]:
         """A sub-mapping; empty when absent."""
         value = self._values.get(key)
         if value is None:
@@ -220,12 +220,12 @@ class RawConfig:
         found = {new: self._values[old] for old, new in names.items() if old in self._values}
         return self._with({**self._values, **found})
 
-    def _with(self, values: Mapping[str, Any]) -> RawConfig:
+    def _with(self, values: Mapping[str, object]) -> RawConfig:
         other = RawConfig(self._checkpoint, context=self.context)
         other._values = values
         return other
 
-    def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
+    def choice(self, key: str, default: str, table: Mapping[str, object]) -> Any:
         """Look up a string in ``table``; an unknown one is an ``UnsupportedModelError``."""
         name = self.text(key, default)
         if name not in table:
@@ -284,7 +284,7 @@ class RawConfig:
         """A layer's number; -1 or a missing key means the last one."""
         return layers - 1 if self._values.get(key) == -1 else self.integer(key, layers - 1)
 
-    def _required(self, key: str, default: float | None) -> Any:
+    def _required(self, key: str, default: float | None) -> object:
         value = self._values.get(key)
         if value is None:
             value = default

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
@@ -96,7 +95,7 @@ def _width(raw: RawConfig, width: int) -> int:
 
 _LFM3_KINDS = {name: name for name in ("conv", "full_attention", "sliding_attention")}
 _FOUR = ("conv", "conv", "full_attention", "conv")
-_ROPE: Mapping[str, Mapping[str, Any]] = {
+_ROPE: Mapping[str, Mapping[str, object]] = {
     "full_attention": {
         "rope_type": "proportional",
         "rope_theta": 1e6,

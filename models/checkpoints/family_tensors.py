@@ -26,7 +26,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ from localrt.quant.formats.packed import Bytes
 
 
 def family_tensors(
-    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+    stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
     """Return ``stored`` in the decoder's form. Other families' tensors stay unchanged.
 
@@ -68,7 +67,7 @@ _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 
 def delta_tensors(
-    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+    stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
     """``stored`` with Qwen3-Next's matrices replaced by Qwen3.5's.
 
@@ -92,7 +91,7 @@ def _split(
     tensor: RowSource,
     prefix: str,
     contents: tuple[tuple[str, str], ...],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
 ) -> dict[str, RowSource]:
     def size(key: str) -> int:
         number = config.get(key)
@@ -164,7 +163,7 @@ _PURPOSES = ("prediction", "correction")
 
 
 def _gemma_tensors(
-    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+    stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
     """``stored`` with table and routers in the decoder's form."""
     width, shared = (
@@ -190,7 +189,7 @@ def _gemma_tensors(
     return found
 
 
-def _is_unused(stem: str, shares: bool, config: Mapping[str, Any]) -> bool:
+def _is_unused(stem: str, shares: bool, config: Mapping[str, object]) -> bool:
     """Whether a layer's tensor is unused; ``shares``: the layer has no keys of its own."""
     if stem == _STREAM_SCALE:
         return config.get("altup_correct_scale") is False
@@ -245,7 +244,7 @@ _BOTH_PROJECTIONS, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_
 
 
 def _latent_tensors(
-    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+    stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
     """``stored`` with the published matrices replaced by the decoder's."""
     if not isinstance(config.get("kv_lora_rank"), int):
@@ -274,7 +273,7 @@ def _joined(tensor: RowSource) -> RowSource:
 
 
 def _split_heads(
-    tensor: RowSource, stem: str, config: Mapping[str, Any]
+    tensor: RowSource, stem: str, config: Mapping[str, object]
 ) -> tuple[RowSource, RowSource]:
     """Split the published matrix into keys and values; ``stem`` begins their names."""
 

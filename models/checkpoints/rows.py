@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -200,7 +199,7 @@ _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def rotary_rows(
-    stored: Mapping[str, RowSource], config: Mapping[str, Any], path: Path
+    stored: Mapping[str, RowSource], config: Mapping[str, object], path: Path
 ) -> dict[str, RowSource]:
     """All query and key tensors of a model at ``path``, with pairs reordered to halves.
 
@@ -218,7 +217,7 @@ def rotary_rows(
     return found
 
 
-def in_halves(tensor: RowSource, heads: Any, path: Path) -> RowSource:
+def in_halves(tensor: RowSource, heads: object, path: Path) -> RowSource:
     """A query or key tensor of so many heads, with pairs reordered to halves.
 
     Raises:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
@@ -73,7 +72,7 @@ def read_header(file: RangedFile) -> dict[str, StoredTensor | str]:
     return tensors
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file.
 
     Raises:
@@ -88,8 +87,8 @@ def read_json(path: Path) -> dict[str, Any]:
         file.close()
 
 
-def _parse(data: bytes, path: Path) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse(data: bytes, path: Path) -> dict[str, object]:
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise CheckpointError(f"{path} is malformed: a name appears twice in its JSON")
@@ -105,7 +104,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _entry(file: RangedFile, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(file: RangedFile, name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """Return the type, shape and byte range of a header's entry."""
     wrong = CheckpointError(f"{file.path}: the header's entry for {name[:80]!r} is malformed")
     if not isinstance(entry, dict):

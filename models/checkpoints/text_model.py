@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
@@ -85,12 +84,12 @@ class DraftHeadError(UnsupportedModelError):
         )
 
 
-def is_multimodal(config: Mapping[str, Any]) -> bool:
+def is_multimodal(config: Mapping[str, object]) -> bool:
     """Whether a (published) config describes more than a decoder."""
     return any(isinstance(config.get(key), dict) for key in _MODALITIES)
 
 
-def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) -> str | None:
+def decoder_tensor(name: str, config: Mapping[str, object], *, multimodal: bool) -> str | None:
     """The decoder's name for a tensor of a Hugging Face folder; None outside the decoder."""
     if multimodal:
         plain = _without_prefix(name)
@@ -111,7 +110,7 @@ def _without_prefix(name: str) -> str:
     return name
 
 
-def prediction_tensor(name: str, config: Mapping[str, Any]) -> str | None:
+def prediction_tensor(name: str, config: Mapping[str, object]) -> str | None:
     """The name of a tensor of the first prediction block of a Hugging Face folder; None of others.
 
     ``model.embed_tokens`` and ``lm_head`` are the block's own, where it has them.
@@ -137,7 +136,7 @@ def _of_block(rest: str) -> str:
     return f"{beside}.{kind}" if beside else f"model.layers.0.{rest}"
 
 
-def prediction_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def prediction_config(config: Mapping[str, object]) -> dict[str, object]:
     """The config of a model's prediction block: a decoder of one layer, which attends to all
     tokens, and is a mixture if layers of the model are.
     """
@@ -158,7 +157,7 @@ def prediction_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prediction_layers(config: Mapping[str, Any]) -> range:
+def _prediction_layers(config: Mapping[str, object]) -> range:
     """The layer numbers of prediction blocks, which follow the last layer."""
     layers = config.get("num_hidden_layers")
     extra = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))

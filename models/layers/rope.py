@@ -29,7 +29,7 @@ def read_rope(
     raw: RawConfig,
     head_dim: int,
     *,
-    parameters: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, object] | None = None,
     default_theta: float = 10_000.0,
 ) -> Rope:
     """Read a config's rotary embedding.
@@ -63,7 +63,7 @@ def read_rope(
     return Rope(tuple(float(f) for f in rounded), scale, sections)
 
 
-def _sections(raw: RawConfig, parameters: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
+def _sections(raw: RawConfig, parameters: Mapping[str, object], pairs: int) -> tuple[int, ...]:
     """The axis of each of the ``pairs``, if they have any.
 
     Qwen2-VL's are three parts; later models' take turns as far as those of height and width go.
@@ -94,7 +94,7 @@ def _proportional(head_dim: int, theta: float, share: float) -> Rope:
 
 
 def _scaled(
-    raw: RawConfig, parameters: Mapping[str, Any], kind: str, theta: float, dim: int
+    raw: RawConfig, parameters: Mapping[str, object], kind: str, theta: float, dim: int
 ) -> tuple[Frequencies, float]:
     """The frequencies of ``dim`` rotary dimensions, and the factor of queries and keys."""
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
@@ -124,7 +124,9 @@ def _scaled(
     return np.asarray(inv_freq), scale
 
 
-def scaling_number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def scaling_number(
+    parameters: Mapping[str, object], key: str, default: float | None = None
+) -> float:
     """A number among the parameters.
 
     Raises:
@@ -138,7 +140,7 @@ def scaling_number(parameters: Mapping[str, Any], key: str, default: float | Non
     return number
 
 
-def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
+def _original_context(raw: RawConfig, parameters: Mapping[str, object]) -> float:
     key = "original_max_position_embeddings"
     if raw.optional_integer(key):  # takes precedence over the parameters' own
         parameters = {key: raw.integer(key)}
@@ -148,7 +150,7 @@ def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
     return original
 
 
-def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int) -> float:
+def _dynamic(raw: RawConfig, parameters: Mapping[str, object], theta: float, dim: int) -> float:
     """The base frequency, which grows with the context."""
     if dim == 2:
         raise CheckpointError("dynamic rotary scaling needs more than 2 rotary dimensions")
@@ -159,7 +161,7 @@ def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: i
     return theta * stretch
 
 
-def _llama3(raw: RawConfig, parameters: Mapping[str, Any], inv_freq: Frequencies) -> Frequencies:
+def _llama3(raw: RawConfig, parameters: Mapping[str, object], inv_freq: Frequencies) -> Frequencies:
     factor = scaling_number(parameters, "factor")
     low = scaling_number(parameters, "low_freq_factor", 1.0)
     high = scaling_number(parameters, "high_freq_factor", 4.0)
@@ -170,7 +172,7 @@ def _llama3(raw: RawConfig, parameters: Mapping[str, Any], inv_freq: Frequencies
 
 
 def _yarn(
-    raw: RawConfig, parameters: Mapping[str, Any], theta: float, inv_freq: Frequencies
+    raw: RawConfig, parameters: Mapping[str, object], theta: float, inv_freq: Frequencies
 ) -> tuple[Frequencies, float]:
     dim = 2 * len(inv_freq)
     original = _original_context(raw, parameters)
@@ -190,7 +192,7 @@ def _yarn(
     return np.asarray(inv_freq / factor * ramp + inv_freq * (1 - ramp)), scale
 
 
-def _yarn_scale(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_scale(parameters: Mapping[str, object], factor: float) -> float:
     if parameters.get("attention_factor") is not None:
         return scaling_number(parameters, "attention_factor")
 
@@ -206,7 +208,7 @@ def yarn_mscale(factor: float, weight: float) -> float:
 
 
 def _longrope(
-    raw: RawConfig, parameters: Mapping[str, Any], inv_freq: Frequencies
+    raw: RawConfig, parameters: Mapping[str, object], inv_freq: Frequencies
 ) -> tuple[Frequencies, float]:
     trained = raw.integer("max_position_embeddings")
     original = _original_context(raw, parameters)

@@ -97,7 +97,7 @@ class _Tokens:
 
 
 def gguf_tokenizer(
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     *,
     pre: str | None = None,
     note: Callable[[str], None] = lambda line: None,
@@ -126,7 +126,7 @@ def gguf_tokenizer(
     return (_sentencepiece if model == "llama" else _gemma4)(metadata, tokens)
 
 
-def _pre_name(metadata: Mapping[str, Any], tokens: _Tokens, note: Callable[[str], None]) -> str:
+def _pre_name(metadata: Mapping[str, object], tokens: _Tokens, note: Callable[[str], None]) -> str:
     """The file's pre-tokenizer; its family's if the file has none or an unknown one."""
     named = metadata.get(f"{_PREFIX}pre") or "default"
     if not isinstance(named, str):
@@ -146,7 +146,7 @@ def _pre_name(metadata: Mapping[str, Any], tokens: _Tokens, note: Callable[[str]
     return found or named
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens, pre: PreType) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, object], tokens: _Tokens, pre: PreType) -> Tokenizer:
     merges = MergeTable(tokens.table, _strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
     # Merges may build any piece; control tokens built this way are replaced by their bytes
@@ -163,7 +163,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens, pre: PreType) -> T
     )
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
     scores = _numbers(metadata, "scores")
     if scores is None:
         raise _missing("scores")
@@ -192,7 +192,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     )
 
 
-def _gemma4(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+def _gemma4(metadata: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
     """Like llama.cpp: a text always begins with BOS, even if the file says otherwise."""
     vocabulary = _vocabulary(metadata, tokens, add_bos=True)
     if vocabulary.bos is not None:
@@ -220,7 +220,7 @@ def _added(tokens: _Tokens, vocabulary: Vocabulary) -> dict[str, int]:
     return added | {tokens.table.text(token): token for token in vocabulary.special}
 
 
-def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
+def _read_tokens(metadata: Mapping[str, object]) -> _Tokens:
     pieces = _strings(metadata, "tokens")
     types = _numbers(metadata, "token_type")
     if types is None:
@@ -232,7 +232,7 @@ def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
     return _Tokens(PieceTable(pieces), types)
 
 
-def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
+def _strings(metadata: Mapping[str, object], name: str) -> PackedStrings:
     """Return an array of strings."""
     found = metadata.get(f"{_PREFIX}{name}")
     if found is None:
@@ -244,7 +244,7 @@ def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
     return PackedStrings.of(found)
 
 
-def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
+def _numbers(metadata: Mapping[str, object], name: str) -> npt.NDArray[Any] | None:
     """Return an array of numbers, or None if the key is missing."""
     key = f"{_PREFIX}{name}"
     if isinstance(metadata, GgufMetadata):
@@ -262,7 +262,7 @@ def _missing(name: str) -> TokenizerError:
 
 
 def _vocabulary(
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     tokens: _Tokens,
     *,
     add_bos: bool,

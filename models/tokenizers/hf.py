@@ -49,7 +49,7 @@ _STEPS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "By
 
 def read_packed(
     path: Path,
-    declared: Mapping[int, Any],
+    declared: Mapping[int, object],
     describe: Callable[[Backend, PieceTable], Vocabulary],
     special: Iterable[str] = (),
 ) -> ByteLevelTokenizer | None:
@@ -137,7 +137,7 @@ def _steps(part: Mapping[str, Any], steps: str) -> list[Mapping[str, Any]]:
     return part[steps] if part["type"] == "Sequence" else [part]
 
 
-def _are_ids(vocab: Mapping[str, Any]) -> bool:
+def _are_ids(vocab: Mapping[str, object]) -> bool:
     """Whether ids are unique and each byte is a piece."""
     ids = vocab.values()
     return (
@@ -304,7 +304,7 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
     return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object; empty if the file does not exist.
 
     Raises:
@@ -362,7 +362,7 @@ def _read_whole(path: Path, config: Mapping[str, Any], special: Iterable[str]) -
     return backend
 
 
-def _special(names: Mapping[str, Any]) -> tuple[str, ...]:
+def _special(names: Mapping[str, object]) -> tuple[str, ...]:
     """The special tokens that the files beside tokenizer.json name, as transformers numbers those
     that it lacks: the usual ones, those of the model (any key that ends in ``_token``), the rest.
     """
@@ -381,7 +381,7 @@ def _special(names: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _declared(config: Mapping[str, Any]) -> dict[int, Any]:
+def _declared(config: Mapping[str, object]) -> dict[int, Any]:
     """The tokens that tokenizer_config.json declares, by id."""
     declared = config.get("added_tokens_decoder")
     if not isinstance(declared, Mapping):
@@ -392,7 +392,7 @@ def _declared(config: Mapping[str, Any]) -> dict[int, Any]:
 def _vocabulary(
     backend: Backend,
     pieces: Pieces,
-    names: Mapping[str, Any],
+    names: Mapping[str, object],
     eos: frozenset[int],
     strip_space: bool,
 ) -> Vocabulary:

@@ -138,7 +138,7 @@ class Gemma4Encoder(VisionEncoder):
     full_layers_causal = True
 
     def __init__(
-        self, config: Gemma4VisionConfig, processor: Mapping[str, Any], bidirectional: bool
+        self, config: Gemma4VisionConfig, processor: Mapping[str, object], bidirectional: bool
     ) -> None:
         self.config, self.bidirectional = config, bidirectional
         # Most processors of other models normalize by default; this one does not.

@@ -47,7 +47,7 @@ from localrt.quant.ops.vision import VisionActivation, VisionSteps
 _EPS = 1e-5  # of the projector's norm; configs do not name it
 
 
-def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> VisionEncoder:
     """See ``registry.read_encoder``."""
     vision, factor = config["vision_config"], integer(config, "downsample_factor", 2)
     patches = integer(vision, "num_patches", 256)

@@ -82,7 +82,7 @@ def open_picture(source: Any, name: str = "the picture") -> Picture:
     return Picture(_upright(_open(source, name), name))
 
 
-def _open(data: Any, name: str) -> Image.Image:
+def _open(data: object, name: str) -> Image.Image:
     """Read the picture's header and check its size; Pillow decodes the pixels later."""
     from PIL import Image
 
@@ -116,7 +116,7 @@ def _display_name(source: str | Path) -> str:
     return "the picture" if str(source).startswith("data:") else str(source)
 
 
-def picture_bytes(source: Any) -> bytes:
+def picture_bytes(source: object) -> bytes:
     """The bytes of a picture's file; ``source`` as for ``open_picture``. A PIL image becomes PNG.
 
     Raises:

@@ -30,7 +30,7 @@ _LEAST_STD, _MOST_MEAN = 1e-6, 1e6
 _LARGEST = 1 << 20
 
 
-def integer(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def integer(settings: Mapping[str, object], key: str, default: int | None = None) -> int:
     """A positive integer of a vision config or an image processor.
 
     Raises:
@@ -56,7 +56,7 @@ def number(settings: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def activation(settings: Mapping[str, Any], key: str, default: str = "gelu") -> VisionActivation:
+def activation(settings: Mapping[str, object], key: str, default: str = "gelu") -> VisionActivation:
     """The activation that a config names.
 
     Raises:
@@ -69,7 +69,7 @@ def activation(settings: Mapping[str, Any], key: str, default: str = "gelu") -> 
     return _ACTIVATIONS[name]
 
 
-def resampling(processor: Mapping[str, Any], default: int) -> int:
+def resampling(processor: Mapping[str, object], default: int) -> int:
     """The number of Pillow's filter that resizes pictures.
 
     Raises:
@@ -91,7 +91,7 @@ class Scaling:
     @classmethod
     def read(
         cls,
-        processor: Mapping[str, Any],
+        processor: Mapping[str, object],
         mean: Sequence[float] = (0.5, 0.5, 0.5),
         std: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> Scaling:

@@ -133,7 +133,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Pix
     return PixtralEncoder(sizes, processor)
 
 
-def _edges(size: Mapping[str, Any]) -> tuple[int, int]:
+def _edges(size: Mapping[str, object]) -> tuple[int, int]:
     if size.get("longest_edge") is not None:
         return (integer(size, "longest_edge"),) * 2
     return integer(size, "height"), integer(size, "width")
@@ -142,7 +142,7 @@ def _edges(size: Mapping[str, Any]) -> tuple[int, int]:
 class PixtralEncoder(VisionEncoder):
     """See above. The ``grid`` of a picture is its (rows, columns) of patches."""
 
-    def __init__(self, config: PixtralConfig, processor: Mapping[str, Any]) -> None:
+    def __init__(self, config: PixtralConfig, processor: Mapping[str, object]) -> None:
         self.config = config
         self.placeholder = config.tokens[0]
         self._scaling = Scaling.read(processor, CLIP_MEAN, CLIP_STD)

@@ -110,7 +110,7 @@ class QwenConfig:
         return self.merge**2
 
 
-def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> QwenEncoder:
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> QwenEncoder:
     """See ``registry.read_encoder``. Defaults are the publisher's."""
     vision, kind = config["vision_config"], config["model_type"]
     if kind == "qwen2_vl":
@@ -149,7 +149,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Qwe
 
 
 def _blocks(
-    vision: Mapping[str, Any], hidden: int, inner: int, default: str, names: BlockNames
+    vision: Mapping[str, object], hidden: int, inner: int, default: str, names: BlockNames
 ) -> BlockConfig:
     return BlockConfig(
         hidden=hidden,
@@ -382,7 +382,7 @@ def _stretched(table: Floats, size: int) -> Floats:
     return np.asarray(table[low] * (1 - part) + table[np.minimum(low + 1, last)] * part)
 
 
-def _indexes(values: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _indexes(values: Mapping[str, object], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     value = values.get(key, default)
     if not isinstance(value, list | tuple) or any(type(each) is not int for each in value):
         raise ValueError(f"{key} must be a list of integers, is {value!r:.60}")

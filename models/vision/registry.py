@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.vision.encoder import VisionEncoder
@@ -30,7 +29,7 @@ _ENCODERS = {"llava": "pixtral"}
 """The supported ``model_type`` of the encoder, for models that are published with several."""
 
 
-def has_encoder(config: Mapping[str, Any]) -> bool:
+def has_encoder(config: Mapping[str, object]) -> bool:
     """Whether a model with this published config has a vision encoder that localrt supports."""
     kind, vision = config.get("model_type"), config.get("vision_config")
     if kind not in _FILES or not isinstance(vision, dict):
@@ -38,7 +37,7 @@ def has_encoder(config: Mapping[str, Any]) -> bool:
     return vision.get("model_type") == _ENCODERS.get(kind, vision.get("model_type"))
 
 
-def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionEncoder:
+def read_encoder(config: Mapping[str, object], processor: Mapping[str, object]) -> VisionEncoder:
     """Build a model's encoder from its published ``config.json`` and image processor settings.
 
     Raises:

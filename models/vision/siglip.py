@@ -138,7 +138,7 @@ def merged(x: Floats, grid: Grid, factor: int) -> Floats:
 
 
 def read_siglip(
-    vision: Mapping[str, Any],
+    vision: Mapping[str, object],
     *,
     side: int,
     prefixes: tuple[str, ...],
@@ -175,7 +175,7 @@ def read_siglip(
     )
 
 
-def pixels(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def pixels(settings: Mapping[str, object], key: str, default: int | None = None) -> int:
     """A number of pixels.
 
     Raises:

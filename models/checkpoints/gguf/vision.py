@@ -67,7 +67,7 @@ class VisionGguf(SourcedCheckpoint):
             self.decoders = family.decoders
             self.architecture = family.kind
             self.config: Mapping[str, Any]
-            self.processor: Mapping[str, Any]
+            self.processor: Mapping[str, object]
             self.config, self.processor = vision_config(family, metadata, shapes)
             self.columns: int = self.config["text_config"]["hidden_size"]
             heads = metadata.count("vision.attention.head_count")

@@ -168,7 +168,7 @@ def _rows(shapes: Shapes, name: str) -> int:
     return shape[-2] if len(shape) > 1 else 0
 
 
-def _gemma3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _gemma3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, object]:
     del shapes
     side = vision["image_size"] // vision["patch_size"]
     merge = metadata.count("vision.projector.scale_factor", 4)
@@ -176,7 +176,7 @@ def _gemma3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
     return {"mm_tokens_per_image": (side // merge) ** 2, "processor": {"size": size}}
 
 
-def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, object]:
     merge = metadata.count("vision.projector.scale_factor", 3)
     size = _rows(shapes, "v.blk.0.attn_q.weight") // vision["num_attention_heads"]
     own = {
@@ -190,7 +190,7 @@ def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
         "standardize": "v.std_bias" in shapes,
         "use_clipped_linears": any(name.endswith(".input_max") for name in shapes),
     }
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "vision_config": own,
         "processor": {"patch_size": vision["patch_size"], "pooling_kernel_size": merge},
     }
@@ -224,7 +224,7 @@ def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> 
     return {"vision_config": own, "processor": processor}
 
 
-def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, object]:
     found = _qwen(metadata, vision, shapes)
     found["vision_config"] |= {
         "embed_dim": vision["hidden_size"],
@@ -234,7 +234,9 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
     return found
 
 
-def _pixtral(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _pixtral(
+    metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
+) -> dict[str, object]:
     edge = {"longest_edge": vision["image_size"]}
     own = {
         "spatial_merge_size": metadata.count("vision.spatial_merge_size", 1),
@@ -247,7 +249,9 @@ def _pixtral(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) 
     return {**own, "vision_config": {"model_type": "pixtral"}}
 
 
-def _idefics3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _idefics3(
+    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
+) -> dict[str, object]:
     del shapes
     edge = vision["image_size"]
     longest = metadata.count("vision.preproc_image_size", 4 * edge)
@@ -258,7 +262,9 @@ def _idefics3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes)
     }
 
 
-def _lfm2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+def _lfm2(
+    metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
+) -> dict[str, object]:
     factor = metadata.count("vision.projector.scale_factor", 2)
     return {
         "downsample_factor": factor,

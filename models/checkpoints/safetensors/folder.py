@@ -64,7 +64,7 @@ _KIMIS_LENGTH = "model_max_length"
 HEADS_LAYER = "transformer_layer_config"
 
 
-def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def flatten_config(config: Mapping[str, object], path: Path) -> dict[str, object]:
     """Return the config of the text model, or of a draft head's layer, in the flat, older form.
 
     Raises:
@@ -82,7 +82,7 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return flat
 
 
-def _add_older_rope(config: dict[str, Any], path: Path) -> None:
+def _add_older_rope(config: dict[str, object], path: Path) -> None:
     """Add ``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, which take precedence.
 
     Gemma 3 has parameters for each kind of layer: full attention's become the model's, the sliding
@@ -266,7 +266,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         return read_header(file)
 
 
-def _architecture(config: Mapping[str, Any], path: Path) -> str:
+def _architecture(config: Mapping[str, object], path: Path) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else config.get("model_type")
     if not isinstance(name, str) or not name:
@@ -274,7 +274,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     return name
 
 
-def _generation_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_config(path: Path, config: Mapping[str, object]) -> dict[str, object]:
     file = path / "generation_config.json"
     found = read_json(file) if file.exists() else {}
     for key in _TOKEN_KEYS:

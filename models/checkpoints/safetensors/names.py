@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -204,7 +203,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def plain_tensors(
-    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
+    architecture: str, config: Mapping[str, object], stored: Mapping[str, RowSource]
 ) -> dict[str, RowSource]:
     """``stored`` under localrt's names, with separate experts.
 
@@ -234,14 +233,14 @@ def _named(tensor: RowSource) -> RowSource:
     return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
 
 
-def _expert_count(config: Mapping[str, Any]) -> int | None:
+def _expert_count(config: Mapping[str, object]) -> int | None:
     """The number of experts per layer, if the config has it."""
     values = (config.get(key) for key in _COUNT_KEYS)
     return next((value for value in values if type(value) is int), None)
 
 
 def _stacks(
-    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
+    architecture: str, config: Mapping[str, object], stored: Mapping[str, RowSource]
 ) -> Mapping[str, Stack]:
     """The stacks of a layer's experts, if they are stacked."""
     if architecture == _GPT_OSS:

@@ -79,9 +79,9 @@ class VisionFolder(SourcedCheckpoint):
         return located
 
 
-def _processor(path: Path) -> dict[str, Any]:
+def _processor(path: Path) -> dict[str, object]:
     """What the folder says of its image processor."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name in _PROCESSORS:
         if (path / name).exists():
             read = read_json(path / name)

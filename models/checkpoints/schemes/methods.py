@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
@@ -55,7 +54,7 @@ _PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
 """Methods that leave experts packed and all else alone, and whose: see ``safetensors/names.py``."""
 
 
-def read_scheme(config: Mapping[str, Any], folder: Path) -> tuple[str, Scheme | None]:
+def read_scheme(config: Mapping[str, object], folder: Path) -> tuple[str, Scheme | None]:
     """Return the method's name and its scheme; None if the weights are not quantized.
 
     Raises:
@@ -90,7 +89,7 @@ def read_scheme(config: Mapping[str, Any], folder: Path) -> tuple[str, Scheme | 
     return str(method), of(quantized)
 
 
-def _unknown(path: Path, method: Any) -> UnsupportedModelError:
+def _unknown(path: Path, method: object) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{path}: the weights are quantized with {str(method or 'an unknown method')[:40]}, which "
         f"localrt cannot read (it reads {', '.join(_METHODS)}); use the original model, or a GGUF "

@@ -120,7 +120,7 @@ def weights_alone(kind: str, bits: int, input_bits: int) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value shortened to fit a one-line message."""
     return repr(value)[:60]
 
