@@ -435,7 +435,7 @@ class ChatApp(App[None]):
         elif shown and not small:
             self.pop_screen()
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The entries of the palette: the keys' actions, the theme, a screenshot, Quit."""
 
         def run(action: str) -> Callable[[], Any]:

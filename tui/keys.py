@@ -167,7 +167,7 @@ def chosen_keys(
     return keymap, notes
 
 
-def _read(words: Any) -> tuple[list[str], str]:
+def _read(words: object) -> tuple[list[str], str]:
     """The keys, or what is wrong with them."""
     listed = words if isinstance(words, list) else str(words).split(",")
     if not isinstance(words, str | list) or not listed:

@@ -68,7 +68,7 @@ class PlainChat:
         *,
         model_name: str,
         system: str | None,
-        options: dict[str, Any],
+        options: dict[str, object],
         history: Callable[[], History] | None = None,
         toolbox: Toolbox | None = None,
     ) -> None:

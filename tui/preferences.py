@@ -92,7 +92,7 @@ class PreferencesFile(TomlFile):
             keys=self._typed(values, "keys", dict, {}),
         )
 
-    def remember_options(self, options: Mapping[str, Any]) -> None:
+    def remember_options(self, options: Mapping[str, object]) -> None:
         """Save these options, and no others, for new chats.
 
         Raises:
@@ -105,7 +105,7 @@ class PreferencesFile(TomlFile):
     def _note(self, line: str) -> None:
         self.notes += (line,)
 
-    def _typed(self, values: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    def _typed(self, values: Mapping[str, object], name: str, kind: type, default: object) -> Any:
         value = values.get(name, default)
         if value is default or isinstance(value, kind):
             return value
@@ -113,8 +113,8 @@ class PreferencesFile(TomlFile):
         self._note(f"{_FILE}: {name} must be {words[kind]}, is {value!r}: it is ignored")
         return default
 
-    def _options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        good: dict[str, Any] = {}
+    def _options(self, values: Mapping[str, object]) -> dict[str, Any]:
+        good: dict[str, object] = {}
         for name, value in values.items():
             try:
                 _check_options({name: value})
@@ -199,7 +199,7 @@ class PresetsFile(TomlFile):
         self.replace_table(name, {**system, **preset.options})
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, object]) -> None:
     from localrt.engine.options import read_options  # only chosen options pay for it
 
     read_options(options)
@@ -207,7 +207,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise OptionError("logprobs is not an option of a chat")
 
 
-def _preset(name: str, entry: Any) -> Preset:
+def _preset(name: str, entry: object) -> Preset:
     if not isinstance(entry, dict):
         raise OptionError("it must be a table")
     options = {key: value for key, value in entry.items() if key != "system"}

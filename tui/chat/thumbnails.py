@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.segment import Segment
@@ -59,7 +59,7 @@ class Thumbnail:
     def __init__(self, picture: KeptPicture) -> None:
         self.picture = picture
         self.escapes: Sequence[str] = ()
-        self._drawing: tuple[tuple[Any, ...], list[Strip]] | None = None
+        self._drawing: tuple[tuple[object, ...], list[Strip]] | None = None
 
     def lines(self, width: int, graphics: Graphics) -> list[Strip]:
         """The thumbnail in at most ``width`` columns; none if the picture cannot be read."""

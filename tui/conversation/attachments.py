@@ -189,7 +189,7 @@ def draft_of(turn: Turn) -> Draft:
     return Draft(turn.content, folds, turn.pictures, tuple(tokens))
 
 
-def read_folds(value: Any, length: int) -> tuple[Fold, ...]:
+def read_folds(value: object, length: int) -> tuple[Fold, ...]:
     """The folds that a turn's ``info`` holds, those that make no sense left out."""
     folds: list[Fold] = []
     for item in value if isinstance(value, list) else []:

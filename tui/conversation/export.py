@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from localrt import split_thinking
@@ -108,7 +108,7 @@ def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], st
 
 def as_json(conversation: OpenConversation) -> str:
     """A saved chat: version, model, options, messages; plus title and turns' times."""
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
     turns = conversation.turns_now()
@@ -129,7 +129,7 @@ def as_json(conversation: OpenConversation) -> str:
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
 
 
-def _as_data(picture: KeptPicture) -> dict[str, Any]:
+def _as_data(picture: KeptPicture) -> dict[str, object]:
     return {"type": "image", "image": picture.data_uri, "name": picture.name}
 
 

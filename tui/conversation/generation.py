@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import NOTE, Progress
@@ -175,7 +175,7 @@ class Generation(Task[bool]):
         self._cancel_again()
 
     def _stream(self) -> bool:
-        tools: Sequence[Mapping[str, Any]] = ()
+        tools: Sequence[Mapping[str, object]] = ()
         if self._chat.takes_tools:
             if self._toolbox.starting:
                 self.show(Progress(SERVERS, 0, None, ""))
@@ -189,7 +189,7 @@ class Generation(Task[bool]):
             self._cancel_again()
         return True
 
-    def _chunks(self, tools: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
+    def _chunks(self, tools: Sequence[Mapping[str, object]]) -> Iterator[Chunk]:
         """The chunks of the answer; if a server refuses tools, it is asked again without them."""
         if tools:
             choice = {"tool_choice": "none"} if self._last else {}
@@ -254,7 +254,7 @@ class Reply:
         return () if self.last else update.calls  # a server may call although it must not
 
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
-        info: dict[str, Any] = {"finish_reason": update.finish_reason}
+        info: dict[str, object] = {"finish_reason": update.finish_reason}
         if update.metrics is not None:
             info["tokens"] = update.metrics.completion_tokens
             info["tok_s"] = update.metrics.decode_tok_s
@@ -347,7 +347,7 @@ class CallTurn:
         self._conversation.finish(self._writer, "done", {**self._info, "ending": result.ending})
 
 
-def call_line(info: Mapping[str, Any]) -> str:
+def call_line(info: Mapping[str, object]) -> str:
     """``files.read_file {"path": "a"}``, from what a call's turn keeps; another program may have
     written less, and the model something other than JSON.
     """

@@ -190,10 +190,10 @@ class OpenConversation:
     def add(
         self,
         role: str,
-        content: str | Sequence[Mapping[str, Any]],
+        content: str | Sequence[Mapping[str, object]],
         *,
         after: int,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
     ) -> Turn:
         """Add a turn after turn ``after``, 0 for the beginning, and show it."""
         self.save()
@@ -203,7 +203,7 @@ class OpenConversation:
         return turn
 
     def answer(
-        self, *, after: int, role: str = "assistant", info: Mapping[str, Any] | None = None
+        self, *, after: int, role: str = "assistant", info: Mapping[str, object] | None = None
     ) -> AnswerWriter:
         """Begin an answer, or the result of a ``"tool"``; ``finish`` ends it."""
         after = self._moved.get(after, after)
@@ -212,7 +212,7 @@ class OpenConversation:
         self._read(writer.turn)
         return writer
 
-    def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
+    def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, object]) -> None:
         """The answer is whole: ``"done"``, ``"cancelled"`` or ``"failed"``."""
         try:
             writer.finish(state, info=info)

@@ -201,7 +201,7 @@ class Session:
         )
 
 
-def option_text(name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def option_text(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:
     """``0.7``; ``0.2 (default)`` of the model or the library; ``-`` where there is neither."""
     if options.get(name) is not None:
         return _as_text(options[name])
@@ -225,7 +225,7 @@ def _value(name: str, text: str) -> Any:
     return text if texts and not isinstance(value, (str, list)) else value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """As ``/set`` takes it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
@@ -257,7 +257,7 @@ class ChatState:
         *,
         model: str,
         system: str | None,
-        options: dict[str, Any],
+        options: dict[str, object],
         on_problem: Callable[[str], None],
         on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
         on_left: Callable[[Session], None] = Session.leave,
@@ -398,12 +398,12 @@ class ChatState:
         self.notes += (line,)
 
 
-def _infos(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _infos(messages: Sequence[Message]) -> list[dict[str, object]]:
     """What each message's turn has to keep in its ``info``: calls, and of which call it is."""
-    infos: list[dict[str, Any]] = []
-    functions: dict[str, Mapping[str, Any]] = {}
+    infos: list[dict[str, object]] = []
+    functions: dict[str, Mapping[str, object]] = {}
     for message in messages:
-        info: dict[str, Any] = {}
+        info: dict[str, object] = {}
         if calls := message.get("tool_calls"):
             info["tool_calls"] = calls
             functions |= {call["id"]: call["function"] for call in calls if _is_call(call)}
@@ -416,7 +416,7 @@ def _infos(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return infos
 
 
-def _is_call(call: Any) -> bool:
+def _is_call(call: object) -> bool:
     return (
         isinstance(call, Mapping)
         and isinstance(call.get("id"), str)
