@@ -26,7 +26,7 @@ import sys as _sys
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localrt.common.version import __version__
 
@@ -147,7 +147,7 @@ class _Name:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, package: object, owner: type | None = None) -> Any:
+    def __get__(self, package: object, owner: type | None = None) -> object:
         return getattr(_import_module(_HOME[self.name]), self.name)
 
 

@@ -45,9 +45,9 @@ class ChatCache(Protocol):
     def answer(
         self,
         messages: Sequence[Message],
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
@@ -78,7 +78,7 @@ class ChatHost(Protocol):
     def takes_tools(self) -> bool:
         """Whether it accepts tools, as far as is known."""
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Mapping[str, object]) -> None:
         """Raise ``OptionError`` if a conversation cannot have these options."""
 
     def open_chat(self) -> ChatCache:
@@ -135,8 +135,8 @@ class ChatSession:
         host: ChatHost,
         *,
         system: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **options: object,
     ) -> None:
         if system is not None:
             check_text("system", system)
@@ -277,9 +277,9 @@ class ChatSession:
 
     def _answer(
         self,
-        content: str | list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        content: str | list[dict[str, object]] | None,
+        options: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Iterator[Chunk]:
@@ -405,21 +405,21 @@ class ChatSession:
         return chat
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """A picture's bytes, which are all in messages that JSON does not know."""
     from localrt.models.vision.picture import data_uri, picture_bytes
 
     return data_uri(picture_bytes(value))
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise OptionError(f"a tool's result must be text or JSON: {error}") from error
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     return isinstance(value, dict) and value.get("role") in _ROLES and "content" in value
 
 

@@ -118,7 +118,7 @@ def write_page(args: argparse.Namespace, report: Report | Page) -> None:
         notify(f"wrote {args.png}")
 
 
-def _finish(args: argparse.Namespace, report: Mapping[str, Any], text: str) -> int:
+def _finish(args: argparse.Namespace, report: Mapping[str, object], text: str) -> int:
     """Print and write a report."""
     print(json.dumps(report) if args.json else text)
     write_page(args, report)

@@ -10,7 +10,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import localrt
 from localrt import History
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         return localrt.load(name, progress=progress, **others)
 
     is_remote = args.endpoint is not None and not args.note
-    more: dict[str, Any] = {}
+    more: dict[str, object] = {}
     terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     if args.plain or not (terminal or in_tab):
         from localrt.tui.plain import run_plain as chat  # neither imports the other's toolkit

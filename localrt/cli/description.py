@@ -52,7 +52,7 @@ class ModelDescription:
     template: str = ""
     abilities: tuple[str, ...] = ()
     system: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, object] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     license: str = ""
     packed: tuple[Path, ...] = ()

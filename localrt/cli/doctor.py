@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _examine(*, quick: bool) -> dict[str, Any]:
+def _examine(*, quick: bool) -> dict[str, object]:
     settings = Settings.from_environment()
     machine = hardware.probe()
     notes: list[str] = []
@@ -99,7 +99,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _gpu_state(cache: Path, name: str) -> dict[str, Any]:
+def _gpu_state(cache: Path, name: str) -> dict[str, object]:
     """Say what was compiled for and measured on the first GPU; loading a model does both."""
     kept, rates = entry_of(cache, name), known_rates(cache, name)
     key = kept.get("key")
@@ -117,7 +117,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _folder(what: str, path: Path) -> dict[str, Any]:
+def _folder(what: str, path: Path) -> dict[str, object]:
     """A folder that may not exist yet counts as writable when it can be made."""
     existing = next((place for place in (path, *path.parents) if place.exists()), path)
     try:

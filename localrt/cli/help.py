@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from localrt.common.closing import Closing
 from localrt.common.formatting import format_bytes, format_count, format_seconds
@@ -63,7 +63,7 @@ class HelpfulParser(argparse.ArgumentParser):
             return f"{said} (did you mean {flags[meant]}?)"
         return f"{said} (`{self.prog} --help` lists the options)"
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):

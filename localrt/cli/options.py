@@ -168,7 +168,9 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 )
 
 
-def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
+def add_flags(
+    parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: object
+) -> None:
     """Declare ``flags``. A missing flag has its default, else None, or False for a switch."""
     for name, kind, metavar, text in flags:
         how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
@@ -197,7 +199,7 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, is {text!r:.80}") from None
 
 
-_NUMBERS: dict[Any, Any] = {int: _whole_number, float: number}
+_NUMBERS: dict[object, object] = {int: _whole_number, float: number}
 
 
 def flag_values(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _SPECULATION: tuple[Flag, ...] = (
     ("--draft", str, "MODEL", "a smaller model that drafts the next tokens (default: none)"),
     ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
 )
-_DEFAULTS: dict[str, Any] = {"kv_format": "bf16", "batch": 1}
+_DEFAULTS: dict[str, object] = {"kv_format": "bf16", "batch": 1}
 _OF_A_MODEL = (
     *("ctx", "format", "kv_format", "batch", "kv_on_ssd", "draft", "acceptance", "details"),
     *("remeasure", "revision"),

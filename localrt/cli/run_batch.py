@@ -83,7 +83,7 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _object(line: str) -> dict[str, object] | None:
     """Parse a line as a JSON object, without checking its keys; None if it is text."""
     if line.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -204,7 +204,7 @@ def _in_order(stream: Iterator[tuple[int, Chunk]]) -> Iterator[Chunk]:
             following += 1
 
 
-def _record(prompt: BatchPrompt, answer: Chunk) -> dict[str, Any]:
+def _record(prompt: BatchPrompt, answer: Chunk) -> dict[str, object]:
     record = {"line": prompt.line, **({} if prompt.id is None else {"id": prompt.id})}
     if answer.error is not None:
         return {**record, "error": str(answer.error)}

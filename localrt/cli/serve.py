@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import localrt
 from localrt.bench.batches import saved_batch
@@ -188,7 +188,9 @@ def _running(model: Path) -> int:
     return _UNSET.max_running if batch is None else max(_LEAST_RUNNING, batch)
 
 
-def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
+def _pool(
+    args: argparse.Namespace, options: ServeOptions, defaults: dict[str, object]
+) -> ModelPool:
     """Return the pool of all models on this machine."""
     from localrt.server.pool import LocalFile, ModelPool
 
@@ -218,7 +220,7 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
     return ModelPool(load, files, options, ram=ram, on_change=say)
 
 
-def _set_defaults(model: localrt.Model, defaults: dict[str, Any]) -> None:
+def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:
     model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
     model.defaults.update(defaults)
 

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from localrt.cli.description import ModelDescription, describe_model
 from localrt.cli.help import Examples, ProgressLine
@@ -61,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     return _print(args, model.to_dict(), _lines(model))
 
 
-def _print(args: argparse.Namespace, record: dict[str, Any], lines: list[tuple[str, str]]) -> int:
+def _print(
+    args: argparse.Namespace, record: dict[str, object], lines: list[tuple[str, str]]
+) -> int:
     if args.json:
         print(json.dumps(record))
         return 0
@@ -112,7 +113,7 @@ def _value(value: object) -> str:
     return " ".join(map(repr, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _known_record(known: KnownModel) -> dict[str, Any]:
+def _known_record(known: KnownModel) -> dict[str, object]:
     here = {"name": known.name, "repo": known.repo, "page": known.page, "here": False}
     return {**here, "parameters": known.parameters, "config": dict(known.config())}
 
@@ -127,7 +128,7 @@ def _known_lines(known: KnownModel) -> list[tuple[str, str]]:
     ]
 
 
-def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, Any]:
+def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, object]:
     return {"name": name, "here": False, "variants": [asdict(each) for each in variants]}
 
 

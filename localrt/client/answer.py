@@ -63,7 +63,7 @@ def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
     yield bytes(rest).removesuffix(b"\r")
 
 
-def _object(text: bytes, address: Address) -> dict[str, Any]:
+def _object(text: bytes, address: Address) -> dict[str, object]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -96,11 +96,11 @@ class Reader:
     _first: float | None = None
     _last: float | None = None
     _pieces: int = 0
-    _usage: Mapping[str, Any] | None = None
+    _usage: Mapping[str, object] | None = None
     _thinking: bool = False
     _calls: dict[int, _Call] = field(default_factory=dict)
 
-    def push(self, event: Mapping[str, Any]) -> str:
+    def push(self, event: Mapping[str, object]) -> str:
         """Return the new text of an event.
 
         Raises:
@@ -169,7 +169,7 @@ class Reader:
                 found.tpot_s = seconds / (count - 1)
         return found
 
-    def _text(self, delta: Mapping[str, Any]) -> str:
+    def _text(self, delta: Mapping[str, object]) -> str:
         thought = _string(delta, "reasoning", "reasoning_content")
         content = _string(delta, "content")
         text = ""
@@ -181,7 +181,7 @@ class Reader:
             self._thinking = False
         return text + content
 
-    def _take_call(self, position: int, piece: Mapping[str, Any]) -> None:
+    def _take_call(self, position: int, piece: Mapping[str, object]) -> None:
         call = self._calls.setdefault(_count(piece.get("index"), position), _Call())
         function = _mapping(piece.get("function"))
         call.id = _string(piece, "id") or call.id
@@ -189,11 +189,11 @@ class Reader:
         call.arguments += _string(function, "arguments")
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _string(value: Mapping[str, Any], *names: str) -> str:
+def _string(value: Mapping[str, object], *names: str) -> str:
     """Return the first of these entries that is a string, or ""."""
     return next((text for name in names if isinstance(text := value.get(name), str)), "")
 
@@ -235,7 +235,7 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
     return [_listed(entry) for entry in entries]
 
 
-def _listed(entry: Mapping[str, Any]) -> ListedModel:
+def _listed(entry: Mapping[str, object]) -> ListedModel:
     status = _mapping(entry.get("status"))
     unload_s, told = status.get("unload_s"), entry.get("capabilities")
     told = told if entry.get("owned_by") == "localrt" else None
@@ -249,7 +249,7 @@ def _listed(entry: Mapping[str, Any]) -> ListedModel:
     )
 
 
-def _context(entry: Mapping[str, Any]) -> int:
+def _context(entry: Mapping[str, object]) -> int:
     names = ("max_model_len", "context_length", "context_window")
     return next((count for name in names if (count := _count(entry.get(name), 0))), 0)
 

@@ -41,7 +41,7 @@ _SENT = (*sorted(SAMPLING_NAMES), "max_tokens", "ignore_eos", "grammar")
 # The names in localrt's server, vLLM and llama.cpp.
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Options without a meaning for a server, and their values when not set.
-_HERE: dict[str, Any] = {"draft": "auto", "overflow": "error", "parallel_tool_calls": True}
+_HERE: dict[str, object] = {"draft": "auto", "overflow": "error", "parallel_tool_calls": True}
 _HERE |= dict.fromkeys(("tree_budget", "tree_depth"))
 _HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
 
@@ -215,7 +215,7 @@ class RemoteModel(Closing):
         """Whether no tools have been refused so far."""
         return not self._refused_tools.is_set()
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Mapping[str, object]) -> None:
         """Raise an error for impossible options, and for those that need a local model."""
         for name, usual in _HERE.items():
             if options.get(name) not in (None, usual):
@@ -252,9 +252,9 @@ class _Conversation:
     def answer(
         self,
         messages: Sequence[Message],
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
@@ -333,7 +333,7 @@ class _StoppedError(Exception):
     """The answer is no longer wanted."""
 
 
-def _tool_choice(choice: str) -> Any:
+def _tool_choice(choice: str) -> object:
     if choice in ("auto", "none", "required"):
         return choice
     return {"type": "function", "function": {"name": choice}}
@@ -343,11 +343,11 @@ def _body(
     model: str,
     messages: Sequence[Message],
     options: Options,
-    chosen: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    chosen: Mapping[str, object],
+    tools: Sequence[Mapping[str, object]] | None,
 ) -> bytes:
     """Return the request's body, with only the options that are set."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "model": model,
         "messages": [_message(message) for message in messages],
         "stream": True,
@@ -374,7 +374,7 @@ def _body(
 def _thinking(options: Options) -> dict[str, Any]:
     """Return the fields for thinking, for OpenAI, vLLM, llama.cpp and localrt's server."""
     thinking, limit = options.thinking, options.thinking_tokens
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if isinstance(thinking, str):
         fields["reasoning_effort"] = thinking
     elif thinking is not None:
@@ -386,11 +386,11 @@ def _thinking(options: Options) -> dict[str, Any]:
     return fields
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message) -> dict[str, object]:
     """Return a message in a server's form: no earlier thinking, None for a call's empty text,
     pictures as data URIs.
     """
-    found: dict[str, Any] = dict(message)
+    found: dict[str, object] = dict(message)
     if isinstance(found["content"], list):
         found["content"] = [_part(part) for part in found["content"]]
     if found["role"] == "assistant" and isinstance(found["content"], str):
@@ -401,7 +401,7 @@ def _message(message: Message) -> dict[str, Any]:
     return found
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _part(part: Mapping[str, object]) -> dict[str, object]:
     if "image" not in part:
         return dict(part)
     return {"type": "image_url", "image_url": {"url": read_picture(part["image"]).data_uri}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import StorageError
 from localrt.common.files import write_text
@@ -26,7 +25,7 @@ def keep_speed(folder: Path, model: str, tok_s: float) -> None:
         write_text(folder / _NAME, text, private=True, sync=False, folder=True)
 
 
-def _speeds(folder: Path) -> dict[str, Any]:
+def _speeds(folder: Path) -> dict[str, object]:
     try:
         values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -30,7 +30,7 @@ class TomlFile:
         """
         return self._parsed()[1]
 
-    def change(self, values: Mapping[str, Any], *, table: str | None = None) -> None:
+    def change(self, values: Mapping[str, object], *, table: str | None = None) -> None:
         """Set top-level keys, or keys of a table; None removes a key; empty tables are removed.
 
         Raises:
@@ -61,7 +61,7 @@ class TomlFile:
         except (TypeError, ValueError) as error:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
 
-    def replace_table(self, table: str, values: Mapping[str, Any] | None) -> None:
+    def replace_table(self, table: str, values: Mapping[str, object] | None) -> None:
         """Replace a table; None removes it.
 
         Raises:
@@ -71,7 +71,7 @@ class TomlFile:
         gone = dict.fromkeys(before) if isinstance(before, dict) else {}
         self.change({**gone, **(values or {})}, table=table)
 
-    def _parsed(self) -> tuple[str, dict[str, Any]]:
+    def _parsed(self) -> tuple[str, dict[str, object]]:
         try:
             text = self._text if self.path is None else self.path.read_text(encoding="utf-8")
             return text, tomllib.loads(text)

@@ -185,7 +185,7 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
     return Options(sampling=sampling, **rest)
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
+def _stop_strings(value: object) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
         raise OptionError(
@@ -194,7 +194,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _schema_text(value: Any) -> str:
+def _schema_text(value: object) -> str:
     """Return the JSON text of a schema in any of its forms."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value

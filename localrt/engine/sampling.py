@@ -120,7 +120,7 @@ class Sampling:
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.greedy
 
 
-def _breakers(given: Any) -> tuple[str, ...]:
+def _breakers(given: object) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or len(texts) > _MOST_BREAKERS:
         raise OptionError(
@@ -136,13 +136,13 @@ def _breakers(given: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def check_number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise ``OptionError`` unless ``value`` is a number within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise OptionError(f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r}")
 
 
-def check_integer(name: str, value: Any, low: int, high: int, *, what: str = "") -> None:
+def check_integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
     """Raise ``OptionError`` unless a value, or ``what`` in it, is an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(
@@ -150,7 +150,7 @@ def check_integer(name: str, value: Any, low: int, high: int, *, what: str = "")
         )
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_defaults(generation_config: Mapping[str, object]) -> dict[str, object]:
     """Return the sampling options of a model's ``generation_config.json``.
 
     A config that names any of them gets Hugging Face's neutral values for the rest; one that says

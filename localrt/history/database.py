@@ -184,7 +184,7 @@ class Database:
             raise StorageError(f"cannot use {self.path}: {_reason(error)}") from error
 
 
-def insert(connection: sqlite3.Connection, table: str, **values: Any) -> int:
+def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
     """Add a row with these columns; returns its number."""
     names, places = ", ".join(values), ", ".join("?" * len(values))
     query = f"INSERT INTO {table} ({names}) VALUES ({places})"  # names come from code
@@ -353,7 +353,7 @@ def settle(
     turn: int,
     state: str,
     text: str | None,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
 ) -> None:
     """End a turn: its content is ``text`` if given, otherwise the saved pieces."""
     if text is None:

@@ -109,7 +109,7 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
     )
 
 
-def read_picture(given: Any, *, name: str = "", place: int = 0) -> KeptPicture:
+def read_picture(given: object, *, name: str = "", place: int = 0) -> KeptPicture:
     """The picture in a path, bytes, a data URI, or pixels.
 
     Raises:
@@ -150,9 +150,9 @@ def joined_content(
     text: str,
     pictures: Iterable[KeptPicture],
     part: Callable[[KeptPicture], dict[str, Any]] = lambda picture: picture.part,
-) -> str | list[dict[str, Any]]:
+) -> str | list[dict[str, object]]:
     """The opposite of ``split_content``: parts where there are pictures."""
-    parts: list[dict[str, Any]] = []
+    parts: list[dict[str, object]] = []
     last = 0
     for picture in pictures:
         if picture.place > last:
@@ -164,7 +164,7 @@ def joined_content(
     return parts or text
 
 
-def stored_info(info: Mapping[str, Any], pictures: Iterable[KeptPicture]) -> str:
+def stored_info(info: Mapping[str, object], pictures: Iterable[KeptPicture]) -> str:
     """What a turn's row has in ``info``: JSON of its info, and of all but its pictures' files."""
     records = [
         [each.place, each.name, each.width, each.height, each.media_type, each.digest]
@@ -186,7 +186,7 @@ def joined_text(
 
 def split_info(
     stored: str, length: int, read: Callable[[str], bytes]
-) -> tuple[dict[str, Any], tuple[KeptPicture, ...]]:
+) -> tuple[dict[str, object], tuple[KeptPicture, ...]]:
     """The opposite of ``stored_info``, for a turn of ``length`` characters.
 
     ``read`` returns the file of a digest. Pictures that make no sense are left out.

@@ -66,7 +66,7 @@ def find_known(name: str) -> KnownModel | None:
     return next((model for model in KNOWN_MODELS if name in (model.name, model.family)), None)
 
 
-def known_repo(repo: str) -> Mapping[str, Any] | None:
+def known_repo(repo: str) -> Mapping[str, object] | None:
     """The published config of this repository's model, if it is known."""
     found = (model for model in KNOWN_MODELS if model.repo.lower() == repo.lower())
     return next((model.config() for model in found), None)
@@ -87,6 +87,6 @@ def close_names(name: str, others: Iterable[str] = ()) -> list[str]:
 
 
 @cache
-def _configs() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = json.loads(_CONFIGS.read_text(encoding="utf-8"))
+def _configs() -> Mapping[str, Mapping[str, object]]:
+    found: Mapping[str, Mapping[str, object]] = json.loads(_CONFIGS.read_text(encoding="utf-8"))
     return found

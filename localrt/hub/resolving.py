@@ -314,7 +314,7 @@ class _Fetch:
         config = known_repo(ref.repo) or self._config(ref, remote)
         return Offer(ref.repo, sizes, config)
 
-    def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, Any] | None:
+    def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, object] | None:
         """Read the repository's own ``config.json``; None if it is missing or only a stub."""
         file = remote.files.get("config.json")
         if file is None or not _SMALLEST_CONFIG < file.size < _LARGEST_CONFIG:

@@ -87,7 +87,7 @@ def _found_model(entry: dict[str, Any]) -> FoundModel:
     )
 
 
-def _ask(words: str, settings: Settings, limit: int, timeout_s: float) -> list[dict[str, Any]]:
+def _ask(words: str, settings: Settings, limit: int, timeout_s: float) -> list[dict[str, object]]:
     """Send one request without retries, because a person waits for it."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported

@@ -227,7 +227,9 @@ def _pooling(checkpoint: Checkpoint) -> str:
     return chosen[0] if len(chosen) == 1 else ""
 
 
-def _eos_ids(tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]) -> frozenset[int]:
+def _eos_ids(
+    tokenizer: Tokenizer | None, generation_config: Mapping[str, object]
+) -> frozenset[int]:
     named = generation_config.get("eos_token_id")
     ids = set(tokenizer.eos_ids) if tokenizer is not None else set()
     for value in named if isinstance(named, list) else [named]:

@@ -42,7 +42,7 @@ class Tool:
     server: str
     name: str
     description: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
 
     @property
     def title(self) -> str:
@@ -161,7 +161,7 @@ def _server(name: str, entry: Any, environ: Mapping[str, str]) -> ServerConfig:
     return ServerConfig(name=name, **values)
 
 
-def _value(key: str, value: Any, environ: Mapping[str, str]) -> Any:
+def _value(key: str, value: object, environ: Mapping[str, str]) -> Any:
     """Return the checked value of a setting."""
     if key == "timeout":
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.parse import urlsplit
 
 import mcp
@@ -90,7 +90,7 @@ class Connection:
             await self._wanted.wait()
             self._wanted.clear()
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], most: int) -> ToolResult:
+    async def call(self, tool: str, arguments: Mapping[str, object], most: int) -> ToolResult:
         """Call a tool; return a result of at most ``most`` characters, for failures too."""
         name, timeout = self._config.name, self._config.timeout
         try:

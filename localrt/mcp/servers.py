@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localrt.common.formatting import one_line
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
@@ -62,7 +62,7 @@ class ToolServers:
             for connection in self._connections.values():
                 self._loop.call_soon_threadsafe(connection.start_again)
 
-    def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Future[ToolResult]:
+    def call(self, tool: Tool, arguments: Mapping[str, object], *, most: int) -> Future[ToolResult]:
         """Run a tool; its result is cut to ``most`` characters.
 
         A failed call is a result too, not an exception. Cancelling the future stops the call.

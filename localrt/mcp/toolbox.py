@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.engine.types import ToolCall
@@ -38,7 +37,7 @@ class PendingCall:
     id: str
     name: str
     tool: Tool | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     problem: str = ""
     asks: bool = False
 
@@ -97,7 +96,7 @@ class Toolbox:
         every = [tool for status in self.servers.statuses for tool in status.tools]
         return model_names([t for t in every if self._configs[t.server].offers(t.name)])
 
-    def definitions(self) -> list[dict[str, Any]]:
+    def definitions(self) -> list[dict[str, object]]:
         """Return the offered tools in OpenAI's format."""
         return [
             {

@@ -193,7 +193,7 @@ class HiddenStates:
 
     def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
         """Run ``parts`` on the states ``hidden``, which are overwritten, and return the results."""
-        behind: list[Any] = []
+        behind: list[object] = []
         with self.ops.scope():
             for x, batch in zip(hidden, self._batches, strict=True):
                 self._check()

@@ -208,7 +208,7 @@ class _Exponentials:
         self._largest: Any = -np.inf
         self.sums: Any = 0.0
 
-    def add(self, x: Floats) -> tuple[Floats, Any]:
+    def add(self, x: Floats) -> tuple[Floats, object]:
         """Return exp(x - largest), and the factor by which earlier sums shrink."""
         largest = np.maximum(self._largest, x.max(axis=1))
         shrunk = np.exp(self._largest - largest)

@@ -27,7 +27,9 @@ _TOOLS = "functions in OpenAI's form, each a mapping with a name"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_progress") -> None:
+def check_call(
+    *, cancel: object = None, on_progress: object = None, name: str = "on_progress"
+) -> None:
     """Raise ``OptionError`` unless these are an event or None, and a function or None."""
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise OptionError(f"cancel must be a threading.Event, is {cancel!r:.80}")
@@ -35,25 +37,25 @@ def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_p
         raise OptionError(f"{name} must be a function, is {on_progress!r:.80}")
 
 
-def check_list(name: str, value: Any, of: str) -> None:
+def check_list(name: str, value: object, of: str) -> None:
     """Raise ``OptionError`` unless the value is a list of something; a string or mapping is not."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise OptionError(f"{name} must be a list of {of}, is {value!r:.80}")
 
 
-def check_text(name: str, value: Any) -> None:
+def check_text(name: str, value: object) -> None:
     """Raise ``OptionError`` unless the value is a string."""
     if not isinstance(value, str):
         raise OptionError(f"{name} must be a string, is {value!r:.80}")
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Raise ``OptionError`` unless the value is True or False."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} must be true or false, is {value!r:.80}")
 
 
-def check_messages(prompt: Any, template: str = "") -> None:
+def check_messages(prompt: object, template: str = "") -> None:
     """Raise ``OptionError`` unless the value is a list of messages, as in a conversation.
 
     Roles are the usual ones, and those named in the source of the chat ``template``.
@@ -79,7 +81,7 @@ def check_messages(prompt: Any, template: str = "") -> None:
             )
 
 
-def _is_call(call: Any) -> bool:
+def _is_call(call: object) -> bool:
     function = call.get("function") if isinstance(call, Mapping) else None
     named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
     return named or isinstance(call, ToolCall)
@@ -95,7 +97,7 @@ def check_tools(tools: Any) -> None:
             raise OptionError(f"tools must be a list of {_TOOLS}, one is {tool!r:.80}")
 
 
-def check_model(model: Any, adapters: Any = None) -> None:
+def check_model(model: object, adapters: object = None) -> None:
     """Raise ``OptionError`` unless these are a model's name or path, and a mapping of adapters."""
     if not isinstance(model, str | Path):
         raise OptionError(f"a model is a name or a path, is {model!r:.80}")
@@ -106,7 +108,7 @@ def check_model(model: Any, adapters: Any = None) -> None:
         )
 
 
-def check_path(name: str, value: Any) -> None:
+def check_path(name: str, value: object) -> None:
     """Raise ``OptionError`` unless the value is a path or its text."""
     if not isinstance(value, str | Path):
         raise OptionError(f"{name} must be a path, is {value!r:.80}")
@@ -146,7 +148,7 @@ async def in_thread(
             await asyncio.sleep(0.005)
 
 
-def _closed(stream: Iterator[Any]) -> bool:
+def _closed(stream: Iterator[object]) -> bool:
     if isinstance(stream, Generator):
         try:
             stream.close()

@@ -120,7 +120,7 @@ def open_core(
     return core
 
 
-def _known_options(extras: Extras) -> dict[str, Any]:
+def _known_options(extras: Extras) -> dict[str, object]:
     """Those of its options that can be used; a store may say anything."""
     found = {}
     for name, value in extras.options.items():
@@ -140,7 +140,7 @@ class Core:
         self,
         name: str,
         parts: LoadedModel,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, object] | None = None,
         *,
         drafts: Drafts | None = None,
         prompts: PromptCache | None = None,
@@ -188,7 +188,7 @@ class Core:
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Mapping[str, object]) -> None:
         """Raise an error unless a chat can have these options.
 
         Raises:

@@ -97,7 +97,7 @@ class RequestBuilder:
     def __init__(
         self,
         parts: LoadedModel,
-        defaults: Mapping[str, Any],
+        defaults: Mapping[str, object],
         drafts: Drafts | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class RequestBuilder:
         if os.getpid() != self._process:
             raise LocalrtError("a model does not survive a fork: load it in the child process")
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Mapping[str, object]) -> None:
         """Raise an error unless a conversation can have these options.
 
         Raises:
@@ -146,7 +146,7 @@ class RequestBuilder:
             if chosen.grammar is not None:
                 gbnf_to_lark(chosen.grammar, self._tokenizer.token_id)
 
-    def check_messages(self, messages: Any) -> None:
+    def check_messages(self, messages: object) -> None:
         """Raise an error unless this can be a conversation with the model.
 
         Raises:
@@ -162,10 +162,10 @@ class RequestBuilder:
         raw: bool = False,
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
-        **options: Any,
+        **options: object,
     ) -> Request:
         """Return the request for the arguments of ``Model.stream``.
 
@@ -339,7 +339,7 @@ class RequestBuilder:
     def _offers(self) -> Offers:
         return Offers(self._template)
 
-    def _offered(self, tools: Sequence[Mapping[str, Any]] | None) -> Offer:
+    def _offered(self, tools: Sequence[Mapping[str, object]] | None) -> Offer:
         if tools is not None:
             check_tools(tools)
         return self._offers.of(tools)
@@ -448,7 +448,7 @@ class RequestBuilder:
         prompt: str | Sequence[Message] | None,
         token_ids: Sequence[int] | None,
         raw: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         options: Options,
         watch: Watch,
     ) -> list[int]:
@@ -480,7 +480,7 @@ class RequestBuilder:
     def _short_enough(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         watch: Watch,
         options: Options,
     ) -> list[int]:
@@ -496,7 +496,7 @@ class RequestBuilder:
     def _fitted(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         options: Options,
         watch: Watch,
     ) -> list[int]:

@@ -35,7 +35,7 @@ class ThinkingControl:
         self._syntax = find_syntax(template, answers.frame)
         self._frame = self._syntax.framed(answers.frame)
 
-    def shaped(self, messages: Sequence[Any]) -> Sequence[Any]:
+    def shaped(self, messages: Sequence[object]) -> Sequence[Any]:
         """Return ``messages`` with thoughts in the fields that the template reads."""
         if not self._syntax.reads_thoughts:
             messages = thoughts_apart(messages)

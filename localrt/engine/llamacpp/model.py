@@ -48,7 +48,7 @@ class Library:
 
     api: Any
     errors: deque[str]
-    log_sink: Any
+    log_sink: object
 
     def reason(self, fallback: str) -> str:
         """Return llama.cpp's last reason for a failure, in one line, and forget it."""
@@ -129,7 +129,7 @@ class LlamaCppModel:
         self._threads = threads
         self._settings = settings
         self._closed = False
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # the users of contexts
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()  # the users of contexts
         self._free = weakref.finalize(self, self.api.llama_model_free, handle)
 
     @classmethod
@@ -211,7 +211,7 @@ class LlamaCppModel:
 
     def new_context(
         self, size: int, *, user: object = None, outputs: int = 1, embeddings: bool = False
-    ) -> Any:
+    ) -> object:
         """Return a llama.cpp context of ``size`` tokens, which ``user`` gives back with
         ``release``.
 
