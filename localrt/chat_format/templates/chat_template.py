@@ -46,7 +46,7 @@ class ControlMask:
     ``control_tokens``, everything that looks like a control token counts as one.
     """
 
-    def __init__(self, given: Any, control_tokens: Iterable[str] | None) -> None:
+    def __init__(self, given: object, control_tokens: Iterable[str] | None) -> None:
         self._matcher: TokenMatcher | None = None
         if control_tokens is not None:
             self._matcher = TokenMatcher(dict.fromkeys(control_tokens, 0))
@@ -68,7 +68,7 @@ class ControlMask:
             if piece
         ]
 
-    def _cover(self, value: Any) -> Any:
+    def _cover(self, value: object) -> Any:
         """Return ``value`` with all control tokens in its strings disguised, at any depth."""
         match value:
             case str():
@@ -99,7 +99,7 @@ class ControlMask:
         return "".join([chr(ord(char) - self._base) for char in text])
 
 
-def _planes(value: Any) -> set[int]:
+def _planes(value: object) -> set[int]:
     """The planes of Unicode, from plane 4 on, that the strings in ``value`` use."""
     match value:
         case str():
@@ -137,9 +137,9 @@ class MessageTemplate(ABC):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
@@ -157,10 +157,10 @@ class MessageTemplate(ABC):
 
     def render_segments(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         control_tokens: Iterable[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **extra: Any,
     ) -> list[Segment]:
         """``render`` in segments: text of the messages that spells a control token is separate.
@@ -204,10 +204,10 @@ class MessageTemplate(ABC):
     @abstractmethod
     def _render(
         self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: list[dict[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
     ) -> str:
         """Render messages whose contents are all strings, or all lists of parts."""
 
@@ -260,10 +260,10 @@ class ChatTemplate(MessageTemplate):
 
     def _render(
         self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: list[dict[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
     ) -> str:
         given = {
             **self._globals,
@@ -276,7 +276,7 @@ class ChatTemplate(MessageTemplate):
         return (self._with_tools if tools else self._template).render(given)
 
 
-def _firefunction_variables(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
+def _firefunction_variables(tools: Sequence[Mapping[str, object]] | None) -> dict[str, str]:
     """The variables that firefunction's template reads instead of ``tools``."""
     try:
         functions = json.dumps(tools or [], indent=4)
@@ -298,9 +298,9 @@ class PlainTemplate(MessageTemplate):
     def _render(
         self,
         messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
     ) -> str:
         if tools:
             raise TemplateError("this model has no chat template, so it cannot be given tools")
@@ -342,7 +342,7 @@ def load_template(checkpoint: Checkpoint, file: Path | None = None) -> ChatTempl
     )
 
 
-def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
+def _gguf_text(metadata: Mapping[str, object], source: object, key: str) -> str:
     """The text of the ``bos`` or ``eos`` token, if the template asks for it: finding it is slow."""
     token = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if type(token) is not int or not isinstance(source, str) or f"{key}_token" not in source:
@@ -353,7 +353,7 @@ def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
     return ""
 
 
-def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _folder_sources(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Templates of a Hugging Face folder by name; files win over tokenizer_config.json."""
     found: dict[str, str] = {}
     for given in (read_json(folder / "chat_template.json"), config):
@@ -425,7 +425,7 @@ def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment
     return joined or [("", False)]
 
 
-def _shape(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
+def _shape(message: Mapping[str, object], *, parts: bool) -> dict[str, object]:
     """Copy ``message`` with its content as a string, or as a list of parts if ``parts``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
