@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from localrt.bench.plots import (
     DARK,
@@ -32,7 +32,7 @@ from localrt.bench.plots import (
     text_figure,
     timeline,
 )
-from localrt.bench.sweep import WORK, best_rows, failures, label, loading_settings
+from localrt.bench.sweep import WORK, SweepReport, best_rows, failures, label, loading_settings
 from localrt.common.errors import OptionError
 from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
@@ -191,7 +191,7 @@ def _block(block: Figure | Table) -> str:
 # -- the reports -----------------------------------------------------------------------------------
 
 
-def shown(value: Any, show: Callable[[float], str]) -> str:
+def shown(value: object, show: Callable[[float], str]) -> str:
     """Show a measured number; "not measured" for None."""
     known = number(value)
     return NOT_MEASURED if known is None else show(known)
@@ -322,6 +322,7 @@ def _span(event: Report) -> Span:
 
 
 def _sweep(report: Report) -> Page:
+    sweep = cast(SweepReport, report)
     varied = [name for name, values in report["vary"].items() if len(values) > 1]
     across = [name for name in WORK[:2] if name in varied] or varied[-1:]
     down = [name for name in varied if name not in across]
@@ -340,12 +341,12 @@ def _sweep(report: Report) -> Page:
         )
         for title, name, show in _SWEPT
     ]
-    where = " / ".join(loading_settings(report))
+    where = " / ".join(loading_settings(sweep))
     sections: list[Section] = [
-        (f"Best, {where}" if where else "Best", [Table(*best_rows(report))]),
+        (f"Best, {where}" if where else "Best", [Table(*best_rows(sweep))]),
         ("Every point", figures),
     ]
-    if failed := failures(report):
+    if failed := failures(sweep):
         sections.append(("Not run", [Table(["point", "reason"], failed)]))
     notes = [*machine_notes(report), f"{_runs(report)}; auto: localrt chooses"]
     return Page(f"{report['model']}: {len(report['points'])} points", notes, sections)

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias, TypedDict, cast
 
 from localrt.bench.engines import Launch
 from localrt.bench.process import ChildError, ChildProcess, child_command
@@ -41,17 +41,30 @@ _CHOICES = {"format": ("file", "bf16", "f32"), "kv_format": KV_FORMATS}
 SETTINGS = (*_COUNTS, *_CHOICES, "ram", "gpu_memory", "device", "draft")
 """Every setting that can vary."""
 
+Setting: TypeAlias = int | str | None
+"""A setting's value, None where loading chooses."""
+
 Point = dict[str, Any]
-"""A point's settings by name, None where loading chooses; once it ran, its measures and reason."""
+"""A point's settings by name; once it ran, its measures and reason."""
 
 
-def parse_vary(text: str) -> dict[str, list[Any]]:
+class SweepReport(TypedDict):
+    """What the file has, besides the machine and the command."""
+
+    model: str
+    vary: Mapping[str, Sequence[Setting]]
+    runs: int
+    points: list[Point]
+    interrupted: bool
+
+
+def parse_vary(text: str) -> dict[str, list[Setting]]:
     """Parse ``"prompt_tokens=128,512 ram=1GB,2GB"``; sizes become bytes, ``format=file`` None.
 
     Raises:
         OptionError: with one line that says what is wrong.
     """
-    varied: dict[str, list[Any]] = {}
+    varied: dict[str, list[Setting]] = {}
     for word in text.split():
         name, equals, values = word.partition("=")
         if not equals:
@@ -67,7 +80,7 @@ def parse_vary(text: str) -> dict[str, list[Any]]:
     return varied
 
 
-def _value(name: str, text: str) -> Any:
+def _value(name: str, text: str) -> Setting:
     what = f"{option('vary')}: {name}"
     if name in _COUNTS:
         if not text.isascii() or not text.isdigit() or int(text) < _COUNTS[name]:
@@ -94,11 +107,11 @@ class SweepOptions:
 
     path: Path
     file: Path
-    vary: Mapping[str, Sequence[Any]]
-    fixed: Mapping[str, Any]
+    vary: Mapping[str, Sequence[Setting]]
+    fixed: Mapping[str, Setting]
     runs: int
-    identity: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    identity: Mapping[str, object]
+    facts: Mapping[str, object]
 
     def points(self) -> list[Point]:
         """Return every combination, those that are loaded alike together, by their size."""
@@ -118,7 +131,7 @@ def run_sweep(
     *,
     notify: Callable[[str], None],
     start: Callable[[], ChildProcess] = lambda: ChildProcess(child_command()),
-) -> dict[str, Any]:
+) -> SweepReport:
     """Measure the points that the file does not have; return what is then in it.
 
     ``notify`` gets a line after each point. After Ctrl+C the file has the points so far, and
@@ -140,7 +153,7 @@ class _Sweep:
         self._options, self._notify, self._start = options, notify, start
         self._points = options.points()
         plan = {"vary": options.vary, "fixed": options.fixed, "runs": options.runs}
-        self._report: dict[str, Any] = {
+        report = {
             "kind": "sweep",
             **options.facts,
             "identity": options.identity,
@@ -148,11 +161,12 @@ class _Sweep:
             "points": _finished(options, json.loads(json.dumps(plan))),
             "interrupted": True,
         }
+        self._report = cast(SweepReport, report)
         self._trained = _trained_context(options.path)
         self._began: float | None = None  # when the first point's process started
         self._work = 0
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> SweepReport:
         done = {_key(point) for point in self._report["points"]}
         left = [point for point in self._points if _key(point) not in done]
         if done:
@@ -232,7 +246,7 @@ class _Sweep:
                 self._finish(point, {"reason": str(answer)})
                 return answer.kind != "died"
             samples.append(answer)
-        found: dict[str, Any] = {"reason": None}
+        found: dict[str, object] = {"reason": None}
         for name in MEASURES:
             values = [sample[name] for sample in samples if sample.get(name) is not None]
             found[name] = median(values) if values else None
@@ -262,7 +276,7 @@ class _Sweep:
         write_text(self._options.file, json.dumps(self._report, indent=1) + "\n")
 
 
-def _finished(options: SweepOptions, plan: Mapping[str, Any]) -> list[Point]:
+def _finished(options: SweepOptions, plan: Mapping[str, object]) -> list[Point]:
     """Return the points of the file, none if there is no file."""
     file = options.file
     if not file.exists():
@@ -300,11 +314,11 @@ def _trained_context(path: Path) -> int | None:
         return None
 
 
-def _load(point: Point) -> tuple[Any, ...]:
+def _load(point: Point) -> tuple[Setting, ...]:
     return tuple(point[name] for name in SETTINGS if name not in WORK)
 
 
-def _key(point: Point) -> tuple[Any, ...]:
+def _key(point: Point) -> tuple[Setting, ...]:
     return tuple(point[name] for name in SETTINGS)
 
 
@@ -318,7 +332,7 @@ def _effort(point: Point) -> int:
     return int(point["batch"] * (point["prompt_tokens"] + 8 * point["tokens"]))
 
 
-def describe(point: Mapping[str, Any], names: Sequence[str]) -> str:
+def describe(point: Point, names: Sequence[str]) -> str:
     """``"prompt_tokens=512 ram=1 GB"``: the settings ``names`` of a point."""
     return " ".join(f"{name}={show_setting(name, point[name])}" for name in names)
 
@@ -338,23 +352,23 @@ _BEST: Sequence[tuple[str, str, Callable[[Any], str], bool]] = (
 )
 
 
-def label(point: Mapping[str, Any], names: Sequence[str]) -> str:
+def label(point: Point, names: Sequence[str]) -> str:
     """``"512 / 1 GB"``: the values of the settings ``names``."""
     return " / ".join(show_setting(name, point[name]) for name in names)
 
 
-def loading_settings(report: Mapping[str, Any]) -> list[str]:
+def loading_settings(report: SweepReport) -> list[str]:
     """Return the names of a sweep's settings of loading that vary."""
     return [name for name, values in report["vary"].items() if name not in WORK and len(values) > 1]
 
 
-def best_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def best_rows(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     """Return a table's headers and rows: a row per workload, and what is best at it where.
 
     In brackets are the values of `loading_settings`.
     """
     loading = loading_settings(report)
-    groups: dict[tuple[Any, ...], list[Point]] = {}
+    groups: dict[tuple[int, ...], list[Point]] = {}
     for point in report["points"]:
         groups.setdefault(tuple(point[name] for name in WORK), []).append(point)
     rows = []
@@ -369,7 +383,7 @@ def best_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["prompt", "answer", "batch", *(header for header, *_ in _BEST)], rows
 
 
-def failures(report: Mapping[str, Any]) -> list[list[str]]:
+def failures(report: SweepReport) -> list[list[str]]:
     """Return the points that could not run, each with its reason."""
     names = [name for name in SETTINGS if name in report["vary"]]
     return [
@@ -379,7 +393,7 @@ def failures(report: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def to_table(report: Mapping[str, Any]) -> str:
+def to_table(report: SweepReport) -> str:
     """Return what is best where, and which points could not run, as text for people."""
     headers, rows = best_rows(report)
     lines = [
