@@ -39,7 +39,7 @@ _SAME = (
 )
 
 
-def with_default_values(config: Mapping[str, Any], architecture: str) -> dict[str, object]:
+def with_default_values(config: Mapping[str, object], architecture: str) -> dict[str, object]:
     """``config`` with its family's defaults for missing keys; null is a value."""
     table = _table()
     family = str(config.get("model_type"))

@@ -212,7 +212,7 @@ class AskedTensors(WeightLoader):
     def matrix(self, shape: tuple[int, int], *names: str) -> Any:
         self.ask(shape, *names)
 
-    def vector(self, size: int, *names: str, **_of_values: Any) -> Any:
+    def vector(self, size: int, *names: str, **_of_values: object) -> Any:
         self.ask((size,), *names)
 
     def scalar(self, name: str) -> float:

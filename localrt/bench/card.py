@@ -42,7 +42,7 @@ def run_card(
     weights unpacked to float32. What was not measured is None; a model that does not run has its
     reason. After Ctrl+C, models are missing and ``interrupted`` is true.
     """
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     interrupted = False
     try:
         for number, (name, path) in enumerate(models, 1):

@@ -436,7 +436,7 @@ class HistoryRenderer:
         *,
         control_tokens: Iterable[str] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> list[Segment]:
         """``MessageTemplate.render_segments`` of a form of the history that the template can show.
 
@@ -447,7 +447,7 @@ class HistoryRenderer:
         options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
         probe = self._probes[bool(tools)]
         refused: TemplateError | None = None
-        attempts: list[tuple[int, list[Any], list[Segment]]] = []
+        attempts: list[tuple[int, list[object], list[Segment]]] = []
         for history in self._forms(original, probe):
             if attempts and attempts[-1][1] == history:
                 segments = attempts[-1][2]

@@ -203,7 +203,7 @@ class Offer:
         """The model's name of the tool that the caller calls ``name``."""
         return next((shown for shown, own in self.caller_names.items() if own == name), name)
 
-    def shown(self, messages: Sequence[Any]) -> Sequence[Any]:
+    def shown(self, messages: Sequence[object]) -> Sequence[Any]:
         """Return the conversation with the model's names of tools, and with the tools' ``text``."""
         if any(shown != own for shown, own in self.caller_names.items()):
             messages = [self._renamed(message) for message in messages]
@@ -214,7 +214,7 @@ class Offer:
             return [{"role": "system", "content": self.text}, *messages]
         content = first.get("content")
         if isinstance(content, list | tuple):
-            joined: Any = [*content, {"type": "text", "text": f"\n\n{self.text}"}]
+            joined: object = [*content, {"type": "text", "text": f"\n\n{self.text}"}]
         else:
             joined = f"{content}\n\n{self.text}" if content else self.text
         return [{**first, "content": joined}, *messages[1:]]

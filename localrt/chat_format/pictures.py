@@ -18,7 +18,7 @@ from localrt.models.vision.picture import picture_bytes
 _PROBE = "localrt probe"
 
 
-def with_pictures(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
+def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, Any]]:
     """A message's content of pictures, then a text.
 
     Raises:
@@ -37,7 +37,7 @@ def is_picture(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image" and "image" in part
 
 
-def pictures_of(messages: Sequence[Any]) -> list[Any]:
+def pictures_of(messages: Sequence[object]) -> list[Any]:
     """The pictures of a conversation, in order."""
     return [part["image"] for message in messages for part in _parts(message) if is_picture(part)]
 

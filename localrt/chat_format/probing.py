@@ -87,7 +87,7 @@ class Probes:
         except TemplateError:
             return ""
 
-    def message(self, text: str | None, **fields: Any) -> str:
+    def message(self, text: str | None, **fields: object) -> str:
         """Render an answer with this text."""
         return self._behind_user({"role": "assistant", "content": text, **fields})
 

@@ -61,7 +61,7 @@ def loosened(schema: object, fits: Callable[[Any], bool]) -> Reduced:
     return found, tuple(sorted(work.left_out))
 
 
-def outline(schema: Any) -> Reduced:
+def outline(schema: object) -> Reduced:
     """Return ``schema`` reduced to types, names and enums."""
     work = _Loosening(lambda part: False, one_of=False, lists=("anyOf", "oneOf"))
     return work.schema(schema), tuple(sorted(work.left_out))

@@ -316,7 +316,9 @@ class TemplateSyntax:
             return known
 
         def render(
-            messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], prompt: bool
+            messages: Sequence[Mapping[str, object]],
+            tools: Sequence[Mapping[str, object]],
+            prompt: bool,
         ) -> str:
             return template.render(messages, tools=tools, add_generation_prompt=prompt)
 

@@ -162,7 +162,7 @@ class Database:
             finally:
                 self._depth -= 1
 
-    def rows(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         """The result of ``query``. Raises as ``transaction``."""
         with self._lock, self._in_words():
             return self._connection.execute(query, values).fetchall()

@@ -148,7 +148,7 @@ def read_servers(
     return tuple(servers), tuple(notes)
 
 
-def _server(name: str, entry: Any, environ: Mapping[str, str]) -> ServerConfig:
+def _server(name: str, entry: object, environ: Mapping[str, str]) -> ServerConfig:
     if _NAME.fullmatch(name) is None:
         raise OptionError("a server's name has 1 to 40 letters, digits, _ and -")
     if not isinstance(entry, dict):

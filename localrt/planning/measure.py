@@ -163,7 +163,7 @@ def measure(
     """
     ops, path = NativeOps(), cache / _FILE
     known = {} if remeasure else _known(cache, working_set)
-    kernels: dict[str, Any] = known.setdefault("kernels", {})
+    kernels: dict[str, object] = known.setdefault("kernels", {})
     missing = _missing(known, formats)
     if missing or "call_s" not in known:
         if is_busy():
@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> None:
     measure(Path(folder), Path(cache), *others)
 
 
-def _measure_aside(job: list[Any]) -> bool:
+def _measure_aside(job: list[object]) -> bool:
     """Measure in a separate process; return whether that worked."""
     if getattr(sys, "frozen", False):
         return False  # a packaged app has no interpreter: it would start a second app
@@ -278,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _write(path: Path, values: dict[str, object]) -> None:
     """Save values, ignoring errors: unsaved rates are measured again next time."""
     with suppress(OSError):
         write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)

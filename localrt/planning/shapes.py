@@ -50,7 +50,7 @@ _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
 
 def shape_from_config(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     name: str,
     format: str | None = None,
@@ -96,7 +96,7 @@ def shape_from_config(
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
 
 
-def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]:
     """Return the small tensors that change how the config is read, where there are weights."""
     biased = bool(config.get("attention_bias"))
     if kind == "ernie4_5_moe":
@@ -108,7 +108,7 @@ def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _published_formats(
-    config: Mapping[str, Any], folder: Path, notes: list[str]
+    config: Mapping[str, object], folder: Path, notes: list[str]
 ) -> tuple[str, str]:
     """Return the formats of experts and of all other matrices."""
     quantized = config.get("quantization_config")

@@ -79,7 +79,7 @@ def measure_losses(
     ``states`` are before the first layer and get overwritten; ``report`` gets the layers done.
     """
     source = weights.source
-    copies: list[list[Any]] = []  # hidden states, each after one rounded layer
+    copies: list[list[object]] = []  # hidden states, each after one rounded layer
     found: list[list[_Group]] = []
     for layer in range(weights.config.layers):
         hessians = states.observe(source, layer)

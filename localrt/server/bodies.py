@@ -246,7 +246,7 @@ def _outside(data: bytes) -> Callable[[bytes], int]:
     return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
 
 
-def check_fields(kind: str, value: Any) -> dict[str, object]:
+def check_fields(kind: str, value: object) -> dict[str, object]:
     """Return ``value`` if it follows the schema, with whole numbers as integers.
 
     Raises:

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -74,7 +73,7 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Return ``content`` as bytes."""
         return to_json(content)
 

@@ -81,7 +81,7 @@ def _mixed(prompts: Sequence[Prompt]) -> Iterator[Mixed]:
 def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:
     """Return the prompt with ``show`` of each content that has media."""
 
-    def shown(content: Any) -> Any:
+    def shown(content: object) -> Any:
         return show(content) if isinstance(content, Mixed) else content
 
     given = prompt.get("prompt")

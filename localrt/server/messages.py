@@ -142,7 +142,7 @@ def _parts(content: object) -> list[Any]:
     return content if isinstance(content, list) else [] if content is None else [content]
 
 
-def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Message]:
+def _messages(role: str, content: object, note: Note, between: str) -> Iterator[Message]:
     pieces: list[str | Media] = []
     fields: Message = {}
 

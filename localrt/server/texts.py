@@ -162,7 +162,7 @@ async def tokenize(request: Request) -> Response:
             "" if one < 0 else model.tokenizer.token_bytes(one).decode("utf-8", "replace")
             for one in ids
         ]
-        tokens: list[Any] = list(ids)
+        tokens: list[object] = list(ids)
         if fields.get("with_pieces"):
             tokens = [{"id": one, "piece": piece} for one, piece in zip(ids, pieces, strict=True)]
         more = {"token_strs": pieces} if fields.get("return_token_strs") else {}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import index
-from typing import Any
 
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.histories import HistoryRenderer, rules_first
@@ -225,7 +224,7 @@ class RequestBuilder:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         watch: Watch = ignore_count,
         options: Options | None = None,
     ) -> list[int]:

@@ -127,7 +127,7 @@ def _can_be_cut(spec: Mapping[str, Any]) -> bool:
     )
 
 
-def _kinds(part: Mapping[str, Any], steps: str) -> list[str]:
+def _kinds(part: Mapping[str, object], steps: str) -> list[str]:
     """The types of a component's steps."""
     return [step["type"] for step in _steps(part, steps)]
 
@@ -337,7 +337,7 @@ def _what_is_there(folder: Path) -> str:
     return f"{folder} holds no tokenizer.json, so only token_ids can be used"
 
 
-def _read_whole(path: Path, config: Mapping[str, Any], special: Iterable[str]) -> Backend:
+def _read_whole(path: Path, config: Mapping[str, object], special: Iterable[str]) -> Backend:
     """Read the file by the package, and add tokens that only the other files declare."""
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend

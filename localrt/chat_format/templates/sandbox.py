@@ -47,7 +47,7 @@ class SandboxedTemplate:
         if "text" not in found:
             raise TemplateError(f"the {name} cannot be compiled: {found['refused']}")
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, object]) -> str:
         """Render the template with ``variables``, which are passed as JSON.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.drafts.heads.config import FUSION, HeadConfig, input_layers
@@ -108,7 +107,7 @@ def read_eagle3(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     )
 
 
-def _feature_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _feature_layers(config: Mapping[str, object], layers: int) -> tuple[int, ...]:
     """The layers whose inputs a head reads, by default those of the paper.
 
     SpecForge lists the layers whose outputs it reads, within ``eagle_config``; vLLM and llama.cpp

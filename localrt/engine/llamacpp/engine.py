@@ -185,7 +185,7 @@ class _Abort:
         self._context: Any = None
         self.error: BaseException | None = None
 
-    def during(self, context: Any, check: Check | None) -> _Abort:
+    def during(self, context: object, check: Check | None) -> _Abort:
         self._context, self._check, self.error = context, check, None
         return self
 

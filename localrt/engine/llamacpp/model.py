@@ -113,7 +113,7 @@ class LlamaCppModel:
     def __init__(
         self,
         library: Library,
-        handle: Any,
+        handle: object,
         info: EngineInfo,
         *,
         threads: int,

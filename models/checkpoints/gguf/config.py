@@ -56,7 +56,7 @@ def model_config(
     Raises:
         CheckpointError: a parameter is of a wrong type.
     """
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
     for key, name in CONFIG_KEYS.items():
         value = _numbers(metadata, f"{architecture}.{key}")
         if value is not None:
@@ -127,7 +127,9 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     return config
 
 
-def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
+def _leave_out(
+    config: dict[str, object], predicting: Collection[int], metadata: GgufMetadata
+) -> None:
     """Leave the prediction blocks out of the layer count and of per-block lists.
 
     Raises:
@@ -167,7 +169,7 @@ def _listed(metadata: GgufMetadata, key: str) -> list[Any] | None:
     return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else None
 
 
-def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+def _add_routing(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
     """Add the router's scoring. The architecture refuses an unknown number."""
     if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
         config["norm_topk_prob"] = normalized
@@ -176,7 +178,7 @@ def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetada
         config["scoring_func"] = SCORING.get(function, str(function))
 
 
-def _head_size(config: Mapping[str, Any]) -> int | None:
+def _head_size(config: Mapping[str, object]) -> int | None:
     """Hidden size divided by heads, if both are known."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -185,7 +187,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _add_vocabulary(
-    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+    config: dict[str, object], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
 ) -> None:
     """Add the vocabulary size, from the embedding's rows if the file does not say it."""
     if "vocab_size" in config:
@@ -196,7 +198,7 @@ def _add_vocabulary(
         config["vocab_size"] = metadata.count("tokenizer.ggml.tokens")
 
 
-def _add_partial_rotary(config: dict[str, Any]) -> None:
+def _add_partial_rotary(config: dict[str, object]) -> None:
     """Add partial rotation as Hugging Face gives it: a fraction of each head."""
     head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
@@ -204,14 +206,14 @@ def _add_partial_rotary(config: dict[str, Any]) -> None:
 
 
 def _add_rope_scaling(
-    config: dict[str, Any],
+    config: dict[str, object],
     architecture: str,
     metadata: GgufMetadata,
     tensors: Mapping[str, StoredTensor],
 ) -> None:
     prefix = f"{architecture}.rope.scaling."
     kind = metadata.text(f"{prefix}type")
-    scaling: dict[str, Any] = {}
+    scaling: dict[str, object] = {}
     for key, name in ROPE_SCALING_KEYS.items():
         value = metadata.number(prefix + key)
         if value is not None:
@@ -235,7 +237,7 @@ def _add_rope_scaling(
     config["rope_scaling"] = {"rope_type": kind, **scaling}
 
 
-def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -> None:
+def _add_layer_types(config: dict[str, object], key: str, metadata: GgufMetadata) -> None:
     """Add which layers have a window: all but every n-th, or by one flag per layer."""
     if key in metadata and not metadata.is_array(key):
         config["sliding_window_pattern"] = metadata.integer(key)
@@ -245,7 +247,7 @@ def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -
         ]
 
 
-def _add_choice(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+def _add_choice(config: dict[str, object], tensors: Mapping[str, StoredTensor]) -> None:
     """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
 
     The file names no method. It ranks groups by their best expert, with sigmoids by their best two.
@@ -259,7 +261,7 @@ def _add_choice(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> 
         config.pop("routed_scaling_factor", None)
 
 
-def _add_temperature(config: dict[str, Any]) -> None:
+def _add_temperature(config: dict[str, object]) -> None:
     """Add Mistral 3's rotary scaling, which does not change the size of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
@@ -268,7 +270,7 @@ def _add_temperature(config: dict[str, Any]) -> None:
             scaling["mscale"] = scaling["mscale_all_dim"]
 
 
-def _add_kinds(config: dict[str, Any], metadata: GgufMetadata, architecture: str) -> None:
+def _add_kinds(config: dict[str, object], metadata: GgufMetadata, architecture: str) -> None:
     """What each layer of Nemotron-H is: one with key/value heads attends, and one with a width is
     an MLP or a mixture.
     """
@@ -288,7 +290,7 @@ def _add_kinds(config: dict[str, Any], metadata: GgufMetadata, architecture: str
     config["moe_latent_size"] = metadata.integer(f"{architecture}.moe_latent_size")
 
 
-def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+def _add_recurrent(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
     """Sizes of recurrent layers, and which layers attend: those that have key/value heads."""
     groups = config.get("num_key_value_heads")
     if isinstance(groups, list) and 0 in groups:
@@ -318,7 +320,7 @@ def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMeta
     }
 
 
-def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
+def _add_kimi(config: dict[str, object], metadata: GgufMetadata) -> None:
     """Add sizes of delta layers (as many heads as others); expert weights sum to 1."""
     config["linear_head_dim"] = metadata.integer("kimi-linear.kda.head_dim")
     config["linear_num_heads"] = config.get("num_attention_heads")
@@ -346,7 +348,7 @@ def _add_connections(
         config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
 
 
-def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
+def _add_bases(config: dict[str, object], metadata: GgufMetadata) -> None:
     """Add which layers have a rotary embedding: in Hugging Face configs others have base 0."""
     if (flags := _listed(metadata, "granite_swa.attention.rope_pattern")) is not None:
         base = config.get("rope_theta")
@@ -394,7 +396,7 @@ def _add_gemma(
 
 
 def _add_dflash(
-    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+    config: dict[str, object], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
 ) -> None:
     """Add DFlash's options, and which it has that are not known. A file counts layers' inputs, a
     folder their outputs.
@@ -414,7 +416,7 @@ def _add_dflash(
     }
 
 
-def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+def _add_deepseek(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
     """DeepSeek-V2's and V3's own keys.
 
     Newer files hold latent attention in its absorbed form: the plain keys have the size of the one

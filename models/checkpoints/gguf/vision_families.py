@@ -130,12 +130,12 @@ def vision_config(
         "hidden_act": metadata.activation(),
         "out_hidden_size": _columns(family, metadata, shapes),
     }
-    text: dict[str, Any] = {
+    text: dict[str, object] = {
         "hidden_size": vision["out_hidden_size"],
         "rms_norm_eps": eps,
     }
     config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
-    processor: dict[str, Any] = {
+    processor: dict[str, object] = {
         "image_mean": metadata.colours("vision.image_mean"),
         "image_std": metadata.colours("vision.image_std"),
     }

@@ -150,7 +150,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         for file in self._files.values():
             file.close()
 
-    def _head(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def _head(self, config: Mapping[str, object]) -> dict[str, bool]:
         """Whether the head is the embedding, by the config and the tensors, as in transformers: a
         head in the file that differs is kept, whatever the config says.
         """
