@@ -146,7 +146,7 @@ class Evaluation:
     tok_s: float
     against: Comparison | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The same names and values as a plain dictionary."""
         return asdict(self)
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from localrt.common.cores import Cores, find_cores
 from localrt.common.version import __version__
@@ -87,7 +86,7 @@ class Machine:
     memory_read_bytes_s: float | None = None
     disk: DiskSpeed | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The same names as a plain dictionary."""
         return asdict(self)
 

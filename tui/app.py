@@ -183,7 +183,7 @@ class ChatApp(App[None]):
             graphics=graphics,
         )
 
-    def get_default_screen(self) -> Screen[Any]:
+    def get_default_screen(self) -> ChatScreen:
         return self.chat
 
     async def on_mount(self) -> None:
@@ -256,7 +256,7 @@ class ChatApp(App[None]):
         self.chat.panel.show(preferred.panel)
         return (*notes, *problems)
 
-    def remember(self, **preferred: Any) -> None:
+    def remember(self, **preferred: object) -> None:
         """Save preferences; a failure is shown."""
         try:
             self.preferences.change(preferred)

@@ -6,8 +6,6 @@ again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.segment import Segment
 from textual.app import App
 from textual.color import Color
@@ -72,13 +70,13 @@ class WithoutControls(LineFilter):
         ]
 
 
-def register(app: App[Any]) -> None:
+def register(app: App[None]) -> None:
     """Make the pair known to the app."""
     app.register_theme(DARK)
     app.register_theme(LIGHT)
 
 
-def offered(app: App[Any]) -> list[str]:
+def offered(app: App[None]) -> list[str]:
     """Names of themes to offer, ours first; a terminal with 16 colours keeps its own palette."""
     names = list(app.available_themes)
     if app.console.color_system == "standard":

@@ -80,7 +80,7 @@ def _applications(mix: Report, alone: bool) -> Iterator[tuple[tuple[str, str], o
                 yield (of, name), app[name]
 
 
-def _points(sweep: Report) -> Iterator[tuple[tuple[str, str], Any]]:
+def _points(sweep: Report) -> Iterator[tuple[tuple[str, str], object]]:
     names = [name for name in SETTINGS if name in sweep["vary"]]
     for point in sweep["points"]:
         for name in MEASURES:

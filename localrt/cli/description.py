@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.chat_format.templates.go_template import to_jinja
@@ -63,7 +62,7 @@ class ModelDescription:
     picture_tokens: int = 0
     picture_bytes: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields, as JSON has them."""
         paths = {"path": str(self.path), "adapters": [str(each) for each in self.adapters]}
         packed = [str(each) for each in self.packed]

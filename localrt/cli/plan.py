@@ -11,7 +11,6 @@ import argparse
 import json
 import shlex
 import sys
-from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
@@ -162,7 +161,7 @@ def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
     return pair
 
 
-def _report(found: Plan, pair: PairPlan | None) -> dict[str, Any]:
+def _report(found: Plan, pair: PairPlan | None) -> dict[str, object]:
     return {
         "command": shlex.join(["localrt", *sys.argv[1:]]),
         "simulated": True,

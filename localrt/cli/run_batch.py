@@ -37,7 +37,7 @@ class BatchPrompt:
 
     line: int
     prompt: Any
-    id: Any = None
+    id: object = None
 
 
 def run_batch(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Literal
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes, format_rate, table
@@ -115,7 +115,7 @@ class PairPlan:
             *(f"  {line}".rstrip() for line in table(rows, headers, "rrrrr").splitlines()),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         names = (
             *("place", "problem", "tok_s", "plain_tok_s", "draft_tokens", "levels"),

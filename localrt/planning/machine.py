@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
 
 from localrt.quant.formats import FORMATS
 
@@ -185,7 +184,7 @@ class MachineProfile:
         """Return the machine without its GPU."""
         return replace(self, gpu=None, link_bytes_s=None, corrections=(None, None))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return asdict(self)
 

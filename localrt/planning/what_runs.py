@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from localrt.common.formatting import format_bytes, format_seconds, table
 from localrt.common.settings import Settings
@@ -38,7 +37,7 @@ class Runnable:
         """How good the model is for chat; ``"slow"`` if it does not fit."""
         return "slow" if self.expected is None else self.expected.level
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         expected = {} if self.expected is None else asdict(self.expected)
         return {
@@ -71,7 +70,7 @@ class WhatRuns:
                 found.setdefault(each.model.family, each)
         return tuple(found.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return {
             "simulated": True,

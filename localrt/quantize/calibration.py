@@ -17,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -39,9 +39,12 @@ from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Hidden
 from localrt.quant.ops.protocol import Batch, Check, opaque
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from localrt.models.checkpoints import Checkpoint
     from localrt.quant.reference.calibration import CalibrationOps
 Windows = Sequence[Sequence[int]]
@@ -141,7 +144,7 @@ class HiddenStates:
             np.concatenate([np.array(w) for w in windows]), return_inverse=True
         )
         self._batches: list[Batch] = []
-        self.hidden: list[Any] = []  # (tokens of the window, D) for each window
+        self.hidden: list[Tensor] = []  # (tokens of the window, D) for each window
         with ops.scope():
             rows = [checkpoint.read(EMBEDDING, token, token + 1) for token in used.tolist()]
             table = ops.weight((len(used), config.hidden_size), rows)
@@ -158,9 +161,9 @@ class HiddenStates:
         """
         parts = self.load(checkpoint, layer)
         with self.ops.scope():
-            weights: dict[str, Any] = {}
+            weights: dict[str, Tensor] = {}
             for part in parts:
-                weights |= part.matrices()
+                weights |= cast("dict[str, Tensor]", part.matrices())
             self.ops.watch(weights.values())
             self.through(parts, self.copied())
             return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
@@ -169,7 +172,7 @@ class HiddenStates:
         """Move the states past the layer, with the weights of ``checkpoint``."""
         self.hidden = self.through(self.load(checkpoint, layer), self.hidden)
 
-    def copied(self) -> list[Any]:
+    def copied(self) -> list[Tensor]:
         """Return a copy of the states, for ``through`` to overwrite."""
         return list(map(self.ops.copy, self.hidden))
 
@@ -191,20 +194,20 @@ class HiddenStates:
                 )
             return parts
 
-    def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
+    def through(self, parts: Layer, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Run ``parts`` on the states ``hidden``, which are overwritten, and return the results."""
-        behind: list[object] = []
+        behind: list[Tensor] = []
         with self.ops.scope():
             for x, batch in zip(hidden, self._batches, strict=True):
                 self._check()
                 ops = opaque(self.ops)
-                state = PassState(ops, ops.begin(batch), x)
+                state = PassState(ops, ops.begin(batch), cast(Hidden, x))
                 for part in parts:
                     part(state)
-                behind.append(state.x)
+                behind.append(cast("Tensor", state.x))
         return behind
 
-    def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Any]], Floats]]:
+    def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Tensor]], Floats]]:
         """Yield functions from final hidden states to logits, each for one part of the vocabulary.
 
         Logits: (positions, rows of the part), float32, at every fourth position of every window.
@@ -213,14 +216,15 @@ class HiddenStates:
         chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
         # No scope is held across a yield: two such iterators may alternate.
         with self.ops.scope():
-            norm: Any = load_norm(config, WeightLoader(checkpoint, opaque(self.ops)))
+            found = load_norm(config, WeightLoader(checkpoint, opaque(self.ops)))
+            norm = cast("Tensor | None", found)
         for start in range(0, config.vocab_size, _VOCAB_ROWS):
             stop = min(config.vocab_size, start + _VOCAB_ROWS)
             rows = [checkpoint.read(name, start, stop)]
             with self.ops.scope():
-                weight: Any = self.ops.weight((stop - start, config.hidden_size), rows)
+                weight = self.ops.weight((stop - start, config.hidden_size), rows)
 
-            def logits(hidden: Sequence[Any], weight: Any = weight) -> Floats:
+            def logits(hidden: Sequence[Tensor], weight: Tensor = weight) -> Floats:
                 self._check()
                 eps, cap = config.norm_eps, config.final_softcap
                 with self.ops.scope():

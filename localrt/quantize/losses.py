@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.base import WeightBlock
@@ -28,6 +29,9 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
 from localrt.quantize.calibration import Calibration, HiddenStates
 from localrt.quantize.layer import LayerQuantizer, common_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2
@@ -79,7 +83,7 @@ def measure_losses(
     ``states`` are before the first layer and get overwritten; ``report`` gets the layers done.
     """
     source = weights.source
-    copies: list[list[object]] = []  # hidden states, each after one rounded layer
+    copies: list[list[Tensor]] = []  # hidden states, each after one rounded layer
     found: list[list[_Group]] = []
     for layer in range(weights.config.layers):
         hessians = states.observe(source, layer)
@@ -186,7 +190,7 @@ class _Divergence:
 
     def __init__(self) -> None:
         self._a, self._b = _Exponentials(), _Exponentials()
-        self._apart: Any = 0.0  # sums of exp(a) (a - b)
+        self._apart: npt.NDArray[np.float64] | float = 0.0  # sums of exp(a) (a - b)
 
     def add(self, a: Floats, b: Floats) -> None:
         """Add a part (rows, n) of both logits."""
@@ -205,10 +209,10 @@ class _Exponentials:
     """Each row's sum of exp(x - largest), computed part by part."""
 
     def __init__(self) -> None:
-        self._largest: Any = -np.inf
-        self.sums: Any = 0.0
+        self._largest: npt.NDArray[np.float64] | float = -np.inf
+        self.sums: npt.NDArray[np.float64] | float = 0.0
 
-    def add(self, x: Floats) -> tuple[Floats, object]:
+    def add(self, x: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
         """Return exp(x - largest), and the factor by which earlier sums shrink."""
         largest = np.maximum(self._largest, x.max(axis=1))
         shrunk = np.exp(self._largest - largest)
@@ -218,6 +222,6 @@ class _Exponentials:
         return powers, shrunk
 
     @property
-    def logarithm(self) -> Any:
+    def logarithm(self) -> npt.NDArray[np.float64]:
         """The logarithm of each row's sum of exp(x)."""
         return self._largest + np.log(self.sums)

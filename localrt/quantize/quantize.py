@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.option_names import option
@@ -104,7 +103,7 @@ class QuantizeReport:
     vision_bytes: int = 0
     blind: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The same names and values as plain JSON."""
         return {**asdict(self), "path": str(self.path)}
 

@@ -104,7 +104,7 @@ def tier_of(fields: Fields) -> RequestClass:
     return "background" if fields.get("service_tier") == "flex" else "interactive"
 
 
-def sampling(fields: Fields, *names: str, **others: str) -> dict[str, Any]:
+def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
     """Return the options in ``fields`` with these names; ``others`` gives the dialect's names."""
     options = {}
     for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ class BlockFile:
             (self.folder / _STATE.format(gone)).unlink(missing_ok=True)
         return written
 
-    def _read_whole(self, file: Any, first: int, room: Bytes) -> int:
+    def _read_whole(self, file: FileIO, first: int, room: Bytes) -> int:
         """Fill ``room``; returns the number of blocks before the first damaged one."""
         starts = range(0, self._block_bytes, _CHECKED)
         pieces = [block[start : start + _CHECKED].data for block in room for start in starts]
@@ -257,13 +258,13 @@ def _read_about(path: Path) -> dict[str, Any] | None:
     return about if whole else None
 
 
-def _write_all(file: Any, blocks: Bytes) -> None:
+def _write_all(file: FileIO, blocks: Bytes) -> None:
     view = np.ascontiguousarray(blocks).data.cast("B")
     while view:
         view = view[file.write(view) :]
 
 
-def _read_into(file: Any, room: memoryview) -> memoryview:
+def _read_into(file: FileIO, room: memoryview) -> memoryview:
     left = room
     while left:
         got = file.readinto(left)

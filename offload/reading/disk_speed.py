@@ -49,7 +49,7 @@ class DiskProfile:
         """The profile assumed for an unmeasured disk."""
         return cls(ReadMode(), _ASSUMED_BYTES_S, 0.0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
+from types import ModuleType
 from typing import Any, SupportsInt
 
 import numpy as np
@@ -397,7 +398,7 @@ def _full() -> MemoryBudgetError:
     )
 
 
-def _error(driver: Any, name: str, status: SupportsInt) -> LocalrtError:
+def _error(driver: ModuleType, name: str, status: SupportsInt) -> LocalrtError:
     if int(status) == _OUT_OF_MEMORY and name == "cuMemHostAlloc":
         return MemoryBudgetError(
             "the system pins no more RAM for the GPU: close other programs, or give the model less "
@@ -414,7 +415,7 @@ _CALLS = {"cuLaunchKernel": "a kernel", "cuModuleLoadData": "a kernel"}
 
 
 @cache
-def bindings() -> Any:
+def bindings() -> ModuleType:
     """The driver's functions; initializes the driver.
 
     Raises:
@@ -431,7 +432,8 @@ def bindings() -> Any:
         raise LocalrtError("NVIDIA's driver is not installed") from error
     if int(status) != 0:
         raise _error(driver, "cuInit", status)
-    return driver
+    module: ModuleType = driver
+    return module
 
 
 def count_gpus() -> int:

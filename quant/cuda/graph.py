@@ -339,7 +339,7 @@ class StaticPass:
         self._sequences: Tensor | None = None  # the table's copy
         self._values: Tensor | None = None
         self._runs: dict[object, _Run] = {}
-        self._shared: dict[Any, Any] = {}
+        self._shared: dict[object, Any] = {}
 
     def fill(self, batch: Batch, wanted: Sequence[int] | None) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""

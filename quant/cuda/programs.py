@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from localrt.common.errors import LocalrtError, MissingExtraError
@@ -148,14 +149,15 @@ def has_compiler() -> bool:
 
 
 @cache
-def _nvrtc() -> Any:
+def _nvrtc() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise MissingExtraError(f"{NO_COMPILER} ({error})") from error
-    return nvrtc
+    module: ModuleType = nvrtc
+    return module
 
 
 def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:

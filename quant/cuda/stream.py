@@ -191,7 +191,7 @@ class Recording:
 
     step: CudaPass
     wanted: Tensor | None  # rows of the head, (n,) int64; None is all
-    shared: dict[Any, Any]  # objects shared by all recordings of this shape
+    shared: dict[object, Any]  # objects shared by all recordings of this shape
     cut: Cut
     logits: Tensor | None = None
     stale: bool = False  # whether it must be recorded again

@@ -284,7 +284,7 @@ class SettingsScreen(Dialog[None]):
 class PickTheme(Choose):
     """A theme by name; walking shows it, Esc brings the one before back."""
 
-    def __init__(self, app: App[Any]) -> None:
+    def __init__(self, app: App[None]) -> None:
         names = offered(app)
         keys = "Enter save · Esc cancel"
         title = Content.styled("Theme", HEADING)

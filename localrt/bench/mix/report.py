@@ -160,7 +160,7 @@ def _peak(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the medians of the runs' figures, by name; None where none has one."""
     found: dict[str, Any] = {}
     for name in runs[0]:

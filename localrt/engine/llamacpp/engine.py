@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class LlamaCppSession(EngineSession):
         self._tokens: list[int] = []
         self._size = 0  # tokens that the context has room for; 0: there is no context yet
         self._outputs = 1  # rows of a pass whose logits the context keeps
-        self._context: Any = None
-        self._free: Callable[[], Any] = _nothing
+        self._context: object = None
+        self._free: Callable[[], object] = _nothing
         self._abort = _Abort(self._api)
         self._last_pass_s = 0.0
 
@@ -177,12 +177,12 @@ class LlamaCppSession(EngineSession):
 class _Abort:
     """Calls ``check`` during a pass. Its exception is kept, since C cannot carry it."""
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: ModuleType) -> None:
         self._set = api.llama_set_abort_callback
         self._never = api.ggml_abort_callback()
         self._callback = api.ggml_abort_callback(self._ask)
         self._check: Check | None = None
-        self._context: Any = None
+        self._context: object = None
         self.error: BaseException | None = None
 
     def during(self, context: object, check: Check | None) -> _Abort:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from types import ModuleType
 
 from localrt.common.cores import default_threads
 from localrt.common.errors import (
@@ -46,7 +46,7 @@ class Library:
     ``log_sink`` is only kept alive: otherwise the library would call into freed memory.
     """
 
-    api: Any
+    api: ModuleType
     errors: deque[str]
     log_sink: object
 
@@ -268,7 +268,7 @@ class LlamaCppModel:
             check_fits(needed, memory_state().available, what, ctx=capacity)
 
 
-def _use_gpu(api: Any, device: str) -> bool:
+def _use_gpu(api: ModuleType, device: str) -> bool:
     if device not in ("auto", "cpu", "cuda"):
         raise OptionError(f"{option('device')} must be auto, cpu or cuda, not {device!r}")
     can = bool(api.llama_supports_gpu_offload())
@@ -281,14 +281,14 @@ def _use_gpu(api: Any, device: str) -> bool:
     return can and device != "cpu"
 
 
-def _metadata(api: Any, model: Any, key: str) -> str | None:
+def _metadata(api: ModuleType, model: object, key: str) -> str | None:
     buffer = ctypes.create_string_buffer(256)
     if api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) < 0:
         return None
     return buffer.value.decode("utf-8", "replace")
 
 
-def _kv_bytes_per_token(api: Any, model: Any) -> int:
+def _kv_bytes_per_token(api: ModuleType, model: object) -> int:
     """Return the bytes of keys and values per token in half precision, by the model's sizes."""
     architecture = _metadata(api, model, "general.architecture")
     heads = max(1, api.llama_model_n_head(model))
@@ -299,7 +299,7 @@ def _kv_bytes_per_token(api: Any, model: Any) -> int:
     return int(layers * kv_heads * (key + value) * 2)
 
 
-def _describe(api: Any, model: Any, device: str) -> EngineInfo:
+def _describe(api: ModuleType, model: object, device: str) -> EngineInfo:
     vocab = api.llama_model_get_vocab(model)
     file_type = api.llama_ftype_name(api.llama_model_ftype(model)) or b"unknown"
     return EngineInfo(

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import isnan
-from typing import Any
 
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
@@ -22,7 +21,7 @@ from localrt.server.messages import text_argument
 _DONE = b"data: [DONE]\n\n"
 
 
-def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
+def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, object]:
     """Return the token counts of a request by its final ``metrics``; each prompt counts once."""
     found = list(metrics)
     choices = max(1, len(found) // prompts)

@@ -47,7 +47,7 @@ def model_config(
     metadata: GgufMetadata,
     tensors: Mapping[str, StoredTensor],
     predicting: Collection[int] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the model's parameters under Hugging Face's keys.
 
     ``tensors`` has Hugging Face's names; only shapes and small rotary vectors are used.
@@ -153,7 +153,7 @@ def _leave_out(
         config[key] = own[0] if same else own
 
 
-def _numbers(metadata: GgufMetadata, key: str) -> Any:
+def _numbers(metadata: GgufMetadata, key: str) -> object:
     """Return a number, or a list if the file has different numbers per layer."""
     if key not in metadata or not metadata.is_array(key):
         return metadata.number(key)
