@@ -309,7 +309,8 @@ def _finished(options: SweepOptions, plan: Mapping[str, object]) -> list[Point]:
 def _trained_context(path: Path) -> int | None:
     try:
         with closing(open_checkpoint(path)) as checkpoint:
-            return int(checkpoint.config.get("max_position_embeddings") or 0) or None
+            trained = cast("int | None", checkpoint.config.get("max_position_embeddings"))
+            return int(trained or 0) or None
     except LocalrtError:  # loading will say what is wrong
         return None
 

@@ -10,6 +10,7 @@ import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from localrt.bench.engines import ENGINES
 from localrt.bench.gpu import forecast, wants_forecast
@@ -158,7 +159,7 @@ def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
     if asked is not None:
         return replace(work, long_prompt_tokens=asked)
     with closing(open_checkpoint(options.path)) as checkpoint:
-        trained = checkpoint.config.get("max_position_embeddings")
+        trained = cast("int | None", checkpoint.config.get("max_position_embeddings"))
     room = min(int(trained or _LONG_PROMPT), options.ctx or _LONG_PROMPT + LONG_ANSWER)
     length = min(_LONG_PROMPT, room - LONG_ANSWER)
     return replace(work, long_prompt_tokens=length if length > work.prompt_tokens else 0)

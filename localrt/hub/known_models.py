@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from localrt.hub.names import close_to
 
@@ -49,7 +48,7 @@ class KnownModel:
         """The page that shows that the repository is this model's."""
         return self.source or f"https://huggingface.co/{self.repo}"
 
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, object]:
         """The part of the published ``config.json`` that describes the text model's shape."""
         return _configs()[self.shape]
 

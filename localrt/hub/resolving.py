@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from errno import ELOOP
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.common.formatting import one_line
@@ -64,7 +64,7 @@ class Offer:
 
     repo: str
     sizes: Mapping[str, int]
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, object] | None = None
     here: bool = False
 
 

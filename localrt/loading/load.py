@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from localrt.chat_format.templates.chat_template import (
     ChatTemplate,
@@ -188,7 +188,7 @@ def _load_llamacpp(
         raise OptionError(
             f"the llamacpp engine chooses how it computes: leave {option('activations')} out"
         )
-    trained = checkpoint.config.get("max_position_embeddings")
+    trained = cast("int | None", checkpoint.config.get("max_position_embeddings"))
     ctx = options.ctx or min(int(trained or DEFAULT_CONTEXT), 8192)
     if trained and ctx > int(trained):
         context.notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.option_names import option
@@ -132,7 +132,7 @@ class _Described:
     """A ``Checkpoint`` without weights: a config, and the tensors that it implies."""
 
     architecture: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     path: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     kind: str = "safetensors"

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -167,11 +167,11 @@ class Checkpoint(TensorSource, Protocol):
         """``model_stamp`` of its files when it was opened."""
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, object]:
         """The architecture's parameters under the keys of a Hugging Face ``config.json``."""
 
     @property
-    def generation_config(self) -> Mapping[str, Any]:
+    def generation_config(self) -> Mapping[str, object]:
         """Sampling defaults under the keys of ``generation_config.json``; may be empty."""
 
     @property
@@ -179,7 +179,7 @@ class Checkpoint(TensorSource, Protocol):
         """Lines for the user about how the weights are read; mostly empty."""
 
     @property
-    def metadata(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, object]:
         """GGUF key-value pairs, read lazily; empty for a Hugging Face folder."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ text's length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from localrt.common.free_memory import return_free_memory
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
@@ -48,6 +48,7 @@ def load_tokenizer(
             return gguf_tokenizer(checkpoint.metadata, pre=pre, note=note)
         from localrt.models.tokenizers.hf import hf_tokenizer
 
-        return hf_tokenizer(checkpoint.path, eos=checkpoint.generation_config.get("eos_token_id"))
+        eos = checkpoint.generation_config.get("eos_token_id")
+        return hf_tokenizer(checkpoint.path, eos=cast("int | list[int] | None", eos))
     finally:
         return_free_memory()

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
     if match is None or not turned:
         return place
     keys, heads, key, value = (
-        int(base.config[f"linear_{name}"])
+        int(cast(int, base.config[f"linear_{name}"]))
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     )
     width = 1 if match["part"] in ("b", "a") else value
@@ -176,7 +176,7 @@ class MergedCheckpoint:
         self._base = base
         self._changes: dict[str, LowRank] = dict(adapter.matrices)
         self._source = {name: name for name in base.tensors}
-        self.config: Mapping[str, Any] = base.config
+        self.config: Mapping[str, object] = base.config
         if HEAD not in base.tensors and (adapter.embedding or adapter.head):
             self._source[HEAD] = EMBEDDING
             self.config = {**base.config, "tie_word_embeddings": False}
@@ -211,11 +211,11 @@ class MergedCheckpoint:
         return self._base.notes
 
     @property
-    def generation_config(self) -> Mapping[str, Any]:
+    def generation_config(self) -> Mapping[str, object]:
         return self._base.generation_config
 
     @property
-    def metadata(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, object]:
         return self._base.metadata
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
@@ -68,7 +67,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             stored = self._rename(predicting)
             if not stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
-            self.config: Mapping[str, Any] = model_config(
+            self.config: Mapping[str, object] = model_config(
                 self.architecture, self.metadata, stored, predicting
             )
             self.only_predicts = head or (
@@ -82,7 +81,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 self.config = prediction_config(self.config)
             elif self.only_predicts and not predicts:
                 raise DraftHeadError(path, self.architecture)
-            self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
+            self.generation_config: Mapping[str, object] = generation_config(self.metadata)
             sources = family_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
                 sources |= rotary_rows(stored, self.config, self.path)

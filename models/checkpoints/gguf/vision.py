@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +65,7 @@ class VisionGguf(SourcedCheckpoint):
             shapes: Shapes = {name: tensor.info.shape for name, tensor in stored.items()}
             self.decoders = family.decoders
             self.architecture = family.kind
-            self.config: Mapping[str, Any]
+            self.config: Mapping[str, object]
             self.processor: Mapping[str, object]
             self.config, self.processor = vision_config(family, metadata, shapes)
             self.columns: int = self.config["text_config"]["hidden_size"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 
@@ -122,11 +121,11 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
 
     def __init__(self, path: Path, *, predicts: bool = False) -> None:
         self.path, self.stamp = path, model_stamp(path)
-        self.metadata: Mapping[str, Any] = {}
+        self.metadata: Mapping[str, object] = {}
         self._files: dict[str, RangedFile] = {}
         config = read_json(path / "config.json")
         self._published = flatten_config(config, path / "config.json")
-        self.config: Mapping[str, Any] = self._published
+        self.config: Mapping[str, object] = self._published
         self.architecture = _architecture(self.config, path / "config.json")
         self.only_predicts = self.architecture in HEADS
         if self.only_predicts and not predicts:
@@ -136,7 +135,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             self.config = prediction_config(self._published)
         self._method, self._scheme = read_scheme(self.config, path)
         self.notes: tuple[str, ...] = ()
-        self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
+        self.generation_config: Mapping[str, object] = _generation_config(path, self.config)
         try:
             super().__init__(self._locate(multimodal=is_multimodal(config)))
         except BaseException:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
@@ -38,7 +37,7 @@ class VisionFolder(SourcedCheckpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: Mapping[str, Any] = read_json(path / "config.json")
+        self.config: Mapping[str, object] = read_json(path / "config.json")
         self.architecture = str(self.config.get("model_type"))
         self.processor = _processor(path)
         self._files: list[RangedFile] = []

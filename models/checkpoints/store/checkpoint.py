@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -151,13 +151,13 @@ class StoreCheckpoint:
             raise CheckpointError(f"{path} has no MTP block")
         manifest = manifest or read_manifest(path / MANIFEST_NAME)
         units = [unit for unit in manifest.units if (unit.name == PREDICTION) is predicts]
-        self.config: Mapping[str, Any] = manifest.config
+        self.config: Mapping[str, object] = manifest.config
         if predicts:
             self.config, units = prediction_config(manifest.config), list(map(_plain, units))
         self.manifest = replace(manifest, units=tuple(units))
         self.kind: str = self.manifest.kind
         self.architecture = self.manifest.architecture
-        self.generation_config: Mapping[str, Any] = self.manifest.generation_config
+        self.generation_config: Mapping[str, object] = self.manifest.generation_config
         self._verify = Verifier(path, enabled=verify)
         self._held: tuple[StoredUnit, UnitMemory] | None = None
         self._files: dict[str, RangedFile] = {}
@@ -171,7 +171,7 @@ class StoreCheckpoint:
             self.close()
             raise
         self.notes: tuple[str, ...] = ()
-        self.metadata: Mapping[str, Any] = self._text.metadata if self._text else {}
+        self.metadata: Mapping[str, object] = self._text.metadata if self._text else {}
         self.tensors: Mapping[str, TensorInfo] = {
             name: _info(name, parts) for name, parts in self._parts.items()
         }

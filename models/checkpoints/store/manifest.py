@@ -118,8 +118,8 @@ class Manifest:
 
     kind: Literal["gguf", "safetensors"]
     architecture: str
-    config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
+    config: Mapping[str, object]
+    generation_config: Mapping[str, object]
     format: str
     exactness: Exactness
     source: Source
