@@ -45,7 +45,8 @@ def with_default_values(config: Mapping[str, object], architecture: str) -> dict
     family = str(config.get("model_type"))
     if not isinstance(table.get(family), Mapping):
         family = str(table.get(architecture))
-    defaults = dict(table.get(family) or {})
+    found = table.get(family)
+    defaults = dict(found) if isinstance(found, Mapping) else {}
     for names in _SAME:
         if any(config.get(name) is not None for name in names):
             for name in names:
@@ -54,7 +55,7 @@ def with_default_values(config: Mapping[str, object], architecture: str) -> dict
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def _table() -> Mapping[str, object]:
     found: Mapping[str, object] = json.loads(_FILE.read_text(encoding="utf-8"))
     return found
 

@@ -59,8 +59,8 @@ class Preferences:
     theme: str | None = None
     panel: bool = False
     system: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    keys: Mapping[str, object] = field(default_factory=dict)
 
 
 class PreferencesFile(TomlFile):
@@ -113,7 +113,7 @@ class PreferencesFile(TomlFile):
         self._note(f"{_FILE}: {name} must be {words[kind]}, is {value!r}: it is ignored")
         return default
 
-    def _options(self, values: Mapping[str, object]) -> dict[str, Any]:
+    def _options(self, values: Mapping[str, object]) -> dict[str, object]:
         good: dict[str, object] = {}
         for name, value in values.items():
             try:
@@ -131,7 +131,7 @@ class Preset:
 
     name: str
     system: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:

@@ -16,7 +16,7 @@ from localrt.chat_format.argument_types import ABSENT, DECODER, Accepted, Types,
 class Arguments(Protocol):
     """A notation of arguments."""
 
-    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, object], int]:
         """Return the arguments at ``at``, and the position after them.
 
         Raises:
@@ -60,7 +60,7 @@ def ends_in_string(text: str) -> bool:
 class JsonArguments:
     """One JSON object."""
 
-    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, object], int]:
         value, end = DECODER.raw_decode(text, _space(text, at))
         if isinstance(value, str):  # the object as JSON text
             value = DECODER.decode(value) if value.strip() else {}
@@ -105,7 +105,7 @@ class TaggedArguments:
     gap: str = ""  # between pairs
     forgotten: bool = False
 
-    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, object], int]:
         found: dict[str, object] = {}
         opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
         while (head := opening.match(text, at)) is not None:
@@ -173,7 +173,7 @@ class KeywordArguments:
 
     escaped: bool
 
-    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, object], int]:
         """See ``Arguments``; stops before the closing bracket."""
         found: dict[str, object] = {}
         while (head := _KEYWORD.match(text, at)) is not None:
@@ -230,7 +230,7 @@ class QuotedArguments:
 
     quote: str
 
-    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, object], int]:
         value, at = self._value(text, at)
         if not isinstance(value, dict):
             raise ValueError("no object")

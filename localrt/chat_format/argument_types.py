@@ -116,7 +116,7 @@ def bounds(schema: object, root: object, groups: Iterable[str]) -> set[str]:
     return {key for key, value in found if (key, value) != ("additionalProperties", True)}
 
 
-def _parts(schema: object, root: object) -> Iterator[tuple[Mapping[str, Any], bool]]:
+def _parts(schema: object, root: object) -> Iterator[tuple[Mapping[str, object], bool]]:
     """Yield ``schema`` and those that it consists of, each once, and whether a value must fit it:
     it need not fit an alternative.
     """

@@ -18,7 +18,7 @@ from localrt.models.vision.picture import picture_bytes
 _PROBE = "localrt probe"
 
 
-def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, Any]]:
+def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, object]]:
     """A message's content of pictures, then a text.
 
     Raises:
@@ -28,6 +28,7 @@ def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, A
         raise OptionError(f"images must be a list of pictures, is {images!r:.80}")
     if not images:
         return text
+    pictures: list[dict[str, object]]
     pictures = [{"type": "image", "image": picture_bytes(image)} for image in images]
     return [*pictures, {"type": "text", "text": text}]
 

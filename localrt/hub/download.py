@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from threading import Event
-from typing import Any
 
 from filelock import Timeout
 from huggingface_hub import HfApi, get_session, hf_hub_url
@@ -355,7 +354,7 @@ class _Transfer:
         url = hf_hub_url(
             remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint
         )
-        headers: dict[str, Any] = build_hf_headers(token=settings.read_hub_token() or False)
+        headers: dict[str, str] = build_hf_headers(token=settings.read_hub_token() or False)
         headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
         if 0 < have < file.size:
             headers["Range"] = f"bytes={have}-"

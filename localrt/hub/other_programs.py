@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from localrt.common.errors import CheckpointError
 from localrt.common.settings import Settings
@@ -51,15 +51,15 @@ class Extras:
 
     go_template: str | None = None
     system: str | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     projectors: tuple[Path, ...] = ()
     license: str | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Generation options under localrt's names. Skips Ollama's -1: no limit, or no seed."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name, value in self.params.items():
             ours = _OPTIONS.get(name)
             if ours is None or (ours in ("max_tokens", "seed") and _is_below_zero(value)):

@@ -149,14 +149,14 @@ async def tokenize(request: Request) -> Response:
 
     parse = fields.get("parse_special") is not False
 
-    def of_text(model: Model, _: threading.Event) -> dict[str, Any]:
+    def of_text(model: Model, _: threading.Event) -> dict[str, object]:
         ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
         return shown(model, ids)
 
     def of_messages(model: Model, given: Mapping[str, Any]) -> dict[str, object]:
         return shown(model, model.tokenize(given["prompt"], tools=given["tools"]))
 
-    def shown(model: Model, ids: Sequence[int]) -> dict[str, Any]:
+    def shown(model: Model, ids: Sequence[int]) -> dict[str, object]:
         ids = [max(one, -1) for one in ids]  # below 0: of a picture
         pieces = [
             "" if one < 0 else model.tokenizer.token_bytes(one).decode("utf-8", "replace")
@@ -176,7 +176,7 @@ async def tokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer (vLLM)."""
 
-    def work(model: Model, _: threading.Event) -> dict[str, Any]:
+    def work(model: Model, _: threading.Event) -> dict[str, object]:
         tokenizer = model.tokenizer
         ends = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
         return {

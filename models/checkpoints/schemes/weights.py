@@ -27,7 +27,7 @@ _PAIR = re.compile(r"(\d{1,9})x(\d{1,9})")
 class Keys:
     """Config ``values`` found at ``where``: a file's path, and the keys that lead there."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     where: str
 
     def value(self, key: str) -> Any:
