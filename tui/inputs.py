@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unicodedata import category
 
 from textual import widgets
@@ -101,7 +101,7 @@ class TextArea(_Typed, widgets.TextArea):
         edit.text = clean(edit.text)
         return super().edit(edit)
 
-    def scroll_cursor_visible(self, *arguments: Any, **options: Any) -> Offset:
+    def scroll_cursor_visible(self, *arguments: bool, **options: bool) -> Offset:
         """While an undo shortens the text the cursor may still be below its end."""
         if self.cursor_location[0] >= self.document.line_count:
             return Offset()

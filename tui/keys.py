@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from textual.binding import Binding
 from textual.keys import Keys
@@ -141,7 +140,7 @@ def read_key(text: str) -> str | None:
 
 
 def chosen_keys(
-    chosen: Mapping[str, Any], defaults: Mapping[str, str]
+    chosen: Mapping[str, object], defaults: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """The keymap, and a line for each choice that cannot be used.
 

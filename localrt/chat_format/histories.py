@@ -435,7 +435,7 @@ class HistoryRenderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         control_tokens: Iterable[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **extra: object,
     ) -> list[Segment]:
         """``MessageTemplate.render_segments`` of a form of the history that the template can show.

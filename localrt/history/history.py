@@ -179,7 +179,7 @@ _FACTS = ("title", "model", "system", "options", "updated")
 
 
 def copy_to_memory(
-    memory: History, id: str, turns: Iterable[Turn], facts: Mapping[str, Any]
+    memory: History, id: str, turns: Iterable[Turn], facts: Mapping[str, object]
 ) -> Conversation:
     """Copy a branch of a conversation to ``memory``, under the same id.
 
@@ -213,7 +213,7 @@ def copy_to_memory(
 
 
 def end_answer(
-    copy: Conversation, number: int, state: str, content: str, info: Mapping[str, Any]
+    copy: Conversation, number: int, state: str, content: str, info: Mapping[str, object]
 ) -> None:
     """End an answer in the copy whose writer began it in the file."""
     with copy._database.transaction() as connection:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from localrt.chat_format.templates.chat_template import (
     ChatTemplate,
@@ -54,7 +54,7 @@ class LoadedModel:
     engine: Engine
     tokenizer: Tokenizer | None
     template: MessageTemplate
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
     eos_ids: frozenset[int]
     ctx: int
     notes: tuple[str, ...]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -62,7 +61,7 @@ class ModelFacts:
             "quantization_level": self.quantization,
         }
 
-    def info(self, ctx: int | None) -> dict[str, Any]:
+    def info(self, ctx: int | None) -> dict[str, object]:
         """Return facts by their GGUF names; ``ctx`` is the context that the server uses."""
         sizes = {"context_length": ctx or self.ctx, "embedding_length": self.width}
         if self.picture is not None:

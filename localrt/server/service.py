@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 
@@ -38,14 +38,14 @@ class Stored:
     ``nbytes`` is its approximate size, ``since`` when it was stored.
     """
 
-    response: dict[str, Any]
-    items: Sequence[dict[str, Any]]
+    response: dict[str, object]
+    items: Sequence[dict[str, object]]
     nbytes: int
     since: float
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> list[dict[str, object]]:
         """Return all items, up to the end of the response."""
-        return [*self.items, *self.response.get("output", ())]
+        return [*self.items, *cast("list[dict[str, object]]", self.response.get("output", ()))]
 
 
 class ResponseStore:
@@ -62,14 +62,14 @@ class ResponseStore:
         self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
         self._now = now
         self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, tuple[str, dict[str, Any]]] = {}  # by item, its last response
+        self._items: dict[str, tuple[str, dict[str, object]]] = {}  # by item, its last response
         self._nbytes = 0
 
-    def put(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+    def put(self, response: dict[str, object], items: Sequence[dict[str, object]]) -> None:
         """Store a response to ``items`` under its ``id``."""
-        nbytes, name = len(to_json([response, items])), response["id"]
+        nbytes, name = len(to_json([response, items])), str(response["id"])
         self._kept[name] = stored = Stored(response, items, nbytes, self._now())
-        self._items |= {item["id"]: (name, item) for item in stored.conversation()}
+        self._items |= {str(item["id"]): (name, item) for item in stored.conversation()}
         self._nbytes += nbytes
         self._make_room()
 
@@ -78,7 +78,7 @@ class ResponseStore:
         self._make_room()
         return self._kept.get(name)
 
-    def item(self, name: str) -> dict[str, Any] | None:
+    def item(self, name: str) -> dict[str, object] | None:
         """Return the item with this id, from a stored response."""
         self._make_room()
         return self._items.get(name, ("", None))[1]
@@ -88,8 +88,8 @@ class ResponseStore:
         stored = self._kept.pop(name)
         self._nbytes -= stored.nbytes
         for item in stored.conversation():
-            if self._items.get(item["id"], ("",))[0] == name:
-                del self._items[item["id"]]
+            if self._items.get(str(item["id"]), ("",))[0] == name:
+                del self._items[str(item["id"])]
 
     def _make_room(self) -> None:
         while self._kept:

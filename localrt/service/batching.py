@@ -35,7 +35,7 @@ def stream_batch(
     *,
     token_ids: Sequence[Sequence[int]] | None = None,
     raw: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
     batch_size: int | None = None,
     errors: Errors = "raise",
     cancel: threading.Event | None = None,

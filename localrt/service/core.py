@@ -361,7 +361,7 @@ class KvChatCache:
         messages: Sequence[Message],
         options: Mapping[str, Any],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:

@@ -10,7 +10,6 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +25,10 @@ class PackedStrings:
     string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Malformed bytes are read as U+FFFD.
     """
 
-    def __init__(self, data: bytes, offsets: npt.NDArray[np.integer[Any]]) -> None:
+    def __init__(self, data: bytes, offsets: npt.NDArray[np.integer]) -> None:
         kind = np.uint32 if len(data) < 1 << 32 else np.uint64
         self.data = data
-        self.offsets: npt.NDArray[np.unsignedinteger[Any]] = np.ascontiguousarray(offsets, kind)
+        self.offsets: npt.NDArray[np.unsignedinteger] = np.ascontiguousarray(offsets, kind)
         self._offsets = self.offsets.data  # Python's own integers take half the time
 
     @classmethod

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -228,7 +227,7 @@ def _longrope(
     return np.asarray(inv_freq / factors), scale
 
 
-def _listed(values: object) -> npt.NDArray[np.floating[Any]] | None:
+def _listed(values: object) -> npt.NDArray[np.floating] | None:
     """A list of numbers as an array; None where it is anything else."""
     if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
         return None

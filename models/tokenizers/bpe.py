@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +188,7 @@ _HEARD = 4096  # tokens between calls of a watch
 _LINES = re.compile("[^\n]+|\n+")
 
 
-def join_by_scores(words: PieceTable, scores: npt.NDArray[Any]) -> Join[str]:
+def join_by_scores(words: PieceTable, scores: npt.NDArray[np.floating]) -> Join[str]:
     """Join neighbours to pieces of the vocabulary, best score first."""
     floats = np.ascontiguousarray(scores, np.result_type(scores, np.float32)).data
 

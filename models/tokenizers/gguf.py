@@ -89,7 +89,7 @@ class _Tokens:
     """The vocabulary as stored: pieces and their types by id."""
 
     table: PieceTable
-    types: npt.NDArray[np.integer[Any]]
+    types: npt.NDArray[np.integer]
 
     def of_type(self, *types: _Type) -> dict[str, int]:
         ids: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
+Number = TypeVar("Number", bound=np.generic)
 _EPS = 1e-6  # of all norms; configs do not name it
 _COLOURS = 3
 _MOST_ASPECT = 200
@@ -286,7 +287,7 @@ class QwenEncoder(VisionEncoder):
         merged[order] = self._merged("merger", x, units, steps)
         return EncodedPicture(merged, tuple(deep))
 
-    def _in_squares(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _in_squares(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         """(h, w, ...) as (N, ...), square by square."""
         (h, w), merge = values.shape[:2], self.config.merge
         squares = values.reshape(h // merge, merge, w // merge, merge, *values.shape[2:])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
@@ -132,7 +132,7 @@ def _pad(extents: dict[str, tuple[str, int, int]], position: int, alignment: int
 
 
 def _header(extents: Mapping[str, tuple[str, int, int]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"localrt.layout": LAYOUT}}
+    entries: dict[str, object] = {"__metadata__": {"localrt.layout": LAYOUT}}
     for name, (kind, begin, end) in extents.items():
         size = (end - begin) // (4 if kind == "F32" else 1)
         entries[name] = {"dtype": kind, "shape": [size], "data_offsets": [begin, end]}

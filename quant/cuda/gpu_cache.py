@@ -50,7 +50,7 @@ class GpuCache:
         values = kept.get(part) if kept.get("key") == list(self.key) else None
         return values if isinstance(values, dict) else {}
 
-    def write(self, part: str, values: Mapping[str, Any]) -> None:
+    def write(self, part: str, values: Mapping[str, object]) -> None:
         """Replace a section. If it cannot be written, the next process measures it again."""
         path = self.folder / _NAME
         gpus, kept = _read(path), entry_of(self.folder, self.name)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -99,7 +98,7 @@ async def not_here(request: Request) -> Response:
     )
 
 
-def _listed(offered: Sequence[Offered]) -> list[dict[str, Any]]:
+def _listed(offered: Sequence[Offered]) -> list[dict[str, object]]:
     return [
         {
             "name": one.name,
@@ -186,7 +185,7 @@ class _Download:
         self._name, self._turn = name, turn
         self._loop = asyncio.get_running_loop()
         self.cancel = threading.Event()
-        self.steps: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.steps: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
 
     async def run(self) -> None:
         """Run until the model is downloaded.

@@ -44,7 +44,7 @@ async def cancel(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forget a response."""
-    name = _found(request).response["id"]
+    name = str(_found(request).response["id"])
     service_of(request).responses.remove(name)
     return JsonResponse({"id": name, "object": "response", "deleted": True})
 
