@@ -43,10 +43,8 @@ from localrt.quant.ops.arrays import Hidden
 from localrt.quant.ops.protocol import Batch, Check, opaque
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from localrt.models.checkpoints import Checkpoint
-    from localrt.quant.reference.calibration import CalibrationOps
+    from localrt.quant.reference.calibration import CalibrationOps, Tensor
 Windows = Sequence[Sequence[int]]
 Layer = Sequence[Residual | SideBySide]
 _WINDOW = 512

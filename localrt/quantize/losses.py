@@ -31,7 +31,7 @@ from localrt.quantize.calibration import Calibration, HiddenStates
 from localrt.quantize.layer import LayerQuantizer, common_names
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from localrt.quant.reference.calibration import Tensor
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor as Tensor  # for callers too
 
 from localrt.quant.methods.gptq import HessianSum
 from localrt.quant.reference.ops import TorchOps
