@@ -438,7 +438,7 @@ class ChatApp(App[None]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The entries of the palette: the keys' actions, the theme, a screenshot, Quit."""
 
-        def run(action: str) -> Callable[[], Any]:
+        def run(action: str) -> Callable[[], object]:
             return lambda: self.run_action(action, self.chat)
 
         for key in self.keys:
