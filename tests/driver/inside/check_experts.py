@@ -295,7 +295,7 @@ def test_copies_of_a_failed_pass(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have begun, and nobody has waited for them."""
-    compute, failing = HybridExperts._at_once, [False]
+    compute, failing = HybridExperts._run_arrived, [False]
     failures, seen = list[int](), list[list[np.ndarray]]()
 
     def fail(stage: HybridExperts, turn: Any, arrivals: Any) -> None:
@@ -304,7 +304,7 @@ def test_copies_of_a_failed_pass(
             raise CancelledError("stop")
         compute(stage, turn, arrivals)
 
-    monkeypatch.setattr(HybridExperts, "_at_once", fail)
+    monkeypatch.setattr(HybridExperts, "_run_arrived", fail)
     for device in ("cpu", "cuda"):
         with placed(tmp_path, 0.5, FETCHED, device=device, recorded=False) as decoder:
             fill(decoder)

@@ -106,7 +106,7 @@ def look(model: localrt.Model) -> list[np.ndarray]:
     engine = engine_of(model)
     pictures = [picture(90, 41), picture(130, 140, seed=1)]
     session = engine.session(256)
-    ids = [*tokens(5), *engine.vision.place(pictures[0]).ids, *tokens(3)]
+    ids = [*tokens(5), *engine.vision.prompt_picture(pictures[0]).ids, *tokens(3)]
     seen = [session.extend(ids), *(session.extend([token]) for token in tokens(4, seed=1))]
     answer = model.chat(max_tokens=4, temperature=0.0).send("hello", images=[pictures[1].image()])
     return [*seen, np.array(answer.token_ids)]
