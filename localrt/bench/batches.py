@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.common.files import write_text
+from localrt.common.files import read_cached, write_text
 from localrt.common.formatting import table
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.offload import hardware
@@ -132,7 +131,7 @@ def save_advice(cache: Path, model: Path, times: Sequence[PassTime], advice: Adv
     Raises:
         StorageError: it cannot be written.
     """
-    known = _read(cache)
+    known = read_cached(cache / _FILE)
     known.pop(_key(model), None)
     entry = {"batch": advice.batch, "times": [asdict(each) for each in times]}
     kept = dict([*known.items(), (_key(model), entry)][-_MOST_SAVED:])
@@ -141,7 +140,7 @@ def save_advice(cache: Path, model: Path, times: Sequence[PassTime], advice: Adv
 
 def saved_batch(cache: Path, model: Path) -> int | None:
     """Return the batch that was advised for this model on this machine, if any."""
-    entry = _read(cache).get(_key(model))
+    entry = read_cached(cache / _FILE).get(_key(model))
     batch = entry.get("batch") if isinstance(entry, dict) else None
     return batch if isinstance(batch, int) and 1 <= batch <= SIZES[-1] else None
 
@@ -150,11 +149,3 @@ def _key(model: Path) -> str:
     status = model.stat()
     facts = [*hardware.identity(), str(model.resolve()), str(status.st_size), status.st_mtime_ns]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
-
-
-def _read(cache: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((cache / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

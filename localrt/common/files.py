@@ -7,13 +7,14 @@ wins. Users' texts are private from the first byte, whatever the umask.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from localrt.common.errors import OptionError, StorageError, reason_of
 
@@ -92,6 +93,22 @@ def write_text(
     """
     data = text.encode("utf-8", "surrogatepass")
     write_bytes(path, data, private=private, sync=sync, folder=folder)
+
+
+def read_cached(path: Path) -> dict[str, Any]:
+    """The JSON object of a file that may be missing or damaged: empty then."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_cached(path: Path, values: Mapping[str, object]) -> None:
+    """Write such a file if that is possible; without it the values are found again."""
+    with suppress(OSError):
+        text = json.dumps(values, indent=1)
+        write_text(path, text, private=True, sync=False, folder=True)
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.cores import default_threads
-from localrt.common.files import write_text
+from localrt.common.files import read_cached, write_cached
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES
@@ -105,7 +105,7 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
     """
 
     try:
-        known, disks = _read(cache / _FILE), _read(cache / _DISKS)
+        known, disks = read_cached(cache / _FILE), read_cached(cache / _DISKS)
         device = "" if folder is None else str(folder.stat().st_dev)
         disk = DiskProfile.from_dict(disks.get(device) or next(iter(disks.values())))
         name = str((known.get("fingerprint") or ["", "this machine"])[1])
@@ -175,12 +175,14 @@ def measure(
             known["attention"] = _measure_attention(ops)
             known["call_s"] = _measure_call(ops)
         known["working_set"] = min(known.get("working_set", working_set), working_set)
-        _write(path, {**known, "fingerprint": _fingerprint(ops)})
+        write_cached(path, {**known, "fingerprint": _fingerprint(ops)})
     disk = None if remeasure else _known_disk(folder, cache, sample=sample)
     if disk is None:
         disk = _measure_sample(folder) if sample else measure_disk(_large_files(folder))
         entry = {**disk.to_dict(), "sample": sample}
-        _write(cache / _DISKS, {**_read(cache / _DISKS), str(folder.stat().st_dev): entry})
+        write_cached(
+            cache / _DISKS, {**read_cached(cache / _DISKS), str(folder.stat().st_dev): entry}
+        )
     return disk, _profile(known, hardware.identity()[0], disk, default_threads())
 
 
@@ -219,7 +221,7 @@ def _measure_aside(job: list[object]) -> bool:
 
 def _known(cache: Path, working_set: int) -> dict[str, Any]:
     """Read the saved rates of this machine; empty if the file is damaged or another machine's."""
-    values = _read(cache / _FILE)
+    values = read_cached(cache / _FILE)
     if values.pop("fingerprint", None) != _fingerprint(NativeOps()):
         return {}
     if values.get("working_set", WORKING_SET) < working_set or not isinstance(
@@ -245,7 +247,7 @@ def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
 def _known_disk(folder: Path, cache: Path, *, sample: bool) -> DiskProfile | None:
     """Return the disk's saved profile; one measured with a sample only if ``sample`` is set."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        found = _read(cache / _DISKS)[str(folder.stat().st_dev)]
+        found = read_cached(cache / _DISKS)[str(folder.stat().st_dev)]
         if sample or not found.get("sample"):
             return DiskProfile.from_dict(found)
     return None
@@ -268,20 +270,6 @@ def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) 
             "cores": "measured",
         },
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _write(path: Path, values: dict[str, object]) -> None:
-    """Save values, ignoring errors: unsaved rates are measured again next time."""
-    with suppress(OSError):
-        write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)
 
 
 # -- measuring -------------------------------------------------------------------------------------

@@ -7,15 +7,13 @@ module imports nothing heavy: planning for a GPU does not load the code that com
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from localrt.common.files import write_text
+from localrt.common.files import read_cached, write_cached
 
 _NAME = "cards.json"
 
@@ -24,14 +22,14 @@ def entry_of(folder: Path, name: str) -> dict[str, Any]:
     """The entry of the GPU ``name`` in ``folder``: its ``key``, whichever it is, and its sections
     by name. Empty if the file is damaged.
     """
-    values = _read(folder / _NAME).get(name)
+    values = read_cached(folder / _NAME).get(name)
     return values if isinstance(values, dict) else {}
 
 
 def damage(folder: Path) -> str:
     """A line for the user if the file in ``folder`` cannot be read; else empty."""
     path = folder / _NAME
-    if not path.exists() or _read(path):
+    if not path.exists() or read_cached(path):
         return ""
     return f"{path} is damaged and is ignored: the GPU is measured again"
 
@@ -53,20 +51,11 @@ class GpuCache:
     def write(self, part: str, values: Mapping[str, object]) -> None:
         """Replace a section. If it cannot be written, the next process measures it again."""
         path = self.folder / _NAME
-        gpus, kept = _read(path), entry_of(self.folder, self.name)
+        gpus, kept = read_cached(path), entry_of(self.folder, self.name)
         if kept.get("key") != list(self.key):
             kept = {"key": list(self.key)}
         gpus[self.name] = {**kept, part: dict(values)}
-        with suppress(OSError):
-            write_text(path, json.dumps(gpus, indent=1), private=True, sync=False, folder=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        write_cached(path, gpus)
 
 
 RATES, FINE_RATES = "rates", "rates of 15 bits"
