@@ -232,9 +232,8 @@ def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
     if plan.placement.uses_gpu and (gpu := machine.gpu) is not None and machine.link_bytes_s:
         on_gpu = True
         encoder = 2 * cost.products / (gpu.attention_flops or gpu.flops)
-        encoder += (
-            cost.encoder_bytes / machine.link_bytes_s
-        )  # the weights are copied for each picture
+        # The weights are copied for each picture.
+        encoder += cost.encoder_bytes / machine.link_bytes_s
     else:
         rate = machine.kernel("f16").at(_MANY_ROWS) / _MANY_ROWS
         encoder = cost.products * rate * _encoder_slowness()

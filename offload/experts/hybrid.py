@@ -79,9 +79,8 @@ class HybridExperts:
         # The least value of an expert for which a copy saves more of the CPU's time than it takes.
         saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAY_PASSES
         self._min_gain = (costs.start + costs.link_load * costs.fetch) / saved
-        self._cached_choices: dict[
-            object, list[int]
-        ] = {}  # the scheduler's choices with an idle link
+        # The scheduler's choices with an idle link.
+        self._cached_choices: dict[object, list[int]] = {}
         self._gpu_rows = gpu_rows
         self._recorder = recorder
         self.scheduler: Scheduler = schedule

@@ -319,9 +319,8 @@ class GpuSlots:
             tensors, in_place = self._units[key].tensors, self.gpu.ops.in_place
             if not all(in_place(t.format, t.shape[1]) for t in tensors if len(t.shape) > 1):
                 return None
-            has_vectors = any(
-                len(tensor.shape) == 1 for tensor in tensors
-            )  # vectors have their own memory
+            # Vectors have their own memory.
+            has_vectors = any(len(tensor.shape) == 1 for tensor in tensors)
             layout = key if has_vectors else tuple(replace(tensor, name="") for tensor in tensors)
             self._layouts[key] = layout = self._shared_layouts.setdefault(layout, layout)
         return layout

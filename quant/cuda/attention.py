@@ -306,9 +306,8 @@ class Rotations:
         if rope is None:
             return None, None
         if rope not in step.tables and step.axes is not None and rope.sections:
-            cos, sin = rope.turns(
-                step.axes[0], step.axes
-            )  # positions of images are computed on the host
+            # The host computes them where images have positions of their own.
+            cos, sin = rope.turns(step.axes[0], step.axes)
             step.tables[rope] = upload(cos, self._device), upload(sin, self._device)
         elif rope not in step.tables:
             if rope not in self._frequencies:
@@ -377,9 +376,8 @@ class AttentionSteps:
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
-        few = all(
-            span.rows <= MOST_ROWS for span in step.spans
-        )  # the kernel for prompts writes none
+        # The kernel for prompts writes no records.
+        few = all(span.rows <= MOST_ROWS for span in step.spans)
         attended = records if gates is None and few else None
         seen = empty(0 if attended else len(q), width, dtype=BFLOAT16, device=q.device)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):

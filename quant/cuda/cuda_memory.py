@@ -51,9 +51,7 @@ class CudaCopies:
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
         self._copying: Event | None = None  # an event at the beginning of running copies
-        self._copied: list[
-            tuple[Any, Any]
-        ] = []  # pairs of events around earlier copies of the same unit
+        self._copied: list[Span] = []  # around earlier copies of the same unit
         self._timed = True
         if self.is_gpu:  # memory is reused in stream order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)

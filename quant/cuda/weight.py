@@ -257,7 +257,7 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
     return bf16_bits(unpack(block))
 
 
-# Types of the steps' weights for CUDA.
+# Types of the steps' weights for CUDA; objects are made by the classes themselves.
 AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
 LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
 RouterWeights = experts.RouterWeights[CudaWeight, Tensor]

@@ -57,9 +57,8 @@ def convolve_rows(
     layer: int,
 ) -> Tensor:
     """(R, channels), float32: the convolution of ``rows`` (R, row size), which caches keep."""
-    weights = recurrent.RecurrentWeights(
-        norm=None, mix=taps, taps=taps, out=taps
-    )  # of which taps are read
+    # Only its taps are read.
+    weights = recurrent.RecurrentWeights(norm=None, mix=taps, taps=taps, out=taps)
     return _run_all(rows, weights, spec, spans, passes, layer)
 
 

@@ -71,9 +71,8 @@ def test_smallest(tmp_path: Path, settings: Settings) -> None:
     # One of another architecture only where there is none of the target's own.
     gguf(tmp_path / "llama.gguf", 5000, arch="llama")
     assert found(target, settings) == "small.gguf"
-    assert (
-        find_family_draft(tmp_path / "half.gguf", settings) is not None
-    )  # small.gguf is 0.4 of it
+    # small.gguf has 0.4 of its bytes.
+    assert find_family_draft(tmp_path / "half.gguf", settings) is not None
     assert found(gguf(tmp_path / "phi.gguf", 30_000, arch="phi3"), settings) == "llama.gguf"
 
 
