@@ -90,8 +90,7 @@ class Idefics3Encoder(VisionEncoder):
             lines = 0  # the tile is the whole picture
         else:
             tiles.append(self._resized(picture, tile, tile).pixels)
-        used = side * self.siglip.patch
-        patches = [cut(each[:used, :used], self.siglip.patch) for each in tiles]
+        patches = [cut(each, self.siglip.patch) for each in tiles]
         return PreparedPicture(
             patches=self.scaling(np.concatenate(patches)),
             chunk_patches=side**2,

@@ -160,7 +160,11 @@ def resize(picture: Picture, height: int, width: int, resample: int) -> Pixels:
 
 
 def cut(pixels: Pixels, size: int) -> Pixels:
-    """Patches in rows from the top left, (N, 3 * size * size), each channel by channel."""
-    height, width, channels = pixels.shape
-    patches = pixels.reshape(height // size, size, width // size, size, channels)
+    """Patches in rows from the top left, (N, 3 * size * size), each channel by channel.
+
+    What does not fill a patch at the right and the bottom is left out, as by a convolution.
+    """
+    lines, columns, channels = pixels.shape[0] // size, pixels.shape[1] // size, pixels.shape[2]
+    whole = pixels[: lines * size, : columns * size]
+    patches = whole.reshape(lines, size, columns, size, channels)
     return patches.transpose(0, 2, 4, 1, 3).reshape(-1, channels * size * size)

@@ -158,6 +158,8 @@ def read_siglip(
     )
     if hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} heads")
+    if not side:
+        raise ValueError("image_size is smaller than patch_size")
     if integer(vision, "num_channels", 3) != 3:
         raise ValueError("num_channels must be 3")
     block = BlockConfig(

@@ -105,12 +105,13 @@ class Gemma3(Family):
     taken = ("pixel_values",)
 
     def __init__(self, folder: Path, **processor: Any) -> None:
-        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 32}
+        # two pixels more than whole patches, which the encoder leaves out
+        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 34}
         text = {**_TEXT, "head_dim": 16, "sliding_window": 8}
         config = with_text(hf.Gemma3Config, text, **vision)
         config.mm_tokens_per_image = 16
         config.image_token_index = IMAGE
-        own = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, **processor)
+        own = Gemma3ImageProcessorPil(size={"height": 34, "width": 34}, **processor)
         super().__init__(folder, config, own)
 
     def prepared(self, picture: Picture) -> Theirs:
@@ -384,6 +385,7 @@ def test_too_narrow(tmp_path: Path) -> None:
     [
         ("gemma3", {}, {}, "14 patches a side are no multiple of 16 rows a side"),
         ("gemma3", {"image_size": 1 << 13}, {}, "image_size must be at most 4096"),
+        ("gemma3", {"image_size": 1}, {}, "image_size is smaller than patch_size"),
         ("gemma3", {"image_size": [224, 224]}, {}, "image_size must be an integer"),
         ("gemma3", {"patch_size": 14, "num_channels": 1}, {}, "num_channels must be 3"),
         ("gemma3", {"patch_size": 14, "hidden_act": "tanh"}, {}, "hidden_act 'tanh' is not supp"),
