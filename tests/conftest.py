@@ -42,11 +42,15 @@ from localrt.quant.cpu.abi import find_library
 if "PYTEST_XDIST_WORKER" in os.environ:
     native_ops.default_threads = lambda: 1
 
-# How long an example takes depends on what else the machine does. `.ci/run` asks for ``full``.
-slow = [hypothesis.HealthCheck.too_slow]
-for _profile, _examples in (("quick", 12), ("full", 100)):
+# Examples of `quick` and `full` (asked for by `.ci/run`) are the same in each run, so that a change
+# passes or fails by itself; `search` draws new ones. How long one takes depends on the machine.
+for _profile, _examples in (("quick", 12), ("full", 100), ("search", 1000)):
     hypothesis.settings.register_profile(
-        _profile, max_examples=_examples, deadline=None, suppress_health_check=slow
+        _profile,
+        max_examples=_examples,
+        derandomize=_profile != "search",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("quick")
 
