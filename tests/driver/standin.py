@@ -49,10 +49,6 @@ class Driver:
         """Pieces of RAM that are registered."""
         return int(self._library.standin_registered())
 
-    def fault(self, device: int) -> None:
-        """What stands for a kernel has touched what it must not."""
-        self._library.standin_fault(device)
-
     def reset(self, device: int) -> int:
         """Forget a GPU's fault, and say which it was: 0 is none."""
         return int(self._library.standin_reset(device))

@@ -59,17 +59,6 @@ class Rows:
         return ctypes.c_uint8.from_address(self.there).value
 
 
-def test_contexts() -> None:
-    call("cuCtxSetCurrent", 0)
-    assert status("cuMemAlloc", 1) == "INVALID_CONTEXT"
-    assert status("cuDevicePrimaryCtxRetain", 2) == "INVALID_DEVICE"
-    seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(int(call("cuCtxGetCurrent"))))
-    thread.start()
-    thread.join()
-    assert seen == [0]
-
-
 def test_memory(late: Driver) -> None:
     late.set(memory=10_000, pinned=10_000)
     rows, where = Rows(), stream()
@@ -84,21 +73,6 @@ def test_memory(late: Driver) -> None:
     assert status("cuMemFree", rows.there) == "SUCCESS"
     assert status("cuMemFree", rows.there) == "INVALID_VALUE"
     assert status(copy, rows.there, rows.host, 16, where) == "INVALID_VALUE"
-
-
-def test_registered_ram() -> None:
-    data = np.zeros(10_000, np.uint8)
-    at = data.ctypes.data
-    assert status("cuMemHostUnregister", at) == "HOST_MEMORY_NOT_REGISTERED"
-    assert status("cuMemHostRegister", at, 0, 0) == "INVALID_VALUE"
-    assert status("cuMemHostRegister", at, 9000, 0) == "SUCCESS"
-    again = status("cuMemHostRegister", at + 8999, 100, 0)
-    assert again == "HOST_MEMORY_ALREADY_REGISTERED"
-    there = call("cuMemAlloc", 10_000)
-    # Of the one, part of the other.
-    assert status("cuMemcpyHtoDAsync", there, at, 10_000, 0) == "INVALID_VALUE"
-    assert status("cuMemHostUnregister", at) == "SUCCESS"
-    assert status("cuMemcpyHtoDAsync", there, at, 10_000, 0) == "SUCCESS"
 
 
 def test_work_is_late() -> None:
@@ -140,10 +114,10 @@ def test_ram_that_is_unpinned_too_soon(late: Driver) -> None:
 
 
 def test_handles() -> None:
-    where, mark = stream(), event()
-    assert status("cuStreamDestroy", where) == status("cuEventDestroy", mark) == "SUCCESS"
+    where = stream()
+    assert status("cuStreamDestroy", where) == "SUCCESS"
     assert status("cuStreamSynchronize", where) == "INVALID_HANDLE"
-    assert status("cuEventRecord", mark, 0) == "INVALID_HANDLE"
+    assert status("cuEventRecord", where, 0) == "INVALID_HANDLE"
     assert status("cuLaunchKernel", 7, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) == "INVALID_HANDLE"
     assert status("cuModuleLoadData", b"nothing") == "INVALID_IMAGE"
     where = stream()
@@ -184,10 +158,8 @@ def test_what_a_capture_forbids() -> None:
     refused = {
         "STREAM_CAPTURE_UNSUPPORTED": [
             ("cuStreamSynchronize", where),
-            ("cuStreamQuery", where),
             ("cuStreamSynchronize", other),
             ("cuEventQuery", mark),
-            ("cuCtxSynchronize",),
             ("cuMemAlloc", 16),
             ("cuMemFree", rows.there),
             ("cuMemHostRegister", data.ctypes.data, 16, 0),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.quant.cuda import launch
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.counting import _our_calls, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
@@ -18,7 +19,7 @@ from localrt.quant.cuda.measuring import measure_gpu
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.steps import move_rows
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty, upload, zeros
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, once
 from tests.driver.standin import Driver
 from tests.ops.cuda.test_rates import Small
 
@@ -221,9 +222,9 @@ def test_other_threads(device: Cuda) -> None:
     copies.close()
 
 
+@once
 def test_a_gpu_is_measured(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.quant.cuda import launch
-
+    monkeypatch.setattr(launch, "_RUNS", 1)
     monkeypatch.setattr(launch, "_WAKING_S", 1e-3)
     monkeypatch.setattr(launch, "_LEAST_CACHE", 1 << 10)
     watch = CudaStopwatch(device)

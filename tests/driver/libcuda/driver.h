@@ -19,8 +19,8 @@ namespace {
 enum Result {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201, NO_BINARY = 209, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
-    ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701, CONTEXT_DESTROYED = 709, ALREADY_REGISTERED = 712,
-    NOT_REGISTERED = 713, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
+    ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701, ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
     CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908,
 };
@@ -72,7 +72,6 @@ struct Event {
     std::vector<int> nodes = {};
 };
 struct Context {
-    int device = 0, held = 0;
     Result fault = OK;
     size_t used = 0;
     Stream legacy{this};
@@ -118,7 +117,6 @@ char *arena = nullptr, *next_ = nullptr;
 
 thread_local Context* current = nullptr;
 thread_local int own_mode = 0;  // global, for what this thread calls
-thread_local bool in_callback = false;
 thread_local char identity;
 
 double now() {
@@ -216,10 +214,8 @@ void hurry() {
 
 // Of a call in a context. A GPU's fault stays, and is told by whatever is called next.
 Result enter() {
-    if (in_callback) return NOT_PERMITTED;
     if (!begun) return NOT_INITIALIZED;
     if (!current) return INVALID_CONTEXT;
-    if (!current->held) return CONTEXT_DESTROYED;
     if (hasty) hurry();
     return current->fault;
 }

@@ -21,13 +21,6 @@ API cuStreamBeginCapture_v2(void* handle, int mode) {
     return OK;
 }
 
-API cuStreamIsCapturing(void* handle, int* status) {
-    ENTER;
-    Stream* stream;
-    TRY(find(handle, stream));
-    return *status = !stream->capture ? 0 : stream->capture->invalid ? 2 : 1, OK;
-}
-
 API cuStreamEndCapture(void* handle, void** graph) {
     ENTER;
     Stream* stream;

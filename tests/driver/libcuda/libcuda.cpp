@@ -16,19 +16,18 @@
 
 namespace {
 
-const std::map<int, std::pair<const char*, const char*>> ERRORS = {
-    {OK, {"CUDA_SUCCESS", "no error"}},
-    {INVALID_VALUE, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
-    {OUT_OF_MEMORY, {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}},
-    {INVALID_IMAGE, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
-    {INVALID_CONTEXT, {"CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}},
-    {NO_BINARY, {"CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"}},
-    {INVALID_HANDLE, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
-    {NOT_FOUND, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
-    {ILLEGAL_ADDRESS, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
-    {CAPTURE_UNSUPPORTED,
-     {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"}},
-    {OUT_OF_RESOURCES, {"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"}},
+const std::map<int, const char*> ERRORS = {
+    {OK, "no error"},
+    {INVALID_VALUE, "invalid argument"},
+    {OUT_OF_MEMORY, "out of memory"},
+    {INVALID_IMAGE, "device kernel image is invalid"},
+    {INVALID_CONTEXT, "invalid device context"},
+    {NO_BINARY, "no kernel image is available for execution on the device"},
+    {INVALID_HANDLE, "invalid resource handle"},
+    {NOT_FOUND, "named symbol not found"},
+    {ILLEGAL_ADDRESS, "an illegal memory access was encountered"},
+    {CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"},
+    {OUT_OF_RESOURCES, "too many resources requested for launch"},
 };
 
 }  // namespace
@@ -39,7 +38,6 @@ API cuInit(unsigned flags) {
     LOCK;
     if (flags) return INVALID_VALUE;
     begun = true;
-    for (int i = 0; i < DEVICES; i++) contexts[i].device = i;
     return OK;
 }
 
@@ -68,15 +66,7 @@ API cuDevicePrimaryCtxRetain(void** context, int device) {
     LOCK;
     if (!begun) return NOT_INITIALIZED;
     if (device < 0 || device >= DEVICES) return INVALID_DEVICE;
-    contexts[device].held++;
     return *context = &contexts[device], OK;
-}
-
-API cuDevicePrimaryCtxRelease(int device) {
-    LOCK;
-    if (device < 0 || device >= DEVICES) return INVALID_DEVICE;
-    if (!contexts[device].held) return INVALID_CONTEXT;
-    return contexts[device].held--, OK;
 }
 
 API cuCtxGetCurrent(void** context) {
@@ -90,22 +80,9 @@ API cuCtxSetCurrent(void* context) {
     return current = (Context*)context, OK;
 }
 
-API cuCtxSynchronize() {
-    UNSAFE;
-    for (auto& capture : captures)
-        if (capture->origin->context == current) return capture->invalid = true, CAPTURE_UNSUPPORTED;
-    finish(current);
-    return current->fault;
-}
-
 API cuGetErrorString(int error, const char** text) {
     const auto found = ERRORS.find(error);
-    return *text = found == ERRORS.end() ? nullptr : found->second.second, found == ERRORS.end() ? INVALID_VALUE : OK;
-}
-
-API cuGetErrorName(int error, const char** text) {
-    const auto found = ERRORS.find(error);
-    return *text = found == ERRORS.end() ? nullptr : found->second.first, found == ERRORS.end() ? INVALID_VALUE : OK;
+    return *text = found == ERRORS.end() ? nullptr : found->second, found == ERRORS.end() ? INVALID_VALUE : OK;
 }
 
 // -- for tests ---------------------------------------------------------------------------------------
@@ -127,11 +104,8 @@ API standin_begin() {
     return ++run_, OK;
 }
 
-// For work of the host that stands for a kernel: whether the GPUs have all these bytes.
+// Whether the GPUs, or pinned RAM, have all these bytes.
 API standin_has(void* at, size_t size) { return !size || within(blocks, at, size) || within(hosts, at, size); }
-
-// It has touched others, or failed.
-API standin_fault(int device) { return contexts[device].fault = ILLEGAL_ADDRESS; }
 
 // Pieces of RAM that are registered.
 API standin_registered() { return int(hosts.size() - owned.size()); }

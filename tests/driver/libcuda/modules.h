@@ -125,14 +125,6 @@ API cuModuleLoadData(void** module, const void* image) {
     return OK;
 }
 
-API cuModuleUnload(void* module) {
-    UNSAFE;
-    if (!modules.count(module)) return INVALID_HANDLE;
-    finish(current);
-    for (auto& each : ((Module*)module)->functions) functions.erase(each.second.get());
-    return drop<Module>(modules, module);
-}
-
 API cuModuleGetFunction(void** function, void* module, const char* name) {
     ENTER;
     if (!modules.count(module)) return INVALID_HANDLE;
@@ -161,15 +153,3 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     });
 }
 
-API cuLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
-    ENTER;
-    Stream* stream;
-    TRY(find(handle, stream));
-    if (!function) return INVALID_VALUE;
-    return submit(*stream, [=] {
-        in_callback = true;
-        function(data);
-        in_callback = false;
-        return OK;
-    });
-}

@@ -27,15 +27,6 @@ API cuStreamSynchronize(void* handle) {
     return current->fault;
 }
 
-API cuStreamQuery(void* handle) {
-    UNSAFE;
-    Stream* stream;
-    TRY(find(handle, stream));
-    if (stream->capture) return stream->capture->invalid = true, CAPTURE_UNSUPPORTED;
-    if (!stream->last || stream->last->done) return current->fault;
-    return advance(stream->last), NOT_READY;
-}
-
 API cuStreamWaitEvent(void* handle, void* which, unsigned flags) {
     ENTER;
     Stream* stream;
@@ -64,11 +55,6 @@ API cuEventCreate(void** event, unsigned flags) {
     if (flags & ~3u) return INVALID_VALUE;
     events.insert(*event = new Event{current, !(flags & 2)});
     return OK;
-}
-
-API cuEventDestroy_v2(void* handle) {
-    LOCK;
-    return drop<Event>(events, handle);
 }
 
 API cuEventRecord(void* which, void* handle) {
