@@ -214,6 +214,26 @@ def test_streaming_takes_the_host_time() -> None:
     assert seconds(1.0, 1e-5, Where.VRAM) == seconds(0.0, 1e-5, Where.VRAM)
 
 
+def test_sharing_experts_takes_the_host_time() -> None:
+    """For each layer of which the GPU lacks experts; an ideal GPU costs nothing."""
+    model = shape(layers=3, experts=8)
+    experts = [unit.name for unit in model.units if unit.kind == "expert"]
+
+    def seconds(shared_s: float, call_s: float, absent: int) -> float:
+        here = machine(gpu=True, link=1e6)
+        assert here.gpu is not None
+        here = replace(here, shared_s=shared_s, gpu=replace(here.gpu, call_s=call_s))
+        where = dict.fromkeys((u.name for u in model.units), Where.VRAM)
+        where |= dict.fromkeys(experts[:absent], Where.RAM)
+        placement = Placement(where=where, kv=("vram",) * 3, ram_ring=0, vram_ring=0)
+        return simulate(Costs(shape=model, machine=here), placement).seconds
+
+    every = len(experts)
+    assert seconds(2.0, 1e-5, every) - seconds(1.0, 1e-5, every) == pytest.approx(3)
+    assert seconds(1.0, 0.0, every) == seconds(0.0, 0.0, every)
+    assert seconds(1.0, 1e-5, 0) == seconds(0.0, 1e-5, 0)
+
+
 @pytest.mark.parametrize(
     ("layers", "visits"),
     [("....", 0), ("..C.", 1), (".CC.", 1), ("C.C.", 1), (".C.C", 2), ("mmmm", 4)],
