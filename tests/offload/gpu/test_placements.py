@@ -10,22 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError, CheckpointError
-from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.decoder import Decoder
+from localrt.common.errors import CancelledError
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S
-from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import (
     on_gpu,
     pipeline_threads,
-    placements,
 )
 from tests.offload.placed import (
     Model,
@@ -85,24 +79,6 @@ def test_inputs_and_streams_move(name: str, gpu: bool, tmp_path: Path) -> None:
             assert_same(conversation(decoder), model.expected)
 
 
-@settings(max_examples=10)
-@given(data=st.data(), slack=st.tuples(st.integers(0, 200), st.integers(0, 200)))
-def test_passes_without_logits(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
-    """Heads that are read, copied, both, or on their way when a pass does without them."""
-    where = data.draw(placements(passing(model.store)))
-    wanted = data.draw(st.lists(st.booleans(), min_size=6, max_size=14))
-    with on_gpu(model, where, slack=slack) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        for seed, logits in enumerate(wanted):
-            rows = [1] if logits else []
-            assert_same(
-                [extend(decoder, cache, tokens(2, seed=seed), rows)],
-                [extend(model.resident, twin, tokens(2, seed=seed), rows)],
-            )
-            if seed % 3 == 0:
-                time.sleep(0.002)  # so that reads and copies get ahead by different amounts
-
-
 def test_prefill_copies_little_of_the_head(model: Model) -> None:
     with on_gpu(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
         cache = decoder.cache(200)
@@ -113,19 +89,6 @@ def test_prefill_copies_little_of_the_head(model: Model) -> None:
             heads = sum(name.startswith("head") for name in tasks)
             # What is on its way to the GPU when a pass begins goes there.
             assert heads < len(tasks) / 4
-
-
-def test_slow_reads(model: Model) -> None:
-    class SlowFiles(StoreFiles):
-        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
-            time.sleep(0.0005 * (hash((name, offset, time.perf_counter())) % 4))
-            super().read_into(name, offset, out)
-
-    names = {unit.file for unit in model.store.manifest.units}
-    for offset in range(5):
-        files = SlowFiles(model.store.path, names)
-        with on_gpu(model, spread(model, offset), files=files) as decoder:
-            assert_same(conversation(decoder), model.expected)
 
 
 # -- what ends early -------------------------------------------------------------------------------
@@ -166,36 +129,6 @@ def test_cancel_while_stalled(model: Model) -> None:
         cache.trim(1)
         seen += [extend(decoder, cache, [n]) for n in (1, 2)]
         assert_same(seen, expected)
-
-
-def test_unreadable_unit(model: Model) -> None:
-    unit: list[StoredUnit] = []
-
-    class FailingFiles(StoreFiles):
-        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
-            for bad in unit:
-                if name == bad.file and bad.offset <= offset < bad.offset + bad.nbytes:
-                    raise CheckpointError("Input/output error")
-            super().read_into(name, offset, out)
-
-    for offset in range(5):
-        where = spread(model, offset)
-        name = next(name for name, place in where.items() if place is Where.SSD_LINK)
-        files = FailingFiles(model.store.path, {u.file for u in model.store.manifest.units})
-        with on_gpu(model, where, files=files) as decoder:
-            cache, twin = decoder.cache(100), model.resident.cache(100)
-            assert_same([extend(decoder, cache, [3])], [extend(model.resident, twin, [3])])
-            unit += [u for u in model.store.manifest.units if u.name == name]
-
-            def use_up_what_is_there(decoder: Decoder = decoder, cache: KVCache = cache) -> None:
-                for _ in range(5):
-                    extend(decoder, cache, [4])
-
-            with pytest.raises(CheckpointError, match="Input/output error"):
-                use_up_what_is_there()
-            unit.clear()
-            cache.trim(1)
-            assert_same([extend(decoder, cache, [4])], [extend(model.resident, twin, [4])])
 
 
 def test_closing(model: Model) -> None:

@@ -24,9 +24,23 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Bytes
 from tests.conftest import needs_kernels
 from tests.offload.fake_source import FakeSource, content, make_units
-from tests.offload.gpu.fakes import FakeGpu, Mark
+from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = needs_kernels
+
+
+class Mark:
+    """An event; ``run`` has its GPU do what comes before it."""
+
+    def __init__(self, run: Callable[[Mark], None]) -> None:
+        self._run = run
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self._run(self)
 
 
 class Streams(FakeGpu):

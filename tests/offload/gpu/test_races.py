@@ -12,17 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.fakes import LateGpu
 from tests.offload.gpu.placed_on_gpu import PAGES, on_gpu, place_on_gpu, placements, some
 from tests.offload.gpu.test_long_passes import LONG, passes
 from tests.offload.placed import (
-    PLENTY,
     Model,
     assert_same,
     cancel_after,
@@ -44,27 +41,6 @@ def mixture(
 
 
 # -- dense models ----------------------------------------------------------------------------------
-
-
-def test_ram_freed_after_copies(model: Model) -> None:
-    """Copies that are queued read what is evicted, and what passes through the ring in RAM."""
-    gpus = list[LateGpu]()
-
-    def late(clock: Clock) -> LateGpu:
-        gpus.append(LateGpu(clock, model.ops, capacity=PLENTY))
-        return gpus[-1]
-
-    names = passing(model.store)
-    where = dict.fromkeys(names, Where.LINK) | dict.fromkeys(names[::3], Where.SSD_LINK)
-    with on_gpu(model, where, make=late) as decoder:
-        memory = decoder.weights.memory
-        assert_same(conversation(decoder), model.expected)
-        decoder.weights.abandon()
-        assert memory.evict(memory.reclaimable // 2)
-        assert_same(conversation(decoder), model.expected)
-        assert memory.evict(memory.reclaimable)
-        assert_same(conversation(decoder), model.expected)
-    assert not gpus[0].faults
 
 
 def test_units_arrive_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
