@@ -15,10 +15,26 @@ from localrt.quant.ops.protocol import Ops
 
 
 class FakeGpu(Gpu):
-    """Its memory is RAM, which is counted; copies have ended when they are begun."""
+    """Its memory is RAM, which is counted; copies have ended when they are begun.
+
+    ``pinned`` are bytes of RAM by their address, of which ``registered`` pieces were pinned so far.
+    """
 
     def __init__(self, clock: Clock, ops: Ops, *, capacity: int, name: str = "fake GPU") -> None:
         super().__init__(clock, ops, name=name, capacity=capacity)
+        self.pinned: dict[int, int] = {}
+        self.registered = 0
+
+    def host_buffer(self, nbytes: int) -> Bytes:
+        data = super().host_buffer(nbytes)
+        self.pinned[data.ctypes.data] = nbytes
+        self.registered += 1
+        return data
+
+    def free_host(self, memory: Bytes) -> int:
+        freed = super().free_host(memory)
+        assert self.pinned.pop(memory.ctypes.data) == freed
+        return freed
 
     def to_gpu(self, x: Array) -> Array:
         return x

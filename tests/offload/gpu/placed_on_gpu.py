@@ -73,6 +73,13 @@ def stages(placed: Decoder) -> HybridExperts:
     return found
 
 
+def gpu_of(decoder: Decoder) -> Any:
+    """The GPU that a decoder is on."""
+    lane = decoder.weights.gpu
+    assert lane is not None
+    return lane.gpu
+
+
 @contextmanager
 def on_gpu(
     model: Model,

@@ -16,7 +16,7 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.account import gpu_scratch_nbytes
-from localrt.offload.device.gpu import SLABS, Clock, Gpu, Slab, share_slabs
+from localrt.offload.device.gpu import SLABS, Clock, Slab, share_slabs
 from localrt.offload.memory import MemoryPressure
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
@@ -26,6 +26,7 @@ from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import (
     COSTS,
+    gpu_of,
     on_gpu,
     pipeline_threads,
     place_on_gpu,
@@ -45,13 +46,6 @@ from tests.offload.placed import (
 )
 
 pytestmark = needs_kernels
-
-
-def gpu_of(decoder: Decoder) -> Gpu:
-    lane = decoder.weights.gpu
-    assert lane is not None
-    assert lane.gpu is not None
-    return lane.gpu
 
 
 def units(model: Model) -> dict[str, Any]:
@@ -326,29 +320,7 @@ def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.Monk
         assert "other programs need the memory" in decoder.weights.counts().memory_note
 
 
-@pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Bytes of RAM by their address."""
-    pinned = dict[int, int]()
-    make, release = FakeGpu.host_buffer, FakeGpu.free_host
-
-    def host_buffer(gpu: FakeGpu, nbytes: int) -> Any:
-        data = make(gpu, nbytes)
-        pinned[data.ctypes.data] = nbytes
-        return data
-
-    def free_host(gpu: FakeGpu, memory: Any) -> int:
-        del pinned[memory.ctypes.data]
-        return release(gpu, memory)
-
-    monkeypatch.setattr(FakeGpu, "host_buffer", host_buffer)
-    monkeypatch.setattr(FakeGpu, "free_host", free_host)
-    return pinned
-
-
-def test_larger_ring_is_pinned(
-    model: Model, pinned: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_ring_is_pinned(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "growing_ring_nbytes", lambda largest: largest + 4 * PAGE)
     sizes = {name: unit.nbytes for name, unit in units(model).items()}
     smallest = min(sizes, key=sizes.__getitem__)
@@ -358,6 +330,7 @@ def test_larger_ring_is_pinned(
     with on_gpu(model, where, placement=placement) as decoder:
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)
+        pinned = gpu_of(decoder).pinned
         assert list(pinned.values()) == [ring]
         memory = decoder.weights.memory
         few = sum(size for size in sizes.values() if size <= ring)  # which are not enough

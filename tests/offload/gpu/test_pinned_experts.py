@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from localrt.offload.device.gpu import SLABS, Clock
-from localrt.offload.experts.memory import ExpertMemory
-from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.protocol import Ops
-from tests.offload.gpu.fakes import FakeGpu
-from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places
+from localrt.offload.device.gpu import SLABS
+from tests.offload.gpu.placed_on_gpu import COSTS, gpu_of, on_gpu, places, stages
 from tests.offload.placed import PLENTY, Model, assert_same, conversation, needs_kernels, pack_tiny
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
-
-
-class PinningGpu(FakeGpu):
-    """Notes the RAM that is pinned: each buffer is registered once."""
-
-    def __init__(self, clock: Clock, ops: Ops, capacity: int = PLENTY) -> None:
-        super().__init__(clock, ops, capacity=capacity)
-        self.pinned: dict[int, int] = {}  # bytes by address
-        self.registered = self.unregistered = 0
-
-    def host_buffer(self, nbytes: int) -> Bytes:
-        data = super().host_buffer(nbytes)
-        self.pinned[data.ctypes.data] = nbytes
-        self.registered += 1
-        return data
-
-    def free_host(self, memory: Bytes) -> int:
-        freed = super().free_host(memory)
-        assert self.pinned.pop(memory.ctypes.data) == freed
-        self.unregistered += 1
-        return freed
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 def test_few_registrations(model: Model) -> None:
     """What is given back is no longer pinned, it returns, and closing frees each buffer once."""
-    want, gpus = conversation(model.resident), list[PinningGpu]()
-
-    def make(clock: Clock) -> PinningGpu:
-        gpus.append(PinningGpu(clock, model.ops))
-        return gpus[0]
-
-    with on_gpu(model, places(model, 0.2), expert_costs=COSTS, make=make) as placed:
-        (gpu,), balance = gpus, placed.weights.memory
-        hybrid: Any = placed.weights.sparse["gpu"]
-        memory: ExpertMemory = hybrid.memory
+    want = conversation(model.resident)
+    with on_gpu(model, places(model, 0.2), expert_costs=COSTS) as placed:
+        gpu, balance, memory = gpu_of(placed), placed.weights.memory, stages(placed).memory
         whole, others = memory.nbytes, sum(gpu.pinned.values()) - memory.nbytes
         assert len(memory.pools) == 1
         assert whole >= 160 * memory.slot_nbytes
@@ -91,4 +58,3 @@ def test_few_registrations(model: Model) -> None:
         assert 0 < memory.nbytes < whole // 10
         assert_same(conversation(placed), want)
     assert not gpu.pinned
-    assert gpu.unregistered == gpu.registered

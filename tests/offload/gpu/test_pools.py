@@ -15,8 +15,8 @@ from localrt.quant.cuda.device import Ram
 from localrt.quant.cuda.memory import Block
 from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu
-from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
-from tests.offload.gpu.test_gpu_memory import beside_weights, gpu_of
+from tests.offload.gpu.placed_on_gpu import gpu_of, on_gpu, place_on_gpu
+from tests.offload.gpu.test_gpu_memory import beside_weights
 from tests.offload.placed import Model, assert_same, extend, needs_kernels, passing
 
 MIB = 1 << 20
