@@ -27,12 +27,7 @@ COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch
 
 def all_in_ram(decoder: Decoder) -> bool:
     """Whether every expert has been read: what is on the SSD is computed by the CPU."""
-    stage: Any = decoder.weights.sparse["gpu"]
-    for pool in stage.memory.pools:
-        pool._settle_arrived()
-        if not all(pool.holds(*key) for key in pool._units):
-            return False
-    return True
+    return stages(decoder).memory.complete
 
 
 def place_on_gpu(
