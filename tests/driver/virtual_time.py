@@ -94,16 +94,16 @@ class VirtualTime:
         self.spans: list[Span] = []
         self.waits: Counter[str] = Counter()  # for the driver, by thread
         self.host = 0.0  # seconds of the thread of the pass, without its products
-        self._local = threading.local()
-        self._local.actor = _Actor("pass", 0.0)
-        self._actors: list[_Actor] = [self._local.actor]
+        self.local = threading.local()
+        self.local.actor = _Actor("pass", 0.0)
+        self.actors: list[_Actor] = [self.local.actor]
         self._streams: defaultdict[int, float] = defaultdict(float)
         self._events: defaultdict[int, float] = defaultdict(float)
         self._sleeping: set[int] = set()  # events
         self._engines: defaultdict[str, float] = defaultdict(float)
         self._graphs: dict[int, tuple[int, float]] = {}  # kernels of each, and bytes they read
         self._recorded, self._recorded_bytes = 0, 0.0
-        self._bytes = 0.0  # of weights that the next launch reads
+        self.bytes = 0.0  # of weights that the next launch reads
         self._computing: list[tuple[float, float]] = []
 
     # -- clocks ----------------------------------------------------------------------------------
@@ -111,18 +111,18 @@ class VirtualTime:
     @property
     def now(self) -> float:
         """The calling thread's clock; that of the pass for others."""
-        return float(getattr(self._local, "actor", self._actors[0]).now)
+        return float(getattr(self.local, "actor", self.actors[0]).now)
 
     def spend(self, seconds: float) -> None:
         """The calling thread computes, or is at work in Python."""
-        self._local.actor.now += seconds
-        if self._local.actor.name == "pass":
+        self.local.actor.now += seconds
+        if self.local.actor.name == "pass":
             self.host += seconds
 
     def compute(self, name: str, seconds: float) -> None:
         """All cores compute."""
         start = self.now
-        self._local.actor.now += seconds
+        self.local.actor.now += seconds
         self._computing.append((start, self.now + self.machine.spins))
         self.spans.append(Span("cpu", name, start, self.now))
         self._give_way()
@@ -136,7 +136,7 @@ class VirtualTime:
 
     def wait_until(self, when: float, *, sleeps: bool) -> None:
         """The calling thread goes on once this has happened."""
-        actor = self._local.actor
+        actor = self.local.actor
         self.waits[actor.name] += when > actor.now
         late = self.machine.wake if sleeps else self.machine.spin
         actor.asleep = sleeps and when > actor.now
@@ -157,14 +157,14 @@ class VirtualTime:
 
     def _give_way(self) -> None:
         """Let those go first whose clocks are earlier."""
-        actor = self._local.actor
-        if (first := self._earliest()) is not actor:
+        actor = self.local.actor
+        if (first := self.earliest()) is not actor:
             first.turn.release()
             actor.turn.acquire()
 
-    def _earliest(self) -> _Actor:
+    def earliest(self) -> _Actor:
         while True:
-            waiting = [a for a in self._actors if not a.blocked or a.until is not None]
+            waiting = [a for a in self.actors if not a.blocked or a.until is not None]
             assert waiting, "every thread waits for another"
             first = min(waiting, key=lambda a: a.now if not a.blocked else a.until)
             if first.blocked:
@@ -176,14 +176,14 @@ class VirtualTime:
                 if start <= first.now < end:
                     first.now += min(self.machine.preempted, end - first.now)
 
-    def _block(self, seconds: float | None) -> None:
+    def block(self, seconds: float | None) -> None:
         """Until another thread says so, or so long."""
-        actor = self._local.actor
+        actor = self.local.actor
         actor.blocked, actor.until = True, None if seconds is None else actor.now + seconds
         self._give_way()
         actor.until = None
 
-    def _unblock(self, actor: _Actor) -> None:
+    def unblock(self, actor: _Actor) -> None:
         actor.blocked, actor.asleep = False, True
         actor.now = max(actor.now, self.now) + self.machine.notice
 
@@ -202,9 +202,9 @@ class VirtualTime:
             def __exit__(self, *exc: object) -> None: ...
 
             def wait(self, timeout: float | None = None) -> None:
-                actor = time._local.actor
+                actor = time.local.actor
                 self._waiting.append(actor)
-                time._block(timeout)
+                time.block(timeout)
                 if actor in self._waiting:
                     self._waiting.remove(actor)
 
@@ -212,7 +212,7 @@ class VirtualTime:
                 waiting, self._waiting = self._waiting, []
                 for actor in waiting:
                     if actor.blocked:
-                        time._unblock(actor)
+                        time.unblock(actor)
 
         class Thread:
             def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
@@ -221,19 +221,19 @@ class VirtualTime:
                 self._end = Condition()
 
             def start(self) -> None:
-                time._actors.append(self._actor)
+                time.actors.append(self._actor)
                 self._thread.start()
 
             def _run(self) -> None:
-                time._local.actor = self._actor
+                time.local.actor = self._actor
                 self._actor.turn.acquire()
                 try:
                     self._target()
                 finally:
                     self._actor.ended = True
                     self._end.notify_all()
-                    time._actors.remove(self._actor)
-                    time._earliest().turn.release()
+                    time.actors.remove(self._actor)
+                    time.earliest().turn.release()
 
             def join(self, timeout: float | None = None) -> None:
                 while not self._actor.ended:
@@ -246,13 +246,13 @@ class VirtualTime:
 
     def called(self, gpu: Cuda, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Note a call that the driver has taken."""
-        actor = getattr(self._local, "actor", None)
+        actor = getattr(self.local, "actor", None)
         if actor is None:
             return
         self.spend(self.machine.call)
         if gpu.recording and name != "cuGraphInstantiate":
             self._recorded += name == "cuLaunchKernel"
-            self._recorded_bytes, self._bytes = self._recorded_bytes + self._bytes, 0.0
+            self._recorded_bytes, self.bytes = self._recorded_bytes + self.bytes, 0.0
             return
         if (note := _NOTED.get(name)) is not None:
             note(self, args, result)
@@ -275,59 +275,59 @@ class VirtualTime:
         begin = max(begin, next(running, begin))
         self._streams[int(stream)] = begin + nbytes / self.machine.link
 
-    def _copy_in(self, args: tuple[Any, ...], result: Any) -> None:
+    def copy_in(self, args: tuple[Any, ...], result: Any) -> None:
         self._copy("link", args[2], args[3])
 
-    def _copy_out(self, args: tuple[Any, ...], result: Any) -> None:
+    def copy_out(self, args: tuple[Any, ...], result: Any) -> None:
         self._copy("back", args[2], args[3])
 
     def _start(self, stream: Any, kernels: int) -> None:
         self.spend(self.machine.launch)
-        seconds = kernels * self.machine.kernel + self._bytes / self.machine.gpu
-        self._bytes = 0.0
+        seconds = kernels * self.machine.kernel + self.bytes / self.machine.gpu
+        self.bytes = 0.0
         self._submit("gpu", "kernels", stream, seconds)
 
-    def _launch(self, args: tuple[Any, ...], result: Any) -> None:
+    def launch(self, args: tuple[Any, ...], result: Any) -> None:
         self._start(args[8], 1)
 
-    def _make_graph(self, args: tuple[Any, ...], result: Any) -> None:
+    def make_graph(self, args: tuple[Any, ...], result: Any) -> None:
         self._graphs[int(result)] = self._recorded, self._recorded_bytes
         self._recorded, self._recorded_bytes = 0, 0.0
 
-    def _launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        kernels, self._bytes = self._graphs.get(int(args[0]), (0, 0.0))
+    def launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
+        kernels, self.bytes = self._graphs.get(int(args[0]), (0, 0.0))
         self._start(args[1], kernels)
 
-    def _make_event(self, args: tuple[Any, ...], result: Any) -> None:
+    def make_event(self, args: tuple[Any, ...], result: Any) -> None:
         self._events[int(result)] = 0.0
         (self._sleeping.add if args[0] & _SLEEPS else self._sleeping.discard)(int(result))
 
-    def _record_event(self, args: tuple[Any, ...], result: Any) -> None:
+    def record_event(self, args: tuple[Any, ...], result: Any) -> None:
         self._events[int(args[0])] = self._streams[int(args[1])]
 
-    def _wait_for_event(self, args: tuple[Any, ...], result: Any) -> None:
+    def wait_for_event(self, args: tuple[Any, ...], result: Any) -> None:
         stream = int(args[0])
         self._streams[stream] = max(self._streams[stream], self._events[int(args[1])])
 
-    def _await_event(self, args: tuple[Any, ...], result: Any) -> None:
+    def await_event(self, args: tuple[Any, ...], result: Any) -> None:
         event = int(args[0])
         self.wait_until(self._events[event], sleeps=event in self._sleeping)
 
-    def _await_stream(self, args: tuple[Any, ...], result: Any) -> None:
+    def await_stream(self, args: tuple[Any, ...], result: Any) -> None:
         self.wait_until(self._streams[int(args[0])], sleeps=False)
 
 
 _NOTED: dict[str, Callable[[VirtualTime, tuple[Any, ...], Any], None]] = {
-    "cuMemcpyHtoDAsync": VirtualTime._copy_in,
-    "cuMemcpyDtoHAsync": VirtualTime._copy_out,
-    "cuLaunchKernel": VirtualTime._launch,
-    "cuGraphInstantiate": VirtualTime._make_graph,
-    "cuGraphLaunch": VirtualTime._launch_graph,
-    "cuEventCreate": VirtualTime._make_event,
-    "cuEventRecord": VirtualTime._record_event,
-    "cuStreamWaitEvent": VirtualTime._wait_for_event,
-    "cuEventSynchronize": VirtualTime._await_event,
-    "cuStreamSynchronize": VirtualTime._await_stream,
+    "cuMemcpyHtoDAsync": VirtualTime.copy_in,
+    "cuMemcpyDtoHAsync": VirtualTime.copy_out,
+    "cuLaunchKernel": VirtualTime.launch,
+    "cuGraphInstantiate": VirtualTime.make_graph,
+    "cuGraphLaunch": VirtualTime.launch_graph,
+    "cuEventCreate": VirtualTime.make_event,
+    "cuEventRecord": VirtualTime.record_event,
+    "cuStreamWaitEvent": VirtualTime.wait_for_event,
+    "cuEventSynchronize": VirtualTime.await_event,
+    "cuStreamSynchronize": VirtualTime.await_stream,
 }
 _WEIGHTS = 4096  # bytes: no activation of the model in the tests is larger
 
@@ -362,7 +362,7 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         compute(lane, timed_part, name, state, **options)
 
     def timed_product(x: Any, weight: Any, out: Any, **options: Any) -> None:
-        time._bytes += weight.data.nbytes * machine.scale
+        time.bytes += weight.data.nbytes * machine.scale
         product(x, weight, out, **options)
 
     def timed_turn(number: int) -> Callable[[HostPiece, Any], Any]:

@@ -49,7 +49,7 @@ class Streams(FakeGpu):
     def __init__(self, seed: int) -> None:
         super().__init__(Clock(), NativeOps(threads=1), capacity=1 << 30)
         self._random = random.Random(seed)
-        self._streams: dict[str, deque[Mark | Callable[[], bool]]] = {
+        self.streams: dict[str, deque[Mark | Callable[[], bool]]] = {
             "copies": deque(),
             "kernels": deque(),
         }
@@ -59,15 +59,15 @@ class Streams(FakeGpu):
     def give(self, stream: str, work: Mark | Callable[[], bool]) -> None:
         """``work`` returns False as long as it has to wait."""
         with self._lock_streams:
-            self._streams[stream].append(work)
+            self.streams[stream].append(work)
 
     def run(self, done: Callable[[], bool], steps: int = 1 << 30) -> None:
         with self._lock_streams:
             while steps > 0 and not done():
-                names = [name for name, work in self._streams.items() if work]
+                names = [name for name, work in self.streams.items() if work]
                 if not names:
                     return
-                work = self._streams[name := self._random.choice(names)][0]
+                work = self.streams[name := self._random.choice(names)][0]
                 if isinstance(work, Mark):
                     work.happened = True
                 elif not work():
@@ -75,7 +75,7 @@ class Streams(FakeGpu):
                     assert other is not None, "the streams wait for each other"
                     steps -= 1
                     continue
-                self._streams[name].popleft()
+                self.streams[name].popleft()
                 steps -= 1
 
     def some(self) -> None:
@@ -230,7 +230,7 @@ def test_no_thread_waits_for_a_copy() -> None:
         for unit in [*units, *units]:
             copies.acquire(unit.name)
             copies.release(unit.name, gpu.record())
-        assert len(gpu._streams["kernels"]) == 2 * 6
+        assert len(gpu.streams["kernels"]) == 2 * 6
         gpu.run(lambda: False)
 
 
