@@ -18,7 +18,6 @@ from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.driver import Cuda, device_of
-from localrt.quant.cuda.graph import _MAX_RECORDED, _ROWS, GraphedForward
 from localrt.quant.cuda.ops import CudaOps
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
@@ -29,7 +28,8 @@ from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 pytestmark = pytest.mark.usefixtures("emulated")
 CAPACITY = 200
-LENGTH = 9  # tokens of an answer: some rounds come again, and are replayed
+LENGTH = 7  # tokens of an answer: some rounds come again, and are replayed
+MOST_RECORDED = 8  # shapes of passes, of the head and of its target
 
 
 class StepByStep(CudaOps):
@@ -80,15 +80,8 @@ def answer(engine: NativeEngine, head: HeadDraft) -> tuple[list[int], list[np.nd
     return said, made
 
 
-def recorded(forward: Any) -> list[Any]:
-    """The shapes that a ``forward`` replays."""
-    assert isinstance(forward, GraphedForward)
-    seen = forward._recordings._shapes
-    return [shape for shape, each in seen.items() if each.static is not None]
-
-
-def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> tuple[list[Any], list[Any]]:
-    """Replayed as launched; the shapes that the head and the target have recorded."""
+def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> None:
+    """Replayed as launched, from few recordings for many sizes of rounds and trees."""
     with opened(folder, StepByStep(device="cpu")) as engine:
         wanted, logits = answer(engine, head_of(engine, folder, own))
         plain = [
@@ -99,32 +92,24 @@ def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> tuple[list[
     with opened(folder, CudaOps(device="cuda")) as engine:
         head = head_of(engine, folder, own)
         seen, again = answer(engine, head)
-        shapes = recorded(head.forward), recorded(engine._forward)
         head.close()
     assert seen == wanted == [token for each in plain for token in each]
     assert len(again) == len(logits)
     assert all(map(np.array_equal, again, logits))
     assert gpu.launches.count("replay") > len(logits)
-    return shapes
+    assert gpu.launches.count("record") <= 2 * MOST_RECORDED
 
 
+@once
 def test_eagle3(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
-    """Few numbers of rows, for many sizes of rounds and trees."""
-    of_head, of_target = check_same_bits(*eagle3, gpu)
-    for shapes in (of_head, of_target):
-        assert {shape.rows for shape in shapes} <= set(_ROWS)
-        assert any(shape.columns for shape in shapes)
-        assert len(shapes) <= _MAX_RECORDED
-    assert {len(shape.features) for shape in of_target} == {3}
+    check_same_bits(*eagle3, gpu)
 
 
 @once
 def test_block(gpu: Kernels, tmp_path: Path) -> None:
     """Of a model with recurrent layers, whose passes have the rows that they have."""
     TinyBlock("qwen3.5", tmp_path)
-    of_head, of_target = check_same_bits(tmp_path, None, gpu)
-    assert of_head
-    assert of_target
+    check_same_bits(tmp_path, None, gpu)
 
 
 @once
