@@ -22,7 +22,7 @@ from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.experts import hybrid
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.pipeline.lane import Lane
-from localrt.offload.placement import Placement, Where
+from localrt.offload.placement import Where
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import Corrections
 from localrt.quant import choose
@@ -38,7 +38,7 @@ from tests.models.tiny import SIZES, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
 from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
-from tests.offload.placed import needs_kernels, passing, tokens
+from tests.offload.placed import needs_kernels, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.planner.models import RATE
 from tests.waits import wait_for
@@ -139,11 +139,44 @@ def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     emulate(before)
 
 
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Placement], None]:
-    """Have a plan place units so."""
+Places = Callable[[list[str]], dict[str, Where]]
+"""From a store's units to where they are; the others are in RAM."""
+Place = Callable[[Path, Places], None]
 
-    def placed(placement: Placement) -> None:
+
+def by_turns(*turns: Where) -> Places:
+    """Units that may pass through a ring in these places."""
+
+    def places(units: list[str]) -> dict[str, Where]:
+        names = [name for name in units if name.startswith(("layers", "head"))]
+        return {name: turns[n % len(turns)] for n, name in enumerate(names)}
+
+    return places
+
+
+EVERYWHERE = by_turns(Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM)
+
+
+def experts_on_gpu(share: float) -> Places:
+    """A share of the experts on the GPU, and all that is between them."""
+
+    def places(units: list[str]) -> dict[str, Where]:
+        experts = [name for name in units if ".expert." in name]
+        where = dict.fromkeys(units, Where.VRAM) | dict.fromkeys(("embedding", "norm"), Where.RAM)
+        return where | dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+
+    return places
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Have plans place the units of a store so."""
+
+    def placed(path: Path, places: Places) -> None:
+        with closing(open_checkpoint(path)) as checkpoint:
+            assert isinstance(checkpoint, StoreCheckpoint)
+            where = places([unit.name for unit in checkpoint.manifest.units])
+            placement = place_on_gpu(checkpoint, where, slack=(2, 2))
         plan = placing.first_plan
 
         def first_plan(request: PlanRequest, rows: int) -> Forecast:
@@ -161,6 +194,7 @@ def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
     assert gpu.launches.count("replay") > 10
 
 
+@once
 def test_no_room_is_one_line(gpu: Kernels, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
     with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 596 MB of "):
@@ -174,15 +208,8 @@ def test_resident_mixture(on_both: Both, mixture: Path, gpu: Kernels) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_streamed(
-    on_both: Both, place: Callable[..., None], store: Path, gpu: Kernels, device: str
-) -> None:
-    """Units in all places, by turns."""
-    with closing(open_checkpoint(store)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
-        where = {name: order[n % 5] for n, name in enumerate(passing(checkpoint))}
-        place(place_on_gpu(checkpoint, where, slack=(2, 2)))
+def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device: str) -> None:
+    place(store, EVERYWHERE)
     info = on_both(store, device)
     assert (info.device, info.streamed) == ("cuda:1" if device == "cuda:1" else "cuda:0", True)
     assert gpu.launches.count("replay") > 10
@@ -196,52 +223,32 @@ def test_pictures(on_both: Both, seeing: Path, gpu: Kernels) -> None:
 
 
 @once
-def test_streamed_pictures(
-    on_both: Both, place: Callable[..., None], seeing: Path, gpu: Kernels
-) -> None:
-    with closing(open_checkpoint(seeing)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
-        where = {name: order[n % 5] for n, name in enumerate(passing(checkpoint))}
-        place(place_on_gpu(checkpoint, where, slack=(2, 2)))
+def test_streamed_pictures(on_both: Both, place: Place, seeing: Path, gpu: Kernels) -> None:
+    place(seeing, EVERYWHERE)
     info = on_both(seeing, say=look, ctx=256)
     assert (info.device, info.streamed) == ("cuda:0", True)
     assert "activate" in gpu.launches
 
 
 def test_hybrid(
-    on_both: Both, place: Callable[..., None], mixture: Path, monkeypatch: pytest.MonkeyPatch
+    on_both: Both, place: Place, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts on both sides. Who computes is given, as the sides round differently."""
     monkeypatch.setattr(hybrid, "schedule", copy_one)
     monkeypatch.setattr(HybridExperts, "fill", lambda stage, place: None)
-    with closing(open_checkpoint(mixture)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        names = [unit.name for unit in checkpoint.manifest.units]
-        where = dict.fromkeys([name for name in names if ".expert." not in name], Where.VRAM)
-        experts = [name for name in names if ".expert." in name]
-        where |= dict.fromkeys(experts[: len(experts) // 2], Where.VRAM)
-        where |= dict.fromkeys(("embedding", "norm"), Where.RAM)
-        place(place_on_gpu(checkpoint, where))
+    place(mixture, experts_on_gpu(0.5))
     assert on_both(mixture).streamed
 
 
 @pytest.fixture
 def mixed(
-    gpu: Kernels,
-    place: Callable[[Placement], None],
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: Kernels, place: Place, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], localrt.Model]:
     """Loads a model whose units are in all places on a measured GPU of an idle machine."""
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: RATE)
     monkeypatch.setattr(passes, "is_busy", lambda: False)
     monkeypatch.setattr(passes, "_LONG_S", 10.0)
-    with closing(open_checkpoint(store)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        order = [Where.VRAM, Where.LINK, Where.VRAM, Where.RAM]
-        where = {name: order[n % 4] for n, name in enumerate(passing(checkpoint))}
-        place(place_on_gpu(checkpoint, where, slack=(2, 2)))
+    place(store, by_turns(Where.VRAM, Where.LINK, Where.VRAM, Where.RAM))
     return lambda: localrt.load(store, device="cuda", draft="off", ctx=64)
 
 
@@ -252,6 +259,7 @@ def kept(cache: Path) -> dict[str, Any]:
     return found
 
 
+@once
 def test_passes_measured_once(
     mixed: Callable[[], localrt.Model], gpu: Kernels, tmp_path: Path, store: Path
 ) -> None:
@@ -275,40 +283,31 @@ def test_passes_measured_once(
     assert again.token_ids == first.token_ids
 
 
+@once
 def test_places_of_the_next_load(
-    mixed: Callable[[], localrt.Model],
-    place: Callable[[Placement], None],
-    store: Path,
+    mixed: Callable[[], localrt.Model], place: Place, store: Path
 ) -> None:
     """Units that went over the link are the CPU's, and the tokens are the same."""
-    answers, order = list[Sequence[int]](), [Where.VRAM, Where.RAM, Where.VRAM, Where.RAM]
-    with closing(open_checkpoint(store)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        where = {name: order[n % 4] for n, name in enumerate(passing(checkpoint))}
-        later = place_on_gpu(checkpoint, where, slack=(2, 2))
+    answers = list[Sequence[int]]()
     for _ in range(2):
         with mixed() as model:
             found = model.generate("ab", max_tokens=12, ignore_eos=True, temperature=0.0)
             answers.append(found.token_ids)
-        place(later)
+        place(store, by_turns(Where.VRAM, Where.RAM, Where.VRAM, Where.RAM))
     assert answers[0] == answers[1]
 
 
+@once
 def test_measured_mixture(
     mixed: Callable[[], localrt.Model],
-    place: Callable[[Placement], None],
+    place: Place,
     mixture: Path,
     gpu: Kernels,
     tmp_path: Path,
 ) -> None:
     """Kept apart from dense models."""
     mixed().close()
-    with closing(open_checkpoint(mixture)) as checkpoint:
-        assert isinstance(checkpoint, StoreCheckpoint)
-        units = [unit.name for unit in checkpoint.manifest.units]
-        where = {name: Where.RAM if ".expert." in name else Where.VRAM for name in units}
-        where |= dict.fromkeys(("embedding", "norm"), Where.RAM)
-        place(place_on_gpu(checkpoint, where))
+    place(mixture, experts_on_gpu(0.0))
     for again in (False, True):
         gpu.launches.clear()
         with localrt.load(mixture, device="cuda", draft="off", ctx=64) as model:
@@ -320,26 +319,25 @@ def test_measured_mixture(
     assert kept(tmp_path / "cache")["mixture"]["gpu"] == 1.0
 
 
+@once
 @pytest.mark.parametrize(
-    ("change", "again"),
+    "change",
     [
-        (lambda kept: None, False),
-        (lambda kept: kept["key"].__setitem__(0, "another processor"), True),
-        (lambda kept: kept["key"].__setitem__(-1, 1.0), True),
-        (lambda kept: kept["dense"].__setitem__("link", "fast"), True),
-        (lambda kept: kept["dense"].__setitem__("link", float("nan")), True),
-        (lambda kept: kept.pop("dense"), True),
+        lambda kept: kept["key"].__setitem__(0, "another processor"),
+        lambda kept: kept["key"].__setitem__(-1, 1.0),
+        lambda kept: kept["dense"].__setitem__("link", "fast"),
+        lambda kept: kept["dense"].__setitem__("link", float("nan")),
+        lambda kept: kept.pop("dense"),
     ],
-    ids=["same", "processor", "rates", "no number", "not a number", "mixtures only"],
+    ids=["processor", "rates", "no number", "not a number", "mixtures only"],
 )
-def test_kept_passes(
+def test_passes_measured_again(
     mixed: Callable[[], localrt.Model],
     gpu: Kernels,
     tmp_path: Path,
     change: Callable[[dict[str, Any]], Any],
-    again: bool,
 ) -> None:
-    """They are measured again where they would not hold, or are damaged."""
+    """Where they would not hold, or are damaged."""
     mixed().close()
     path = tmp_path / "cache" / "cards.json"
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -347,10 +345,11 @@ def test_kept_passes(
     path.write_text(json.dumps(values), encoding="utf-8")
     gpu.launches.clear()
     mixed().close()
-    assert bool(gpu.launches) is again
+    assert gpu.launches
     assert all(isinstance(value, float) for value in kept(tmp_path / "cache")["dense"].values())
 
 
+@once
 def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path) -> None:
     path = tmp_path / "cache" / "cards.json"
     path.parent.mkdir(exist_ok=True)
@@ -361,6 +360,7 @@ def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path
     assert kept(tmp_path / "cache")["dense"]
 
 
+@once
 @pytest.mark.parametrize("wrong", ["run_passes", "corrections_of", "keep_corrections", "is_busy"])
 def test_loads_where_measuring_fails(
     mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch, wrong: str
@@ -374,6 +374,7 @@ def test_loads_where_measuring_fails(
         assert len(model.generate("ab", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
+@once
 def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is abandoned, and the next begins with the first unit."""
     compute, left = Lane.compute, [25]
@@ -395,6 +396,7 @@ def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.Mon
         assert engine_of(model).counts().passes < 10
 
 
+@once
 @pytest.mark.parametrize("others", ["busy", "long", "threads"])
 def test_nothing_measured(
     mixed: Callable[[], localrt.Model],
