@@ -45,22 +45,6 @@ def test_a_gpu_adds_what_torch_does(kind: str, gpu: Kernels, tmp_path: Path) -> 
     assert relative_error(run(decoder, cache(decoder, adapter), ids), wanted) < max(3 * plain, 2e-2)
 
 
-def test_adapters_by_row(gpu: Kernels, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", tmp_path)
-    adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=9, use_dora=True)[0]]
-    decoder = on_gpu(tiny, *adapters)
-    plain = on_gpu(tiny)
-    ids = [tokens(2, n) for n in range(4)]
-    mixes: list[tuple[Adapter[LowRank], ...]] = [(), (adapters[0],), (adapters[1],), ()]
-    alone = [
-        run(decoder if mix else plain, cache(decoder if mix else plain, *mix), each)
-        for mix, each in zip(mixes, ids, strict=True)
-    ]
-    caches = [cache(decoder, *mix) for mix in mixes]
-    together = decoder.forward(Batch.extend(list(zip(caches, ids, strict=True))))
-    np.testing.assert_array_equal(together, np.concatenate(alone))
-
-
 def test_long_passes_and_recordings(gpu: Kernels, tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tmp_path)
     adapter, _ = tiny.adapter("a", 1)

@@ -103,6 +103,8 @@ def test_joined_matrices() -> None:
         at += size
     weight = build_weight((112, 256), iter(blocks), DEVICE)
     assert [part.shape[0] for part in weight.parts] == [96, 16]
+    first: Any = weight.parts[0]
+    assert first.data.address == data.address, "it is used where it lies"
     x = there(inputs(2, 256))
     out = linear(x, weight, dtype=FLOAT32)
     values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
