@@ -21,6 +21,7 @@ from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.driver.inside.conftest import Kernels, once
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 
@@ -161,6 +162,36 @@ def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) ->
         assert np.array_equal(plain, again)
     assert gpu.launches.count("replay") > 10
     assert len(checks) > 18, "recorded passes can be cancelled"
+
+
+@pytest.mark.parametrize(
+    ("name", "format_", "method"),
+    [
+        ("llama", "nf4", "rtn"),
+        ("llama", "nvfp4", "rtn"),
+        ("llama", "mxfp4", "mr-gptq"),  # rotated
+        ("qwen3-moe", "nvfp4", "rtn"),
+        ("qwen3-moe", "mxfp4", "mr-gptq"),
+    ],
+)
+def test_stores(name: str, format_: str, method: str, gpu: Kernels, tmp_path: Path) -> None:
+    """A prompt of more than 64 tokens, and tokens that are replayed: near float32 of their
+    values.
+    """
+    save_tiny(name, tmp_path, layers=1)
+    with closing(open_checkpoint(tmp_path)) as source:
+        recipe = Recipe(format_, method=method, calibration=tokens(512))
+        store = quantize_model(source, tmp_path / "store", recipe, threads=1).path
+    ours, plain = load(store), load(store, ops=TorchOps(compute_format="f32"))
+    ours_again = GraphedForward(ours.ops, ours.forward)  # type: ignore[arg-type]
+    seen = []
+    for decoder, forward in ((ours, ours_again), (plain, plain.forward)):
+        cache = decoder.cache(80)
+        parts = [tokens(66), *([token] for token in tokens(5, seed=1))]
+        seen.append(np.concatenate([forward(Batch.extend([(cache, part)])) for part in parts]))
+    off = np.abs(seen[0] - seen[1]).max(1) / np.abs(seen[1]).max()
+    assert np.median(off) < 0.03
+    assert gpu.launches.count("replay") == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
