@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
-from localrt.quant.cuda import launch
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda import measuring
 from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.counting import _our_calls, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
-from localrt.quant.cuda.launch import CudaStopwatch
-from localrt.quant.cuda.measuring import measure_gpu
+from localrt.quant.cuda.gpu_cache import ROWS
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import move_rows
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty, upload, zeros
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.standin import Driver
-from tests.ops.cuda.test_rates import Small
+from tests.planner.models import RATE
 
 
 @pytest.fixture
@@ -222,12 +224,44 @@ def test_other_threads(device: Cuda) -> None:
     copies.close()
 
 
+class Small(measuring.Size):
+    shape = (64, 256)
+    copied = 1 << 16
+    read = 1 << 16
+    copies = 2
+    launches = 2
+
+
+class Watch:
+    """Says that everything takes a second; what is launched runs once."""
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        launch()
+        return 1.0
+
+
 @once
-def test_a_gpu_is_measured(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_RUNS", 1)
-    monkeypatch.setattr(launch, "_WAKING_S", 1e-3)
-    monkeypatch.setattr(launch, "_LEAST_CACHE", 1 << 10)
-    watch = CudaStopwatch(device)
-    rates = measure_gpu(CudaOps(), ["q4_0"], stopwatch=watch, size=Small)
-    assert all(seconds > 0 for seconds in rates.products["q4_0"])
-    assert min(rates.to_gpu_bytes_s, rates.crossing_s, rates.replay_s) > 0
+def test_a_gpu_is_measured(device: Cuda, gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, prepare = set[str](), Cuda.prepare
+
+    def noted(device: Cuda, program: Program) -> None:
+        compiled.add(program.name)
+        prepare(device, program)
+
+    monkeypatch.setattr(Cuda, "prepare", noted)
+    ops, steps = CudaOps(), list[tuple[int, int]]()
+    rates = measuring.measure_gpu(
+        ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)
+    )
+    assert rates.products == {"q4_0": (1 / (64 * 256),) * len(ROWS)}
+    assert rates.memory_bytes_s == 2 * Small.copied
+    assert rates.replay_s == 1 / Small.launches
+    assert min(rates.to_gpu_bytes_s, rates.crossing_s) > 0
+    assert 0 < rates.busy_cpu <= 1
+    assert (rates.busy_cpu < 1 or rates.busy_link < 1) or find_library() is None
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert {"linear", "linear_many", "quantize"} <= compiled
+    # Of a GPU that is known, nothing but a new format.
+    more = measuring.measure_gpu(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
+    assert more.products.keys() == {"int4-g32", "q8_0"}
+    assert replace(more, products=RATE.products) == RATE

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
-from localrt.quant.cuda.gpu_cache import RATES, ROWS, GpuCache, GpuRates
-from localrt.quant.cuda.measuring import gpu_rates, measure_gpu
+from localrt.quant.cuda.gpu_cache import RATES, GpuCache, GpuRates
+from localrt.quant.cuda.measuring import gpu_rates
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.programs import Program
-from tests.ops.cuda.emulator import Emulator
 from tests.planner.models import RATE
-
-
-class Small(measuring.Size):
-    shape = (64, 256)
-    copied = 1 << 16
-    read = 1 << 16
-    copies = 2
-    launches = 2
-
-
-class Watch:
-    """Says that everything takes a second; what is launched runs once."""
-
-    def ready(self) -> bool:
-        return True
-
-    def seconds(self, launch: Callable[[], object]) -> float:
-        launch()
-        return 1.0
-
-
-def test_a_gpu_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: set[Program] = set()
-    monkeypatch.setattr(emulator, "prepare", compiled.add)
-    ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
-    rates = measure_gpu(
-        ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)
-    )
-    assert rates.products == {"q4_0": (1 / (64 * 256),) * len(ROWS)}
-    assert rates.memory_bytes_s == 2 * Small.copied
-    assert rates.replay_s == 1 / Small.launches
-    assert rates.to_gpu_bytes_s > 0
-    assert 0 < rates.busy_cpu <= 1
-    assert (rates.busy_cpu < 1 or rates.busy_link < 1) or find_library() is None
-    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert {program for program in emulator.launches if program.name == "linear"} <= compiled
-    # Of a GPU that is known, nothing but a new format.
-    emulator.launches.clear()
-    more = measure_gpu(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
-    assert more.products.keys() == {"int4-g32", "q8_0"}
-    assert replace(more, products=RATE.products) == RATE
 
 
 def test_kept_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
