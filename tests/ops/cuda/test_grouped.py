@@ -85,6 +85,8 @@ def test_plan(emulator: Emulator, rows: int) -> None:
         *(("q4_0", rows, False) for rows in (1, 3, 7, 50)),
         *(("q4_0", rows, True) for rows in (1, 3, 50)),
         ("nvfp4", 3, False),
+        ("nf4", 7, False),
+        ("q6_k", 12, False),
         ("q4_k", 7, False),
         ("mxfp4", 12, False),
     ],
