@@ -220,7 +220,7 @@ def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
 
 
 @once
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
 def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """The first layer's in RAM, the others' on the GPU."""
     with closing(Model(pack_tiny(name, tmp_path))) as model:

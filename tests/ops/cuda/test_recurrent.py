@@ -13,7 +13,6 @@ from localrt.quant.cuda.linear import reads_records
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import empty_records, product
 from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_project, mix_rows
-from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import empty
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
@@ -186,38 +185,3 @@ def test_trees_sequences_and_cancelled_passes(name: str) -> None:
     check_tree(layer, 6, [0, 1, 2, 1, 4, 3, 0], 3)
     check_sequences(layer)
     check_cancelled(layer)
-
-
-@pytest.mark.parametrize("name", ["delta", "ssm", "conv"])
-def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
-    """As where only some of a model's layers lie on the GPU."""
-    layer = GpuLayer(name)
-    ops, spec = layer.ops, layer.spec
-    assert isinstance(ops, CudaOps)
-    caches, recorder = [ops.kv_cache([spec, spec], 64) for _ in range(2)], ops.recorder()
-    replayed = 0
-    for turn, rows in enumerate((5, 1, 1, 1, 3, 3, 1, 6, 6, 1)):
-        x = torch.from_numpy(random_rows(rows, seed=turn))
-        plain, again = (
-            Batch(np.zeros(rows, np.int64), np.arange(rows), (Span(cache, rows),))
-            for cache in caches
-        )
-        wanted, found = Stream(there(x)), Stream(there(x))
-        with ops.scope():
-            step, static = ops.begin(plain), recorder.begin(again, list(range(rows)))
-            for at in range(2):
-
-                def body(step: CudaPass, x: Stream, at: int = at) -> Stream:
-                    x.add(ops.norm_recurrent(x, layer.weights, spec, step, at))
-                    return x
-
-                body(step, wanted)
-                if recorder.takes(static, at, 1):
-                    replayed += 1
-                    recorder.run(static, found, at, body)
-                else:
-                    body(static, found)
-            assert torch.equal(back(wanted.settle()), back(found.settle()))
-        for cache in caches:
-            cache.advance(rows)
-    assert replayed == 2 * 6
