@@ -263,3 +263,10 @@ def test_what_does_not_compile_is_one_line() -> None:
     program = linear_program("q4_0", 1, LaunchShape(1, 1), None, FLOAT32)
     with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
         compile_program(program, 70)
+
+
+def test_a_program_is_made_once() -> None:
+    """Each launch asks for one; values may be equal where their macros are not."""
+    made = Program.of("rms_norm", OUT="float", RECORDS=0)
+    assert Program.of("rms_norm", OUT="float", RECORDS=0) is made
+    assert Program.of("rms_norm", OUT="float", RECORDS=False) != made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import MOST_ROWS, dense_product, quantize, unpack_rows
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, empty, upload
-from localrt.quant.cuda.weight import build_weight
+from localrt.quant.cuda.weight import build_weight, is_e4m3_groups, unpack_e4m3
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor
-from tests.ops.cuda.target import DEVICE, back, there, tiles_of
+from tests.ops.cuda.target import DEVICE, back, by_torch, there, tiles_of
 from tests.ops.packed import random_tensor
 
 PICKED = ("q4_0", "q6_k", "nvfp4", "nf4")  # for an index: another kernel, which unpacks alike
@@ -135,3 +136,21 @@ def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "matmul", full)
     with pytest.raises(MemoryBudgetError, match="no room for products by cuBLAS"):
         cublas.multiply(x, w, out)
+
+
+@pytest.mark.parametrize("name", ["e4m3-g128", "e4m3-g64", "e4m3-g32"])
+def test_tiles_of_e4m3_become_bf16(name: str) -> None:
+    tensor = replace(random_tensor(name, 37, 384), scale=0.75)
+    groups = tensor.data.reshape(-1, tensor.format.block_bytes)
+    groups[: 256 // tensor.format.block, 4:] = np.arange(256).reshape(-1, tensor.format.block)
+    tiled = tile_tensor(tensor)
+    assert is_e4m3_groups(tiled)
+    found = torch.empty(37, 384, dtype=torch.bfloat16)
+    by_torch(unpack_e4m3)(tiled, torch.from_numpy(tiled.data), found)
+    wanted = torch.from_numpy(unpack(tensor)).bfloat16()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_formats_are_none_of_it() -> None:
+    assert not is_e4m3_groups(tile_tensor(random_tensor("int8-g32", 16, 32)))
+    assert not is_e4m3_groups(tile_tensor(random_tensor("bf16", 16, 32)))
