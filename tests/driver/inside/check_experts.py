@@ -37,13 +37,14 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_none, copy_one, made
+from tests.driver.standin import AT_ONCE
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram, stages
 from tests.offload.placed import MODE, PLENTY, extend, needs_kernels, tokens
 from tests.waits import wait_for
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+pytestmark = needs_kernels
 
 
 COUNT, USED, LAYERS = 12, 3, 2
@@ -218,7 +219,7 @@ def talk(decoder: Decoder, cache: KVCache, count: int = 4) -> list[np.ndarray]:
 
 def told(folder: Path, scheduler: Any, device: str) -> list[np.ndarray]:
     """On the CPU step by step; on the GPU recorded."""
-    with placed(folder, 0.5, FETCHED, device=device, recorded=device != "cpu") as decoder:
+    with placed(folder, 0.5, FETCHED, device=device) as decoder:
         fill(decoder)
         stages(decoder).scheduler = scheduler
         return talk(decoder, decoder.cache(200))
@@ -227,7 +228,7 @@ def told(folder: Path, scheduler: Any, device: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("scheduler", [schedule, copy_one])
 def test_same_logits(gpu: Kernels, tmp_path: Path, scheduler: Any) -> None:
     """Slots are filled, read before anybody knows of what, and filled anew."""
-    wanted, seen = (told(tmp_path, scheduler, device) for device in ("cpu", "cuda"))
+    wanted, seen = (told(tmp_path, scheduler, device) for device in (AT_ONCE, "cuda"))
     assert gpu.launches.count("replay") > 4 * LAYERS
     assert all(map(np.array_equal, seen, wanted))
     assert all(np.isfinite(logits).all() for logits in seen)
@@ -237,7 +238,7 @@ def test_same_logits(gpu: Kernels, tmp_path: Path, scheduler: Any) -> None:
 def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
     """While layers are recorded. Who computes is then a matter of time."""
     said = []
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         with placed(tmp_path, 0.5, FETCHED, device=device) as decoder:
             extend(decoder, decoder.cache(200), [1])
             slots = stages(decoder).slots.cache
@@ -287,7 +288,7 @@ def test_copies_of_a_failed_pass(
         compute(stage, turn, arrivals)
 
     monkeypatch.setattr(HybridExperts, "_run_arrived", fail)
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         with placed(tmp_path, 0.5, FETCHED, device=device, recorded=False) as decoder:
             fill(decoder)
             stages(decoder).scheduler = copy_one

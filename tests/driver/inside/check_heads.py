@@ -22,21 +22,15 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
 from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.gpus import StepByStep
+from tests.driver.standin import AT_ONCE
 from tests.engine.test_speculation import fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
-pytestmark = pytest.mark.usefixtures("emulated")
 CAPACITY = 200
 LENGTH = 7  # tokens of an answer: some rounds come again, and are replayed
 MOST_RECORDED = 8  # shapes of passes, of the head and of its target
-
-
-class StepByStep(CudaOps):
-    """Records nothing."""
-
-    def graphed(self, forward: Any) -> Any:
-        return forward
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +76,7 @@ def answer(engine: NativeEngine, head: HeadDraft) -> tuple[list[int], list[np.nd
 
 def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> None:
     """Replayed as launched, from few recordings for many sizes of rounds and trees."""
-    with opened(folder, StepByStep(device="cpu")) as engine:
+    with opened(folder, StepByStep(device=AT_ONCE)) as engine:
         wanted, logits = answer(engine, head_of(engine, folder, own))
         plain = [
             ids(run(engine, None, prompt=tokens(6, seed=seed), max_tokens=LENGTH))

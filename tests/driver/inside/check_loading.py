@@ -1,10 +1,10 @@
-"""``localrt.load`` on the driver: whole models, bit for bit what the kernels give on the CPU."""
+"""``localrt.load`` on the driver: whole models, bit for bit as where all is done at once."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -27,19 +27,17 @@ from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import Corrections
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
-from localrt.quant.cuda.device import emulate
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import copy_one
+from tests.driver.inside.gpus import StepByStep, copy_one
+from tests.driver.standin import AT_ONCE
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
 from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
 from tests.offload.placed import needs_kernels, tokens
-from tests.ops.cuda.emulator import Emulator
 from tests.planner.models import RATE
 from tests.waits import wait_for
 
@@ -78,16 +76,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized(folder)
 
 
-class OnCpu(CudaOps):
-    """The GPU's kernels on the CPU, with memory that is made up."""
-
-    def __init__(self) -> None:
-        super().__init__(device="cpu")
-
-    def free_memory(self) -> int:
-        return 8 << 30
-
-
 def talk(model: localrt.Model) -> list[np.ndarray]:
     """Logits of a prompt, tokens, what is taken back, and what follows from an answer."""
     engine = engine_of(model)
@@ -113,8 +101,8 @@ def look(model: localrt.Model) -> list[np.ndarray]:
 
 
 @pytest.fixture
-def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
-    """A model loaded for a GPU, which must say what its kernels say on the CPU."""
+def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Both:
+    """A model loaded for a GPU, which must say what one says whose work is done at once."""
 
     def both(
         path: Path,
@@ -123,7 +111,7 @@ def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
         ctx: int = 64,
     ) -> localrt.ModelInfo:
         seen, make_ops = [], choose.make_ops
-        for made in (lambda *_, **__: OnCpu(), make_ops):
+        for made in (lambda *_, **__: StepByStep(device=AT_ONCE), make_ops):
             monkeypatch.setattr(native, "make_ops", made)
             with localrt.load(path, device=device, draft="off", ctx=ctx) as model:
                 seen.append(say(model))
@@ -134,9 +122,7 @@ def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
 
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
     monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
-    before = emulate(Emulator())
-    yield both
-    emulate(before)
+    return both
 
 
 Places = Callable[[list[str]], dict[str, Where]]

@@ -1,4 +1,4 @@
-"""Whole tiny models on the driver: bit for bit what the kernels give on the CPU, and near what the
+"""Whole tiny models on the driver: bit for bit as where all is done at once, and near what the
 CPU's own kernels give, which round in other places.
 """
 
@@ -30,7 +30,7 @@ from localrt.quantize.quantize import Recipe, quantize_model
 from tests.checkpoints.published.models import SMALL, publish
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_none, copy_one, made
-from tests.driver.standin import Driver
+from tests.driver.standin import AT_ONCE, Driver
 from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import (
@@ -57,7 +57,7 @@ from tests.offload.placed import (
 )
 from tests.waits import wait_for
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+pytestmark = needs_kernels
 few = settings(  # each takes seconds, and closes what it has opened
     some,
     max_examples=2 + settings().max_examples // 12,
@@ -147,7 +147,7 @@ def test_any_placement(
     freed, seen = data.draw(st.tuples(FREED, FREED)), []
     placement = place_on_gpu(model.store, where, slack=slack)
     placement = replace(placement, gpu_rows=data.draw(st.sampled_from([0, LEAST_GPU_ROWS])))
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         with on_gpu(model, where, placement=placement, make=made(device)) as decoder:
             cache, said = decoder.cache(100), talk(decoder)
             said.append(extend(decoder, cache, tokens(LEAST_GPU_ROWS)))
@@ -186,7 +186,7 @@ def test_any_placement_of_a_mixture(
     most = 3 if scheduler is copy_none else 0
     stops, evicted = data.draw(st.lists(st.integers(1, 8), max_size=most)), data.draw(FREED)
     seen = []
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         make = made(device)
         with on_gpu(mixture, where, slack=slack, make=make, expert_costs=COSTS) as decoder:
             if hybrid := decoder.weights.sparse.get("gpu"):
@@ -212,7 +212,7 @@ def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
     units = [name for name in passing(mixture.store) if ".expert." not in name]
     where = {n: Where.VRAM if n.endswith(".attention") else Where.SSD for n in units}
     where |= dict.fromkeys([name for name in names if ".expert." in name][:4], Where.VRAM)
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         with on_gpu(mixture, where, make=made(device), expert_costs=COSTS) as decoder:
             talk(decoder)
             decoder.weights.memory.evict_gpu(1)
@@ -228,7 +228,7 @@ def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
         there = [name for name in names if name.startswith(("layers.1", "layers.2"))]
         where = {name: Where.VRAM for name in there if "expert" not in name}
         seen = []
-        for device in ("cpu", "cuda"):
+        for device in (AT_ONCE, "cuda"):
             with on_gpu(model, where, make=made(device), expert_costs=COSTS) as decoder:
                 cache = decoder.cache(64)
                 parts = (tokens(20), [1], tokens(2, seed=3), [5], [6])
@@ -242,7 +242,7 @@ def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
     """Experts are copied ahead, each layer's while the one before it is computed."""
     where, seen = places(mixture, share), []
     placement = replace(place_on_gpu(mixture.store, where), gpu_rows=LEAST_GPU_ROWS)
-    for device in ("cpu", "cuda"):
+    for device in (AT_ONCE, "cuda"):
         options: dict[str, Any] = {"make": made(device), "placement": placement}
         with on_gpu(mixture, where, expert_costs=COSTS, **options) as decoder:
             wait_for(partial(all_in_ram, decoder))
@@ -259,7 +259,7 @@ def test_two_gpus(model: Model, gpu: Kernels) -> None:
     with ExitStack() as held:
         decoders = [
             held.enter_context(on_gpu(model, where, slack=(2, 2), make=made(device)))
-            for device in ("cpu", "cuda:1", "cuda:0")
+            for device in (AT_ONCE, "cuda:1", "cuda:0")
         ]
         caches = [decoder.cache(40) for decoder in decoders]
         for token in text:

@@ -37,7 +37,7 @@ from tests.driver.virtual_time import Machine, VirtualTime, virtual_time
 from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+pytestmark = needs_kernels
 
 LAYERS = 40
 

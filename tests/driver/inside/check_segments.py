@@ -22,6 +22,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
+from tests.driver.standin import AT_ONCE
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
     Model,
@@ -33,7 +34,7 @@ from tests.offload.placed import (
     tokens,
 )
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+pytestmark = needs_kernels
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def placed(
 
 def assert_recorded(coded: Model, gpu: Kernels, talk: Talk) -> None:
     """Replayed, and to the bit what the same placement computes step by step."""
-    with placed(coded, mixed(coded), device="cpu", recorded=False) as plain:
+    with placed(coded, mixed(coded), device=AT_ONCE) as plain:
         wanted = talk(plain)
     assert "replay" not in gpu.launches
     with placed(coded, mixed(coded)) as decoder:

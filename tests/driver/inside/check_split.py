@@ -17,6 +17,7 @@ from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
+from tests.driver.standin import AT_ONCE
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import (
     Model,
@@ -28,7 +29,7 @@ from tests.offload.placed import (
     tokens,
 )
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("emulated")]
+pytestmark = needs_kernels
 
 LAYERS = 3
 
@@ -122,7 +123,7 @@ def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 )
 def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: Kernels) -> None:
     plan = placement(model, split)
-    with opened(model, plan, device="cpu", recorded=False) as plain:
+    with opened(model, plan, device=AT_ONCE) as plain:
         wanted = talk(plain)
     assert "replay" not in gpu.launches
     with opened(model, plan) as decoder:
@@ -130,7 +131,7 @@ def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: K
     assert "replay" in gpu.launches
     with opened(model, unmoved(plan)) as decoder:
         assert_same(talk(decoder), wanted)
-    with opened(model, placement(model, {}), device="cpu", recorded=False) as whole:
+    with opened(model, placement(model, {}), device=AT_ONCE) as whole:
         assert_close(wanted, talk(whole))
 
 

@@ -13,11 +13,9 @@ import pytest
 from localrt.quant.cuda import cublas, products
 from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda import driver as devices
-from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.programs import Program
-from tests.driver.standin import Driver, image, loaded
-from tests.ops.cuda.emulator import Emulator
+from tests.driver.standin import GPUS, Driver, image, loaded
 
 once = pytest.mark.parametrize("driver", [0], ids=["late"], indirect=True)
 """What is counted is the same however hasty the driver is."""
@@ -33,14 +31,6 @@ class Kernels:
     moves: list[str] = field(default_factory=list)
 
 
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[None]:
-    """Kernels of the CPU's ``Ops`` run too."""
-    before = emulate(Emulator())
-    yield
-    emulate(before)
-
-
 @pytest.fixture(params=[0, 3], ids=["late", "hasty"])
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     """No error of a GPU's is left unnoticed."""
@@ -50,12 +40,12 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield driver
     forget()
     driver.set()
-    assert [driver.reset(device) for device in (0, 1)] == [0, 0]
+    assert not any(driver.reset(device) for device in range(len(GPUS)))
 
 
 @pytest.fixture
 def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kernels]:
-    """Two GPUs, new ones, for which nobody compiles."""
+    """New GPUs, for which nobody compiles."""
     kernels = Kernels()
 
     def machine_code(program: Program, capability: int, folder: Path) -> bytes:
@@ -88,7 +78,7 @@ def forget() -> None:
     for kept in (products._counters, cublas.multiplies):
         kept.cache_clear()
     gc.collect()
-    for index in (0, 1):
-        devices.device_of(f"cuda:{index}").trim()
+    for name in GPUS:
+        devices.device_of(name).trim()
     devices._cuda.cache_clear()
     gc.collect()

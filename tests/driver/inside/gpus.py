@@ -1,4 +1,4 @@
-"""GPUs for placed models: the driver's, or the same kernels on the CPU, which are never late."""
+"""GPUs for placed models, and who computes their experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.scheduler import Assignment, schedule
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.protocol import Forward
+from tests.driver.standin import AT_ONCE
 from tests.offload.placed import PLENTY
 
 
@@ -21,10 +23,15 @@ class StepByStep(CudaOps):
     def recorder(self) -> None:  # type: ignore[override]
         return None
 
+    def graphed(self, forward: Forward) -> Forward:
+        return forward
+
 
 def made(device: str, *, recorded: bool = True) -> Callable[[Clock], CudaGpu]:
-    """What makes the GPU of a ``device``; not ``recorded``, it computes step by step."""
-    kind = CudaOps if recorded else StepByStep
+    """What makes the GPU of a ``device``, which computes step by step if it is ``AT_ONCE`` or not
+    ``recorded``.
+    """
+    kind = CudaOps if recorded and device != AT_ONCE else StepByStep
     return lambda clock: CudaGpu(
         clock, kind(device=device), CudaCopies(device=device), capacity=PLENTY
     )

@@ -1,7 +1,7 @@
 // A stand-in for NVIDIA's driver: what localrt and the tests' torch call of libcuda.so.1, without a GPU.
 //
 // Nothing runs until somebody waits for it (`hasty` runs some of it sooner), so a wait that is missing
-// shows. Handles, contexts, states of capture, addresses and sizes are checked; misuse gets the driver's
+// shows; on the last GPU all runs at once, for what the others must give. Handles, contexts, states of capture, addresses and sizes are checked; misuse gets the driver's
 // own errors. A module is machine code that NVRTC made, followed by the kernel's twin for the CPU, or the
 // twin alone (tests/ops/cuda/emulator.py): a mark and the path of its library. Memory of the GPU is that
 // of the host at addresses which are never used twice; whoever touches it once it is freed gets
