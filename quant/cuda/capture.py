@@ -63,27 +63,18 @@ class Replay(Protocol):
     def __call__(self, check: Check | None = None) -> None: ...
 
 
-def record(body: Callable[[Cut], None], capture: Capture | None) -> Replay:
+def record(body: Callable[[Cut], None], capture: Capture) -> Replay:
     """Record the kernels that ``body`` starts, as one graph, or as several where it cuts; return a
-    function that replays them. Without a GPU (``capture`` is None) it calls ``body``.
+    function that replays them.
 
     Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
     """
-    if capture is None:
-        return partial(_rerun, body)
     with capture.measured():
         try:
             return _record(body, capture)
         except MemoryBudgetError:
             capture.device.trim()  # which waits for the GPU: not allowed while recording
             return _record(body, capture)
-
-
-def _rerun(body: Callable[[Cut], None], check: Check | None = None) -> None:
-    def cut(between: Between) -> None:
-        between(check)
-
-    body(cut)
 
 
 def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:

@@ -4,8 +4,7 @@ A pass over one sequence with a number of rows seen before (1 in decoding, K in 
 recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
 its parts are on the GPU. Whole passes are padded to one of a few numbers of rows. Recordings serve
 all caches: the addresses of a cache's blocks are inputs too. This module knows a ``forward`` and
-the steps under it, not models. Off a GPU, "replaying" runs the pass again on the static inputs, so
-that tests cover the rest.
+the steps under it, not models.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class RecordedOps(Protocol):
         """``"cuda:0"``."""
 
     @property
-    def capture(self) -> Capture | None:
-        """The capture of the GPU; None without one."""
+    def capture(self) -> Capture:
+        """The capture of the GPU."""
 
     def scope(self) -> AbstractContextManager[None]:
         """The context of a pass."""
@@ -115,7 +114,7 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._ops.capture is None else self._ops.capture.nbytes
+        return self._ops.capture.nbytes
 
     def takes(self, step: CudaPass | None, key: object, parts: int) -> bool:
         if not isinstance(step, StaticStep):
@@ -394,11 +393,7 @@ class StaticPass:
             run = self._runs[key] = self._record(step, body)
             x = copy
         self._load(x)
-        run.recording.step.spans = step.spans  # used only without a GPU
-        try:
-            run.replay(check)
-        finally:
-            run.recording.step.spans = ()  # so that the recording keeps no cache alive
+        run.replay(check)
         for layer in run.recording.step.mixed:
             step.layer_done(layer)
         return run.recording.logits
@@ -440,7 +435,8 @@ class StaticPass:
         if self._table is not None:
             self._upload(self._table)
         replay = record(once, self._ops.capture)
-        if self._ops.capture is not None and recording.logits is not None:
+        recording.step.spans = ()  # so that it keeps no cache alive
+        if recording.logits is not None:
             # Copied at once: another graph may write to the same memory.
             recording.logits = replace(recording.logits, block=None)
         return _Run(replay, recording)

@@ -37,7 +37,9 @@ class _Exchange:
         self.rows: Floats = device.pinned(rows.shape, np.float32)
         self.results: npt.NDArray[np.int32] = device.pinned(routing.results.shape, np.int32)
         self.host_slots: Floats = device.pinned(slots, np.float32)
-        self.event = device.event()
+        event = device.event()
+        assert event is not None, "only a GPU records"
+        self.event = event
 
 
 class HybridExchange:
@@ -82,8 +84,7 @@ class HybridExchange:
         run_present(self._there, self._choice, self._table, spec, self.slots)
 
     def begin(self) -> npt.NDArray[np.bool_]:
-        if self._exchange.event is not None:
-            self._exchange.event.record()
+        self._exchange.event.record()
         table = self._table
         table.entries(self._device)
         if len(table.kinds) > self._kinds:  # experts of a kind that the recording lacks
@@ -92,8 +93,7 @@ class HybridExchange:
         return table.present
 
     def receive(self) -> None:
-        if self._exchange.event is not None:
-            self._exchange.event.synchronize()
+        self._exchange.event.synchronize()
 
     def take(self) -> Tensor:
         count, width = self.slots.shape

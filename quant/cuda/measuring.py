@@ -211,7 +211,7 @@ def _replay_seconds(device: Cuda, stopwatch: Stopwatch, size: type[Size]) -> flo
             quantize(x)
 
     body()
-    replay = record(lambda cut: body(), Capture(device) if device.is_gpu else None)
+    replay = record(lambda cut: body(), Capture(device))
     return stopwatch.seconds(replay) / size.launches
 
 

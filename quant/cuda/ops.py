@@ -108,20 +108,20 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return nullcontext()
 
     @cached_property
-    def capture(self) -> Capture | None:
-        """The capture of the GPU; None without one."""
-        return Capture(self._device) if self._device.is_gpu else None
+    def capture(self) -> Capture:
+        """The capture of the GPU."""
+        return Capture(self._device)
 
     def free_memory(self) -> int | None:
         return self._device.free_nbytes if self._device.is_gpu else None
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
-        return GraphedForward(self, forward)
+        return GraphedForward(self, forward) if self._device.is_gpu else forward
 
-    def recorder(self) -> Recordings:
+    def recorder(self) -> Recordings | None:
         """Runs of steps recorded as CUDA graphs."""
-        return Recordings(self)
+        return Recordings(self) if self._device.is_gpu else None
 
     # -- weights ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Which shapes of passes are recorded."""
+"""Which shapes of passes are recorded on the driver."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from localrt.quant.cuda.tensor import zeros
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
+from tests.driver.inside.conftest import Kernels, once
+
+pytestmark = once
 
 
 @pytest.fixture
-def recordings() -> Recordings:
-    return Recordings(CudaOps(device="cpu"))
+def recordings(gpu: Kernels) -> Recordings:
+    return Recordings(CudaOps(device="cuda"))
 
 
 @pytest.fixture
-def cache() -> KVCache:
+def cache(gpu: Kernels) -> KVCache:
     spec = AttentionSpec(
         heads=1, kv_heads=1, head_dim=8, eps=1e-6, rope=None, scale=1.0, window=None
     )
-    return CudaOps(device="cpu").kv_cache([spec], 600)
+    return CudaOps(device="cuda").kv_cache([spec], 600)
 
 
 def recorded(recordings: Recordings, cache: KVCache, rows: int) -> object:
@@ -51,7 +54,7 @@ def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCa
 def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> None:
     """The others are computed step by step until a later pass."""
     batch, parts = Batch.extend([(cache, [1])]), [("a", 10), ("b", 6), ("c", 1), ("d", 100)]
-    zero = zeros(1, 8, device=device_of("cpu"))
+    zero = zeros(1, 8, device=device_of("cuda"))
     recordings.begin(batch, [0])
     taken = list[str]()
     for _ in range(4):
