@@ -1,7 +1,7 @@
 """What the compiler makes of the products' kernels, for GPUs that need not be here.
 
-Registers, spills, shared memory, and instructions of the main loop per byte of packed weights,
-scales included. The disassembler is the one that Triton brings.
+Registers, spills, shared memory, and instructions of loops. The disassembler is the one that Triton
+brings.
 """
 
 from __future__ import annotations
@@ -9,48 +9,57 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
-from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
-from localrt.quant.cuda.products import linear_program, many_program
+from localrt.quant.cuda.launch_shape import best_shape
+from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 
 TARGETS = (75, 80, 86, 89, 90, 120)
-# What a block may have: CUDA C++ Programming Guide, compute capabilities.
-_SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
-SHARED_BYTES = {target: size << 10 for target, size in _SHARED_KB.items()}
 _GATE = "silu"
+_MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 Line = tuple[str, str]
 """A label or nothing, and an instruction."""
-_MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One variant. ``per_byte``: instructions of a warp in the main loop per byte it reads."""
+    """A program, compiled for a GPU."""
 
-    kernel: str
-    format: str
-    rows: int
-    gate: bool
+    program: Program
     target: int
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    instructions: int
-    per_byte: float
+    code: bytes = field(repr=False)
 
 
-def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, LaunchShape]:
-    """The variant that a long matrix in ``format_`` takes for ``rows`` rows."""
+def build(program: Program, target: int) -> Build:
+    """Compile it."""
+    compiled = compile_program(program, target)
+    return Build(
+        program,
+        target,
+        _number(r"Used (\d+) registers", compiled.log),
+        _number(r"(\d+) bytes spill stores", compiled.log),
+        _number(r"(\d+) bytes smem", compiled.log),
+        compiled.code,
+    )
+
+
+def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, int]:
+    """The variant that a long matrix in ``format_`` takes for ``rows`` rows, and the pairs of tiles
+    of a warp.
+    """
     division = best_shape(format_, rows, _MANY_TILES, 24)
-    return linear_program(format_, rows, division, _GATE if gate else None, FLOAT32), division
+    program = linear_program(format_, rows, division, _GATE if gate else None, FLOAT32)
+    return program, division.pairs
 
 
 def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
@@ -59,76 +68,29 @@ def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
     return grouped_program(format_, slots, _GATE if gate else None, out)
 
 
-@dataclass(frozen=True, slots=True)
-class ManyBuild:
-    """One variant for many rows. ``per_product``: instructions of a warp in the innermost loop for
-    16 weight rows, 32 columns and 8 rows of records; ``unpacking``: those besides, on the longest
-    ways through the outer loop of warps that unpack and of as many that do not, but for the ends of
-    chains, of which there are few.
+def per_byte(made: Build, format_: str, pairs: int = 1) -> float:
+    """Instructions of a warp in the main loop of a product for each byte of packed weights that it
+    reads, scales included.
     """
-
-    format: str
-    target: int
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    per_product: float
-    unpacking: float
+    loop = max(_loops(_instructions(made.code)), key=_products)
+    span = tile_span(FORMATS[format_])
+    steps = steps_at_once(format_)
+    read = 2 * pairs * 16 * FORMATS[format_].row_bytes(span) * steps * 32 // span
+    return round(len(loop) / read, 4)
 
 
-def build_many(format_: str, target: int) -> ManyBuild:
-    """Compile ``many_program``."""
-    compiled = compile_program(many_program(format_, None, FLOAT32), target)
-    loops = [body for body in _loops(_instructions(compiled.code)) if _products(body)]
+def per_product(made: Build, format_: str) -> tuple[float, float]:
+    """Of a product of many rows, instructions of a warp in the innermost loop for 16 weight rows,
+    32 columns and 8 rows of records; and those besides, on the longest ways through the outer loop
+    of warps that unpack and of as many that do not, but for the ends of chains, of which there are
+    few.
+    """
+    loops = [body for body in _loops(_instructions(made.code)) if _products(body)]
     inner, outer = min(loops, key=len), max(loops, key=len)
     products = 6 if halves_steps(format_) else 8
-    return ManyBuild(
-        format_,
-        target,
-        _number(r"Used (\d+) registers", compiled.log),
-        _number(r"(\d+) bytes spill stores", compiled.log),
-        _number(r"(\d+) bytes smem", compiled.log),
-        round(len(inner) / products, 1),
-        round(
-            (_longest(outer) + _longest(outer, unpacks=False)) / (4 * products)
-            - len(inner) / (2 * products),
-            1,
-        ),
-    )
-
-
-def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
-    """Compile ``product_program``."""
-    program, division = product_program(format_, rows, gate=gate)
-    return _built(program, format_, rows, target, gate=gate, pairs=division.pairs)
-
-
-def build_experts(format_: str, slots: int, target: int, *, gate: bool = False) -> Build:
-    """Compile ``experts_program``."""
-    program = experts_program(format_, slots, gate=gate)
-    return _built(program, format_, slots, target, gate=gate, pairs=1)
-
-
-def _built(
-    program: Program, format_: str, rows: int, target: int, *, gate: bool, pairs: int
-) -> Build:
-    compiled = compile_program(program, target)
-    loop = _main_loop(_instructions(compiled.code))
-    steps = steps_at_once(format_)
-    span = tile_span(FORMATS[format_])
-    read = 2 * pairs * 16 * FORMATS[format_].row_bytes(span) * steps * 32 // span
-    return Build(
-        program.name,
-        format_,
-        rows,
-        gate,
-        target,
-        _number(r"Used (\d+) registers", compiled.log),
-        _number(r"(\d+) bytes spill stores", compiled.log),
-        _number(r"(\d+) bytes smem", compiled.log),
-        len(loop),
-        round(len(loop) / read, 4),
-    )
+    ways = _longest(outer) + _longest(outer, unpacks=False)
+    unpacking = ways / (4 * products) - len(inner) / (2 * products)
+    return round(len(inner) / products, 1), round(unpacking, 1)
 
 
 def _number(pattern: str, log: str) -> int:
@@ -152,11 +114,6 @@ def _instructions(code: bytes) -> list[Line]:
             found.append((label, instruction[1]))
             label = ""
     return found
-
-
-def _main_loop(code: list[Line]) -> list[Line]:
-    """The loop with the most integer products."""
-    return max(_loops(code), key=_products)
 
 
 def _products(body: list[Line]) -> int:

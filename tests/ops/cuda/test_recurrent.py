@@ -179,7 +179,16 @@ def test_passes_of_any_size(name: str) -> None:
         np.testing.assert_array_equal(read_in(layer, x, cuts), whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("conv", "delta-channels", "ssm"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("delta", "delta-low-rank", "delta-strong", "delta-tiled", "ssm-bounded")
+        ),
+    ],
+)
 def test_trees_sequences_and_cancelled_passes(name: str) -> None:
     layer = GpuLayer(name)
     check_tree(layer, 6, [0, 1, 2, 1, 4, 3, 0], 3)
