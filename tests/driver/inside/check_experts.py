@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,11 @@ import pytest
 
 from benchmarks.common.random_store import write_store
 from localrt.common.errors import CancelledError
-from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
-from localrt.models.registry import read_config
-from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts, schedule
-from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.files import StoreFiles
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import ops as cuda_ops
@@ -40,8 +34,8 @@ from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.driver.standin import AT_ONCE
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.placed_on_gpu import all_in_ram, stages
-from tests.offload.placed import MODE, PLENTY, extend, needs_kernels, tokens
+from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu, stages
+from tests.offload.placed import Model, extend, needs_kernels, tokens
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
@@ -81,34 +75,16 @@ def placed(
 ) -> Iterator[Decoder]:
     """A mixture on a GPU, with room for a ``share`` of its experts."""
     write_store(folder / "store", "Qwen3MoeForCausalLM", CONFIG, "int4-g32")
-    store = StoreCheckpoint(folder / "store", verify=False)
-    names = [unit.name for unit in store.manifest.units]
-    experts = [name for name in names if ".expert." in name]
-    where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
-    where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
-    clock = Clock()
-    decoder = Decoder(
-        open_pipeline(
-            Setup(
-                store=store,
-                config=read_config(store),
-                placement=Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
-                ops=NativeOps(threads=1),
-                clock=clock,
-                gpu=made(device, recorded=recorded)(clock),
-                expert_costs=costs,
-                mode=MODE,
-                files=StoreFiles(store.path, {unit.file for unit in store.manifest.units}),
-                verify=False,
-                budget=PLENTY,
-            )
-        )
-    )
-    try:
-        wait_for(lambda: all_in_ram(decoder))
-        yield decoder
-    finally:
-        decoder.close()
+    with closing(Model(folder / "store")) as model:
+        names = [unit.name for unit in model.store.manifest.units]
+        experts = [name for name in names if ".expert." in name]
+        where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
+        where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+        options: dict[str, Any] = {"make": made(device, recorded=recorded), "expert_costs": costs}
+        plan = Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1)
+        with on_gpu(model, where, placement=plan, **options) as decoder:
+            wait_for(lambda: all_in_ram(decoder))
+            yield decoder
 
 
 # -- step by step ----------------------------------------------------------------------------------
