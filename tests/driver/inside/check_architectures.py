@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -212,6 +214,19 @@ def test_long_prompts_in_parts(name: str, gpu: Kernels, tmp_path: Path) -> None:
     assert one.trim(132) == 132
     both = ours.forward(Batch.extend([(one, ids[132:]), (two, ids[:3])]))
     assert relative_error(both, np.concatenate([whole[132:], whole[:3]])) < 0.02
+
+
+def test_recordings_keep_no_cache(gpu: Kernels, llama: Path) -> None:
+    decoder = load(llama)
+    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
+    cache = decoder.cache(LENGTH)
+    for token in tokens(3):
+        forward(Batch.extend([(cache, [token])]))
+    assert "replay" in gpu.launches
+    kept = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert kept() is None
 
 
 def test_keys_and_values_in_int8(gpu: Kernels, llama: Path) -> None:
