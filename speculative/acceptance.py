@@ -22,6 +22,11 @@ class TreePass:
         self.tree = tree
         self.path: list[int] = []
 
+    @classmethod
+    def plain(cls, logits: Floats) -> TreePass:
+        """Return a pass without a tree; ``logits`` (vocab,) are after its last token."""
+        return cls(TokenTree.empty(), logits[None])
+
     @property
     def first(self) -> Floats:
         """Logits (vocab,) after the root's token."""

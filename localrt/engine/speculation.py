@@ -1,11 +1,11 @@
 """Speculation in the loop: several tokens from one target pass, along a tree of draft tokens.
 
-The loop chooses a token and asks for the logits after it. If the last pass verified that token, the
-logits are there already. Otherwise the accepted path is kept, a tree is drafted after the new
-token, and one pass computes all of it (``Stepper``). So penalties, stops, limits and
-log-probabilities work as without speculation, and one random number is drawn for each token. A
-sequence that shares its passes has a ``Proposer``. While a pass waits for its weights, ``GapWork``
-lets drafting go on. This module knows no text, and no source beyond its protocol.
+A tree is drafted after the chosen token, and one pass computes all of it. Then the next token is
+chosen; as long as it is in the tree, the logits after it are there already. So penalties, stops,
+limits and log-probabilities work as without speculation, and one random number is drawn for each
+token. A sequence alone has a ``Stepper``, one that shares its passes a ``Proposer``. While a pass
+waits for its weights, ``GapWork`` lets drafting go on. This module knows no text, and no source
+beyond its protocol.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
-from localrt.engine.protocol import EngineSession, Logits
+from localrt.engine.protocol import EngineSession
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
@@ -142,12 +142,17 @@ class Speculation:
             WeakKeyDictionary()
         )
 
+    def prepare(self, session: EngineSession) -> None:
+        """Create the session's sources before its prompt is computed: some record its features."""
+        if session.takes_trees:
+            self._sources_of(session, self._makers)
+
     def start(self, session: EngineSession, prompt: Sequence[int], limit: int) -> Stepper | None:
         """Start a generation of at most ``limit`` tokens; return None if it cannot speculate."""
         if not session.takes_trees:
             return None
         prompt = session.plain(prompt)
-        sources = self._begin(session, prompt, list(self._makers))
+        sources = self._begin(session, prompt, self._makers)
         run = self.tuner.start(limit, list(sources), size=self._fixed)
         return Stepper(self, session, prompt, sources, run)
 
@@ -163,14 +168,19 @@ class Speculation:
         return Proposer(self, session, prompt, self._begin(session, prompt, names))
 
     def _begin(
-        self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
+        self, session: EngineSession, prompt: Sequence[int], names: Iterable[str]
     ) -> dict[str, DraftSource]:
         """Return the session's sources with these names, prepared for a generation."""
+        sources = self._sources_of(session, names)
+        for source in sources.values():
+            source.begin(prompt)
+        return sources
+
+    def _sources_of(self, session: EngineSession, names: Iterable[str]) -> dict[str, DraftSource]:
         sources = self._sources.setdefault(session, {})
         for name in names:
             if name not in sources:
                 sources[name] = self._makers[name](session)
-            sources[name].begin(prompt)
         return {name: sources[name] for name in names}
 
 
@@ -194,8 +204,31 @@ class Drafting(ABC):
         self._archive = speculation.archive
         self._sources = sources
         self._history = list(prompt)
-        self._prompt_size = len(prompt)
+        self._prompt_size = self._known = len(prompt)
         self._accepted: Counter[str] = Counter()  # draft tokens, by source
+
+    def chosen(self, token: int) -> None:
+        """Record the first token that the next pass computes."""
+        del self._history[self._known :]  # left by an abandoned pass
+        self._history.append(token)
+
+    def passed(self) -> None:
+        """A pass has computed the chosen token and brings the next one."""
+        self._known = len(self._history)
+        self.passes += 1
+        self.emitted += 1
+
+    def accepted(self, computed: TreePass) -> None:
+        """The last node of the pass's path is accepted and brings the next token."""
+        node = computed.path[-1]
+        self._history.append(int(computed.tree.tokens[node]))
+        self._known = len(self._history)
+        self._accepted.update(computed.tree.proposed_by(node))
+        self.emitted += 1
+
+    @abstractmethod
+    def verified(self, computed: TreePass) -> None:
+        """Learn from a finished pass."""
 
     @property
     @abstractmethod
@@ -228,54 +261,23 @@ class Stepper(Drafting):
         self._run = run
         self._note = speculation.note
         self._plan: Plan | None = None
-        self._computed: TreePass | None = None  # the last pass, not yet kept
-        self._took = (0.0, 0.0, 0.0)  # seconds of that pass: total, waiting, shared with a draft
-        self._prefill = time.perf_counter()
+        self._took = (0.0, 0.0, 0.0)  # seconds of a pass: total, waiting, shared with a draft
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
         self._out_of_memory = False  # for trees
 
-    def prefilled(self, rows: int) -> None:
-        """Record that a prompt of ``rows`` has just been computed."""
-        self.tuner.prompt(rows, time.perf_counter() - self._prefill)
-
-    def advance(self, token: int, left: int, check: Check) -> Logits:
-        """Return the logits (vocab,) after the chosen ``token``; at most ``left`` more follow."""
-        self._history.append(token)
-        logits = self._verified(token)
-        if logits is None:
-            self._close()
-            logits = self._pass(token, left, check)
-        self.emitted += 1
-        return logits
-
-    def finish(self) -> None:
-        """The generation has ended: the session keeps the accepted tokens."""
-        self._close()
-        super().finish()
+    def verified(self, computed: TreePass) -> None:
+        """Keep the accepted path, and report it."""
+        if len(computed.tree):
+            self.session.keep(computed.rows)
+        self._run.verified(self._plan, computed.tree, computed.path, *self._took)
 
     @property
     def reason(self) -> str:
         return f"{self._run.reason}; {self._note}" if self._note else self._run.reason
 
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _verified(self, token: int) -> Logits | None:
-        computed = self._computed
-        logits = None if computed is None else computed.after(token)
-        if computed is not None and logits is not None:
-            self._accepted.update(computed.tree.proposed_by(computed.path[-1]))
-        return logits
-
-    def _close(self) -> None:
-        """Keep the accepted path, and report it."""
-        computed, self._computed = self._computed, None
-        if computed is None:
-            return
-        if len(computed.tree):
-            self.session.keep(computed.rows)
-        self._run.verified(self._plan, computed.tree, computed.path, *self._took)
-
-    def _pass(self, token: int, left: int, check: Check) -> Logits:
+    def advance(self, token: int, left: int, check: Check) -> TreePass:
+        """Compute the chosen ``token`` and a tree after it; at most ``left`` more follow."""
+        self.chosen(token)
         session, self._plan = self.session, None
         drafts = left > 1 and not self._out_of_memory
         tree = self._draft(left - 1, check) if drafts else TokenTree.empty()
@@ -293,16 +295,17 @@ class Stepper(Drafting):
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
             seconds = time.perf_counter() - started
-            self._computed = computed = TreePass(tree, logits)
+            computed = TreePass(tree, logits)
             if work is not None:
                 gap_work.ended(computed.likeliest())
         self._took = seconds, gap_work.waited_s, gap_work.shared_s
-        self.passes += 1
         if ahead is not None and gap_work.error is not None:
             if not isinstance(gap_work.error, LocalrtError):
                 raise gap_work.error
             self._run.failed(ahead[0], str(gap_work.error))  # the pass is valid without it
-        return computed.first
+        return computed
+
+    # -- parts -----------------------------------------------------------------------------------
 
     def _work(self, name: str, nodes: int) -> Work | None:
         """Return the work of the source with that name during the pass that begins."""
@@ -370,13 +373,10 @@ class Proposer(Drafting):
         sources: dict[str, DraftSource],
     ) -> None:
         super().__init__(speculation, session, prompt, sources)
-        self._computed = len(prompt)
         self._mixed = MixedTree()
 
     def chosen(self, token: int) -> None:
-        """Record the first token that the next pass computes."""
-        del self._history[self._computed :]  # left by an abandoned pass
-        self._history.append(token)
+        super().chosen(token)
         self._mixed.clear()
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
@@ -420,17 +420,9 @@ class Proposer(Drafting):
         return min(most, self.session.capacity - len(self.session.tokens) - 1)
 
     def verified(self, computed: TreePass) -> None:
-        """Learn from a finished pass."""
-        tree, path = computed.tree, computed.path
-        self.passes += 1
-        self.emitted += 1 + len(path)
-        self._history += tree.tokens[path].tolist()
-        self._computed = len(self._history)
-        for node in path:
-            self._accepted.update(tree.proposed_by(node))
-        if len(tree):
+        if len(computed.tree):
             with self.tuner.lock:
-                self._mixed.learn(tree, path)
+                self._mixed.learn(computed.tree, computed.path)
 
     @property
     def reason(self) -> str:

@@ -28,6 +28,7 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
+from localrt.speculative.acceptance import TreePass
 
 T = TypeVar("T")
 
@@ -415,20 +416,16 @@ class Schedule(Generic[Owner]):
         if len(self._live) != 1:
             return []
         ((seq, session),) = self._live
-        steps = seq.stepper(session)
-        if steps is None:
+        if seq.stepper(session) is None:
             return []
-        passes, began = steps.passes, time.monotonic()
+        began = time.monotonic()
         try:
-            chunks = seq.step(steps, self._check)
-            if steps.passes > passes:  # of one row, or of one and a few draft tokens
-                self._times.add(1, (time.monotonic() - began) / (steps.passes - passes))
-            return [(seq, chunks)]
+            computed = seq.compute(session, self._check)
         except MemoryBudgetError:  # a pass without a tree needs less
             seq.stop_drafting()
             return []
-        finally:
-            self.passes += steps.passes - passes
+        self._record_pass(1, began)  # of one row, or of one and a few draft tokens
+        return [(seq, seq.take(computed))]
 
     def _advance(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Compute one pass; return the chunks of the sequences that have no more pending tokens."""
@@ -459,7 +456,8 @@ class Schedule(Generic[Owner]):
         for seq, _, tokens in entries:
             seq.pending = seq.pending[len(tokens) :]
         return [
-            (entries[i][0], entries[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
+            (entries[i][0], entries[i][0].take(TreePass.plain(row)))
+            for i, row in zip(whole, logits, strict=True)
         ]
 
     def _with_drafts(

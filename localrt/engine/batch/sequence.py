@@ -1,16 +1,17 @@
-"""One sequence of a batch: the tokens to compute next for it, and its answer so far.
+"""One sequence, of a batch or alone: the tokens to compute next for it, and its answer so far.
 
-It does not know the other sequences, passes or memory.
+It does not know other sequences or memory.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.progress import Progress
 from localrt.engine.answer import Answer
 from localrt.engine.batch.latency_goals import Goal
 from localrt.engine.protocol import EngineSession, Logits
@@ -21,6 +22,7 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
+from localrt.speculative.acceptance import TreePass
 
 Owner = TypeVar("Owner")
 Chunks: TypeAlias = Sequence[Chunk]  # of one sequence, from one pass
@@ -87,18 +89,24 @@ class BatchSequence(Generic[Owner]):
         """How many of the tokens ``left`` may be drafted, plus one."""
         return self.left if self._answer is None else self._answer.ahead(self.left)
 
-    def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
-        """Start or resume on ``session``, reusing the prefix in its cache."""
+    def start(
+        self, session: EngineSession, tokenizer: Tokenizer | None, *, alone: bool = False
+    ) -> None:
+        """Start or resume on ``session``, reusing the prefix in its cache.
+
+        ``alone``: it shares no passes, and may draft from the prompt on.
+        """
         session.use(self.request.mix)
-        tokens = self.tokens
+        tokens, resumes = self.tokens, self._answer is not None
+        if self._answer is None:
+            self._answer = Answer(self.request, session, tokenizer, shared=not alone)
         if self.request.restore is not None:
             self.request.restore(session, tokens)
+        if alone and self._speculation is not None:
+            self._speculation.prepare(session)
         cached = self._resume(session, tokens)
-        if self._answer is None:
-            self._answer, self._cached = (
-                Answer(self.request, session, tokenizer, shared=True),
-                cached,
-            )
+        if not resumes:
+            self._cached = cached
 
     def copy(self, session: EngineSession, source: EngineSession) -> None:
         """Copy to ``session`` the tokens that ``source`` shares with it, if that is more."""
@@ -121,16 +129,13 @@ class BatchSequence(Generic[Owner]):
         self.pending = tokens[cached:]
         return cached
 
+    # -- drafting --------------------------------------------------------------------------------
+
     def stepper(self, session: EngineSession) -> Stepper | None:
         """Return the stepper that speculates on ``session`` while it runs alone, or None."""
         if not isinstance(self._drafting, Stepper):
             self._draft_by(lambda s: s.start(session, self.tokens[:-1], self.left))
         return self._drafting if isinstance(self._drafting, Stepper) else None
-
-    def step(self, steps: Stepper, check: Check) -> Chunks:
-        """Return the chunks after its pending token and the accepted draft tokens."""
-        (token,) = self.pending
-        return self.accept(steps.advance(token, self.ahead, check))
 
     def proposer(self, session: EngineSession) -> Proposer | None:
         """Return the proposer that drafts for ``session`` while it shares passes, or None."""
@@ -140,9 +145,10 @@ class BatchSequence(Generic[Owner]):
 
     def _draft_by(self, start: Callable[[Speculation], Drafting | None]) -> None:
         self.settle()
-        if self._speculation is not None and len(self.pending) == 1:
-            assert self._answer is not None, "it has started"
-            self._drafting = self._answer.meter.steps = start(self._speculation)
+        answer = self._answer
+        assert answer is not None, "it has started"
+        if self._speculation is not None and answer.generated and len(self.pending) == 1:
+            self._drafting = answer.meter.steps = start(self._speculation)
 
     def stop_drafting(self) -> None:
         """Compute the answer token by token from now on."""
@@ -155,31 +161,87 @@ class BatchSequence(Generic[Owner]):
         if drafting is not None:
             drafting.finish()
 
-    def accept(self, logits: Logits) -> Chunks:
-        """Return the chunks that result from the logits (vocab,) after all pending tokens."""
+    # -- passes ----------------------------------------------------------------------------------
+
+    def compute(self, session: EngineSession, check: Check) -> TreePass:
+        """Compute its pending tokens in passes of its own, with draft tokens if it speculates."""
+        steps = self.stepper(session)
+        if steps is not None:
+            (token,) = self.pending
+            return steps.advance(token, self.ahead, check)
+        began, unread = time.perf_counter(), len(self.pending)
+        while True:
+            tokens = self.pending[: self.uncut]
+            logits = session.extend(tokens, check=check, on_progress=self._progress())
+            self.pending = self.pending[len(tokens) :]
+            if not self.pending:
+                break
+        if self.length == len(self.request.prompt) and self._speculation is not None:
+            self._speculation.tuner.prompt(unread, time.perf_counter() - began)
+        return TreePass.plain(logits)
+
+    def _progress(self) -> Callable[[int], None] | None:
+        """Return what reports that more of the prompt's pending tokens have been computed."""
+        report, total = self.request.on_progress, len(self.request.prompt) - self._cached
+        if report is None or self.length > len(self.request.prompt):
+            return None
+        done = total - len(self.pending)
+        return lambda count: report(Progress("prefill", done + count, total, "tokens"))
+
+    def accept(self, computed: TreePass, check: Check = lambda: None) -> Iterator[Chunk]:
+        """Choose a token after all pending ones, then more along the tree; yield their chunks.
+
+        ``check`` is called before each token.
+
+        Raises:
+            LocalrtError: see ``Answer.accept``, or ``check`` raised it; the tokens before count.
+        """
+        answer, drafting = self._answer, self._drafting
+        assert answer is not None, "it has started"
+        if not answer.generated:
+            answer.meter.prefilled(self._cached)
+        if drafting is not None:
+            drafting.passed()
+        reason: FinishReason | None = None
+        logits: Logits | None = computed.first
         try:
-            return self._accept(logits)
+            while logits is not None:
+                check()
+                chunk = answer.accept(logits)
+                if chunk is None:
+                    reason = "stop"
+                    break
+                self.due = time.monotonic() + self.goal.next_s
+                self.pending = chunk.token_ids
+                self.done = chunk.finish_reason is not None
+                yield chunk
+                if self.done:
+                    break
+                if self.left <= 0:
+                    reason = "length"
+                    break
+                logits = computed.after(self.pending[0])
+                if logits is not None and drafting is not None:
+                    drafting.accepted(computed)
+        finally:
+            if drafting is not None:
+                drafting.verified(computed)
+        if reason is not None:
+            yield self.end(reason)
+
+    def take(self, computed: TreePass) -> Chunks:
+        """Return the chunks of ``accept``; an error ends the answer."""
+        chunks: list[Chunk] = []
+        try:
+            chunks.extend(self.accept(computed))
         except LocalrtError as error:
-            return self.fail(error)
+            chunks += self.fail(error)
+        return chunks
 
     def fail(self, error: LocalrtError) -> Chunks:
         """End the answer with ``error``."""
         self.done = True
         return [failed(error)]
-
-    def _accept(self, logits: Logits) -> list[Chunk]:
-        answer = self._answer
-        assert answer is not None, "it has started"
-        if not answer.generated:
-            answer.meter.prefilled(self._cached)
-        chunk = answer.accept(logits)
-        if chunk is None:
-            return [self.end("stop")]
-        self.due = time.monotonic() + self.goal.next_s
-        self.pending = chunk.token_ids
-        self.done = chunk.finish_reason is not None
-        alone = self.done or len(answer.generated) < self._limit
-        return [chunk] if alone else [chunk, self.end("length")]
 
     def end(self, reason: FinishReason) -> Chunk:
         """Return the last chunk, with the text that was held back."""

@@ -74,20 +74,15 @@ class BatchSpeculation(Generic[Owner]):
             return None
         seconds = time.perf_counter() - started
         items, emitted = [], 0
-        for (seq, session), proposer, tree, logits in zip(
-            running, proposers, trees, logits_of, strict=False
-        ):
+        for (seq, session), tree, logits in zip(running, trees, logits_of, strict=False):
             verified = TreePass(tree, logits)
-            chunks = _accepted(seq, verified)
+            items.append((seq, seq.take(verified)))
             session.keep(verified.rows)
-            if proposer is not None:
-                proposer.verified(verified)
             emitted += 1 + len(verified.path)
-            items.append((seq, chunks))
         for seq, _, tokens in prompts:
             seq.pending = seq.pending[len(tokens) :]
         for at, logits in zip(whole, logits_of[len(running) :], strict=True):
-            items.append((prompts[at][0], prompts[at][0].accept(logits)))
+            items.append((prompts[at][0], prompts[at][0].take(TreePass.plain(logits))))
         if not prompts:  # the rows of prompts would distort the measurement
             tuner.passed(drafted, emitted, seconds, drafting)
         return items
@@ -147,11 +142,3 @@ class BatchSpeculation(Generic[Owner]):
             proposer.proposed(name, result)
         trees = [result for result in results if isinstance(result, TokenTree)]
         tuner.drafted(name, trees, size, time.perf_counter() - started)
-
-
-def _accepted(seq: BatchSequence[Owner], verified: TreePass) -> Chunks:
-    """Accept the tokens along the sequence's tree; return their chunks."""
-    chunks = list(seq.accept(verified.first))
-    while not seq.done and (logits := verified.after(seq.pending[0])) is not None:
-        chunks += seq.accept(logits)
-    return chunks
