@@ -1,4 +1,4 @@
-"""Sessions of one model, kept to reuse their prefixes.
+"""Sessions of one model, kept to reuse their prefixes, and the room for their caches.
 
 A request gets the idle session that already holds most of its prompt. While there are few sessions,
 a new one is made; otherwise the one that is cheapest to compute again is reused (GreedyDual, Young
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.models.prefix import common_prefix
+from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.adapters import Mix
 
 
@@ -128,3 +129,21 @@ class SessionPool:
                 drop = [self._idle.evict() for _ in range(len(self._idle) - self._keep)]
         for old in drop:
             old.close()
+
+
+_KV_SHARE = 0.8  # of free memory; the rest is for activations and other programs
+
+
+def kv_room(engine: Engine) -> int:
+    """Return how many more bytes of KV caches fit the budgets, on the device where caches lie.
+
+    Weights that would be streamed instead count as room: a pass reads them once for all sequences.
+    """
+    free = engine.free_memory()
+    if free is not None:
+        gpu_memory = engine.gpu_memory
+        budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
+        room = min(free, budget)
+    else:
+        room = ram_budget(engine.ram) - current_rss() + engine.weights.memory.reclaimable
+    return max(0, int(room * _KV_SHARE))

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.common.progress import ProgressCallback
-from localrt.engine.batch.batch import generate_batch, kv_room
 from localrt.engine.batch.sequence import failed
+from localrt.engine.loop import generate_batch
+from localrt.engine.pool import kv_room
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
 from localrt.service.arguments import check_call, check_list, joined

@@ -24,10 +24,9 @@ from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
 from localrt.drafts.loading import load_with_draft
 from localrt.drafts.selection import Drafts
-from localrt.engine.batch.batch import kv_room
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
-from localrt.engine.pool import SessionPool
+from localrt.engine.pool import SessionPool, kv_room
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.saved_caches import (

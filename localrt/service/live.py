@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.engine.batch.batch import kv_room
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
+from localrt.engine.pool import kv_room
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
 from localrt.service.arguments import joined

@@ -19,10 +19,8 @@ from localrt.common.errors import (
     OptionError,
 )
 from localrt.common.progress import Progress
-from localrt.engine.batch.batch import (
-    generate_batch,
-    kv_room,
-)
+from localrt.engine.loop import generate_batch
+from localrt.engine.pool import kv_room
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.live import Live, LiveLimits
+from localrt.engine.loop import generate_batch
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation

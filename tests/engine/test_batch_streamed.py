@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.live import Live, LiveLimits
-from localrt.engine.loop import generate
+from localrt.engine.loop import generate, generate_batch
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request

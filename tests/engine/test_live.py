@@ -22,7 +22,7 @@ from localrt.common.errors import (
 )
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
-from localrt.engine.batch.schedule import FairQueue
+from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.quant.ops.kv import grown_capacity

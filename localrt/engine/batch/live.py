@@ -19,8 +19,9 @@ from functools import partial
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.latency_goals import goal_of
-from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
+from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
+from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer, check_number
