@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
-from localrt.models.weight_store import PipelineCounts
 from localrt.offload.memory import current_rss
 from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
@@ -255,48 +254,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
 
 
 @needs_kernels
-def test_budget_moves_units(tmp_path: Path) -> None:
-    model = StoredModel(pack_synthetic(tmp_path, layers=6))
-    prompt = tokens(9)
-    wanted = extend(model.resident, model.resident.cache(64), prompt)
-    names = passing(model.store)
-    sizes = {unit.name: unit.nbytes for unit in model.store.manifest.units}
-    largest = max(sizes[name] for name in names)
-    caches = 210_000  # of one sequence
-    with model.placed(names[:2], largest=largest) as placed:
-        counts: list[PipelineCounts] = []
-
-        def run() -> int:
-            before = placed.weights.counts().ssd_read_bytes
-            assert (extend(placed, placed.cache(64), prompt) == wanted).all()
-            counts.append(placed.weights.counts())
-            return counts[-1].ssd_read_bytes - before
-
-        def resident() -> int:
-            return placed.weights.memory.ram_nbytes
-
-        run()
-        # What is read ahead may count in the pass before: several passes differ by more than that.
-        few, at_load = sum(run() for _ in range(4)), resident()
-        placed.weights.memory.set_budget(at_load + caches - 2 * largest, "less")
-        run()
-        assert resident() < at_load
-        more = sum(run() for _ in range(4))
-        assert more > few
-        assert counts[-1].memory_note.endswith(": less")
-        with pytest.raises(localrt.MemoryBudgetError):
-            placed.weights.memory.set_budget(1, "nothing")
-        assert counts[-1].memory_note == placed.weights.counts().memory_note
-        placed.weights.memory.set_budget(1 << 40, "plenty")
-        for _ in range(3):
-            run()
-        assert any(run() == 0 for _ in range(10))  # what was on its way still counts once
-        assert resident() > at_load
-        assert "less of the weights" in counts[-1].memory_note
-    model.close()
-
-
-@needs_kernels
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_budgets(data: st.DataObject, stored: StoredModel) -> None:
@@ -401,11 +358,22 @@ ASKED_IN_CHILD = {
 }
 
 
+def run_forking(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("beside", ["idle", "within a pass"])
-@pytest.mark.parametrize("asked", ASKED_IN_CHILD)
-def test_forked_child_is_refused(tiny_folder: Path, asked: str, beside: str) -> None:
-    code = f"""
+def test_forked_child_is_refused(tiny_folder: Path, beside: str) -> None:
+    """In a child for each of ``ASKED_IN_CHILD``."""
+    run_forking(f"""
         import asyncio, os
         import localrt
 
@@ -418,33 +386,26 @@ def test_forked_child_is_refused(tiny_folder: Path, asked: str, beside: str) -> 
             busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
             for stream in busy:
                 next(stream)
-        child = os.fork()
-        if not child:
-            try:
-                {ASKED_IN_CHILD[asked]}
-            except localrt.LocalrtError as error:
-                fits = "a model does not survive a fork" in str(error)
-                # A chat that answers when its process is forked goes on answering in the copy.
-                os._exit(0 if fits or "already answering" in str(error) else 1)
-            os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+        for asked, work in {ASKED_IN_CHILD!r}.items():
+            child = os.fork()
+            if not child:
+                try:
+                    eval(work)
+                except localrt.LocalrtError as error:
+                    fits = "a model does not survive a fork" in str(error)
+                    # A chat that answers when its process is forked goes on in the copy.
+                    os._exit(0 if fits or "already answering" in str(error) else 1)
+                os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0, asked
         if {beside == "idle"}:
             assert model.generate("Hi", max_tokens=2, ignore_eos=True).token_ids
         model.unload()
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    """)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_loaded_in_forked_child(tiny_folder: Path) -> None:
-    code = f"""
+    run_forking(f"""
         import os
         import localrt
 
@@ -457,12 +418,4 @@ def test_loaded_in_forked_child(tiny_folder: Path) -> None:
             os._exit(own.generate("Hi", max_tokens=4, temperature=0.0).token_ids != text)
         assert os.waitpid(child, 0)[1] == 0
         assert model.generate("Hi", max_tokens=4, temperature=0.0).token_ids == text
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    """)
