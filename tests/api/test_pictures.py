@@ -152,10 +152,28 @@ def test_bombs_are_refused_unread(seeing: localrt.Model, size: tuple[int, int]) 
         seeing.generate("what is this", images=[file.getvalue()], **GREEDY)
 
 
-def test_a_model_that_reads_text_only(tiny: localrt.Model) -> None:
+NOT_TEXT: dict[str, dict[str, Any]] = {
+    r"^message 2 has a picture \(image_url\).*reads text only": {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64,AAAA"},
+    },
+    r"^message 2 has a picture \(image\).*reads text only": {"type": "image", "path": "cat.png"},
+    r"^message 2 has a picture \(input_image\).*reads text only": {
+        "type": "input_image",
+        "image_url": "https://example.org/cat.png",
+    },
+    "a sound": {"type": "input_audio", "input_audio": {}},
+    "a file": {"type": "file", "file": {}},
+}
+
+
+@pytest.mark.parametrize("words", NOT_TEXT)
+def test_a_model_that_reads_text_only(tiny: localrt.Model, words: str) -> None:
     assert not tiny.info.sees
-    with pytest.raises(localrt.OptionError, match="reads text only"):
-        tiny.generate(asked(photo(0), "hi"), **GREEDY)
+    parts = [{"type": "text", "text": "What is it?"}, NOT_TEXT[words]]
+    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
+    with pytest.raises(localrt.OptionError, match=words):
+        tiny.generate(messages, **GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])

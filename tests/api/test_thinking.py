@@ -198,52 +198,6 @@ def test_command_line(
         assert error.count("\n") == 1
 
 
-def test_picture_in_batch(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = [{"type": "image_url", "image_url": {"url": "cat.png"}}]
-    lines = [{"messages": [{"role": "user", "content": parts}]}, {"prompt": "hi"}]
-    path = tmp_path / "prompts"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    main(["run", str(tiny_folder), "--batch", str(path), "--max-tokens", "2"])
-    out, err = capsys.readouterr()
-    assert "message 1 has a picture (image_url)" in out + err
-    assert "Traceback" not in out + err
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "image", "path": "cat.png"},
-        {"type": "input_image", "image_url": "https://example.org/cat.png"},
-    ],
-)
-@pytest.mark.parametrize("template", ["strings", "parts"])
-def test_picture(
-    tiny: localrt.Model, thinker: localrt.Model, tmp_path: Path, part: Any, template: str
-) -> None:
-    messages: Any = [
-        {"role": "system", "content": "Look."},
-        {"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]},
-    ]
-    model = tiny if template == "strings" else loaded(tmp_path / "parts", WITH_PARTS)
-    with pytest.raises(OptionError, match=r"^message 2 has a picture \(.*text only"):
-        model.generate(messages)
-    with pytest.raises(OptionError, match="a sound"):
-        model.generate([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
-    with pytest.raises(OptionError, match="a file"):
-        model.generate([{"role": "user", "content": [{"type": "file", "file": {}}]}])
-
-
-# It would write a mark where a picture is.
-WITH_PARTS = (
-    "{% for m in messages %}<|im_start|>{% for p in m.content %}"
-    "{% if p.type == 'text' %}{{ p.text }}{% else %}<image>{% endif %}{% endfor %}<|im_end|>"
-    "{% endfor %}"
-)
-
-
 # -- the beginning of an answer --------------------------------------------------------------------
 
 
