@@ -1,10 +1,14 @@
-"""A forecast is for the disk and the processor as they have been of late."""
+"""Recent rates of the disk and the processor, and the count of RAM while sessions open."""
 
 from __future__ import annotations
 
-from localrt.engine.native.meters import RecentRates
+import threading
+from typing import Any
+
+from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
 from localrt.engine.protocol import Rates
 from localrt.models.weight_store import PipelineCounts
+from localrt.offload.shapes import PassSizes
 
 
 def counts(
@@ -44,3 +48,22 @@ def test_expert_hits() -> None:
     assert rates.now(counts(experts=(100, 10))).expert_hits is None
     assert rates.now(counts(experts=(1000, 100))).expert_hits == 0.1
     assert rates.now(counts(experts=(2000, 1000))).expert_hits == 0.9
+
+
+def test_a_session_may_open_while_a_pass_is_counted() -> None:
+    sizes = PassSizes(hidden=8, inner=8, vocab=8)
+    meter = RamMeter(RamForecast(process=0, weights=0, sizes=sizes))
+    kept: list[Any] = []
+
+    class Cache:
+        @property
+        def nbytes(self) -> int:
+            if len(kept) < 8:  # somebody else's, in the middle of the sum
+                opened = threading.Thread(target=lambda: kept.append(meter.holds(Cache())))  # type: ignore[type-var]
+                opened.start()
+                opened.join()
+            return 100
+
+    kept += [meter.holds(Cache()), meter.holds(Cache())]  # type: ignore[type-var]
+    meter.passed(1, 1)
+    assert (meter.forecast() or 0) >= 200
