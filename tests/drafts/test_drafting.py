@@ -147,29 +147,6 @@ def test_no_room(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) ->
         assert "are left" in note
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tree_budget": 0}, "tree_budget"),
-        ({"tree_budget": 2049}, "tree_budget"),
-        ({"tree_budget": 1.5}, "tree_budget"),
-        ({"tree_depth": 0}, "tree_depth"),
-        ({"draft": 3}, "draft"),
-    ],
-)
-def test_bounds(options: dict[str, Any], message: str) -> None:
-    from localrt.engine.options import read_options
-
-    with pytest.raises(localrt.OptionError, match=message):
-        read_options(options)
-
-
-@needs_kernels
-def test_missing_draft(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(localrt.LocalrtError, match="nowhere"):
-        localrt.load(folders[0], draft="/nowhere/at/all")
-
-
 @pytest.mark.real
 @needs_kernels
 def test_repeated_text() -> None:

@@ -200,6 +200,11 @@ def test_log_probabilities() -> None:
         {"logit_bias": [1]},
         {"logit_bias": {"a": 1.0}},
         {"logit_bias": {1: float("nan")}},
+        {"dry_base": 0.9},
+        {"dry_penalty_last_n": -2},
+        {"dry_sequence_breakers": [""]},
+        {"dry_sequence_breakers": 5},
+        {"xtc_threshold": 2},
     ],
 )
 def test_bad_values(bad: dict[str, Any]) -> None:
