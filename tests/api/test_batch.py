@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,22 +168,6 @@ def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.Monkey
     assert len(tiny.generate_batch(["a", "b"], **GREEDY)) == 2  # one at a time
     with pytest.raises(localrt.MemoryBudgetError, match="batch_size=1"):
         tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)
-
-
-def test_cancel_batch(tiny: localrt.Model) -> None:
-    cancel = threading.Event()
-    timer = threading.Timer(0.05, cancel.set)
-    last = {}
-    stream = tiny.stream_batch(
-        [f"question {i}" for i in range(80)], cancel=cancel, temperature=0, ignore_eos=True
-    )
-    for index, chunk in stream:
-        if not last:
-            timer.start()
-        last[index] = chunk
-    assert len(last) == 80
-    assert last[79].finish_reason == "cancelled"
-    assert tiny.generate("hi", **GREEDY).metrics.completion_tokens == 8
 
 
 async def test_async_batches(tiny: localrt.Model) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -176,12 +175,6 @@ def test_flow() -> None:
     assert now.share_of_ceiling(flow.tok_s) == 0.5
 
 
-def test_flow_of_no_time() -> None:
-    flow = status().since(status())
-    assert flow.tok_s is None
-    assert flow.ssd_bytes_s is None
-
-
 def a_pass(start: float, *, head: bool = True) -> list[Task]:
     """Reads of 0.2 s before each of two computations of 0.1 s."""
     tasks = []
@@ -245,15 +238,3 @@ def test_record_lanes(tmp_path: Path) -> None:
     assert watch.status().last_pass is not None
     assert watch.status(lanes=False).last_pass is None
     assert [keep for keep in asked if keep is not None] == [4096, 0]
-
-
-def test_status_is_cheap(tiny: localrt.Model) -> None:
-    tiny.status()
-    best = min(_timed(tiny) for _ in range(20))
-    assert best < 0.001
-
-
-def _timed(model: localrt.Model) -> float:
-    began = time.perf_counter()
-    model.status(lanes=True)
-    return time.perf_counter() - began

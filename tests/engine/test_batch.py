@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import (
-    ContextOverflowError,
     LocalrtError,
-    MemoryBudgetError,
-    OptionError,
 )
 from localrt.common.progress import Progress
 from localrt.engine.loop import generate_batch
@@ -156,17 +153,6 @@ def test_shared_prefix() -> None:
     assert len(engine.sessions) == 1
 
 
-def test_batch_size() -> None:
-    requests = [request([n] * 3, 7) for n in range(6)]
-    with pytest.raises(MemoryBudgetError, match="batch_size=2"):
-        run(ScriptedEngine(), requests, size=4, room=2 * STEP)
-    with pytest.raises(OptionError, match="from 1 to 12"):
-        run(ScriptedEngine(), requests, size=13)
-    for size in (0, True, 2.5):
-        with pytest.raises(OptionError, match="batch_size"):
-            run(ScriptedEngine(), requests, size=size)  # type: ignore[arg-type]
-
-
 def test_end_of_context() -> None:
     said = answers(run(ScriptedEngine(), [request([1] * 590, None), request([1] * 599, 50)]))
     assert [len(said[0]), len(said[1])] == [10, 1]
@@ -195,13 +181,6 @@ def test_close() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_bad_sequence() -> None:
-    bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
-    items = list(run(ScriptedEngine(), [request([1]), request([2], sampling=bad), request([3])]))
-    assert [item for index, item in items if index == 1 and item.error is None] == []
-    assert sum(len(item.token_ids) for index, item in items if index != 1) == 6
-
-
 def test_failed_pass() -> None:
     class Failing(ScriptedEngine):
         def extend_batch(self, parts: Any, **options: Any) -> Any:
@@ -222,15 +201,6 @@ def test_progress() -> None:
         ("batch", 1, 2, "prompts", "2 tokens"),
         ("batch", 2, 2, "prompts", "3 tokens"),
     ]
-
-
-def test_request_check() -> None:
-    for prompt, error in (([], OptionError), ([VOCAB], OptionError), ([-1], OptionError)):
-        with pytest.raises(error):
-            request(prompt).check(ctx=CTX, vocab_size=VOCAB)
-    with pytest.raises(ContextOverflowError, match=r"600 tokens.*holds 600"):
-        request([1] * CTX).check(ctx=CTX, vocab_size=VOCAB)
-    request([1] * (CTX - 1)).check(ctx=CTX, vocab_size=VOCAB)
 
 
 def test_kv_room() -> None:

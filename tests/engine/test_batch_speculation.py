@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localrt.common.errors import MemoryBudgetError
@@ -19,7 +18,7 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
@@ -180,45 +179,6 @@ def test_cancel(engine: NativeEngine) -> None:
 
 def _fields(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__dataclass_fields__}
-
-
-def test_bits_of_trees(engine: NativeEngine) -> None:
-    trees = [
-        TokenTree.of([3, 4, 5, 6], [ROOT, ROOT, 0, 2], [-0.1, -0.5, -0.2, -0.3], "it"),
-        TokenTree.empty(),
-        TokenTree.of([9], [ROOT], [-0.1], "it"),
-    ]
-    together = [engine.session(CAPACITY) for _ in trees]
-    alone = [engine.session(CAPACITY) for _ in trees]
-    for sessions in (together, alone):
-        for session, prompt in zip(sessions, PROMPTS, strict=False):
-            session.extend(prompt)
-    parts = [(session, 11, tree) for session, tree in zip(together, trees, strict=True)]
-    logits = engine.extend_trees(parts)
-    for session, tree, found in zip(alone, trees, logits, strict=True):
-        assert np.array_equal(session.extend_tree(11, tree), found)
-    for sessions in (together, alone):
-        for session, rows in zip(sessions, ([0, 1, 3, 4], [0], [0]), strict=True):
-            session.keep(rows)
-    for one, other in zip(together, alone, strict=True):
-        assert list(one.tokens) == list(other.tokens)
-        assert np.array_equal(one.extend([2]), other.extend([2]))
-
-
-def test_prompts_beside_trees(engine: NativeEngine) -> None:
-    tree = TokenTree.of([3, 4], [ROOT, 0], [-0.1, -0.5], "it")
-    one, two, three = (engine.session(CAPACITY) for _ in range(3))
-    one.extend(PROMPTS[0])
-    found = engine.extend_trees([(one, 11, tree)], [(two, PROMPTS[1]), (three, [5])], wanted=[0])
-    one.keep([0, 1])
-    fresh = engine.session(CAPACITY)
-    assert np.array_equal(fresh.extend(PROMPTS[1]), found[1])
-    assert list(two.tokens) == PROMPTS[1]
-    assert list(three.tokens) == [5]
-    again = engine.session(CAPACITY)
-    again.extend([*PROMPTS[0], 11])
-    assert np.array_equal(again.extend([3]), found[0][1])
-    assert np.array_equal(one.extend([8]), again.extend([8]))
 
 
 @pytest.mark.parametrize("rows", [4, 30])

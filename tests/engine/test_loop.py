@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
-
-from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.common.progress import Progress
 from localrt.engine.loop import generate
 from localrt.engine.request import Request
@@ -70,14 +67,6 @@ def test_kept_prefix() -> None:
     assert chunks[-1].metrics.prompt_tokens == len(longer)
 
 
-def test_same_prompt() -> None:
-    session = spell()
-    run(session, max_tokens=2)
-    session.computed.clear()
-    assert text_of(run(session, max_tokens=2)) == "he"
-    assert session.computed[0] == [PROMPT[-1]]
-
-
 def test_cancel() -> None:
     cancel = threading.Event()
     request = Request(prompt=PROMPT, sampling=GREEDY, cancel=cancel)
@@ -109,11 +98,6 @@ def test_metrics() -> None:
     assert set(metrics.to_dict()) >= {"ttft_s", "accepted_per_pass", "simulated"}
 
 
-def test_metrics_of_chunks() -> None:
-    counts = [c.metrics.completion_tokens for c in run(spell("abc"))]
-    assert counts == [1, 2, 3, 3]
-
-
 def test_logprobs() -> None:
     chunks = run(spell("ab"), logprobs=2)
     first = chunks[0].logprobs[0]
@@ -128,20 +112,3 @@ def test_progress() -> None:
     steps: list[Progress] = []
     run(spell(), on_progress=steps.append)
     assert [(p.stage, p.done, p.total, p.unit) for p in steps] == [("prefill", 3, 3, "tokens")]
-
-
-def test_seed() -> None:
-    def flat(seed: int) -> list[int]:
-        session = ScriptedSession(lambda n: n % 7)
-        sampling = Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-        return [t for c in run(session, sampling=sampling, max_tokens=30) for t in c.token_ids]
-
-    assert flat(1) == flat(1)
-    assert flat(1) != flat(2)
-
-
-def test_full_context() -> None:
-    with pytest.raises(ContextOverflowError, match=r"3 tokens.*holds 3"):
-        run(ScriptedSession(lambda n: 0, capacity=3))
-    with pytest.raises(OptionError, match="empty"):
-        run(spell(), prompt=[])

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
-from localrt.engine.loop import generate
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
@@ -186,22 +184,6 @@ def test_cancel(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> N
     assert not any_drafting()
     target.meanwhile = draft.some
     assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
-
-
-def test_no_thread_between_tokens(target: Waiting, draft: Draft) -> None:
-    target.meanwhile = draft.some
-    request = Request(
-        prompt=PROMPT,
-        sampling=SAMPLINGS["greedy"],
-        max_tokens=40,
-        speculation=fixed(source(draft), depth=3),
-    )
-    stream = generate(target.engine.session(CAPACITY), None, request)
-    for _ in range(9):
-        next(stream)
-        assert not any_drafting()
-    assert draft.ahead > 0
-    stream.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,7 @@ from typing import Any
 from localrt.common.errors import CancelledError
 from localrt.engine.speculation import GapWork
 from localrt.offload.reading.reader import Waiter, waiting
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < end, "it did not happen"
-        time.sleep(0.001)
+from tests.waits import wait_for
 
 
 def drafting() -> list[threading.Thread]:

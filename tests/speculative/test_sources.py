@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 
 from hypothesis import given
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from localrt.speculative.ngram import ORDERS, Archive, NgramSource, places
 from localrt.speculative.source import TreeSize
-from localrt.speculative.tree import ROOT
 from tests.speculative.test_tree import words
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -89,10 +87,3 @@ def test_own_text_and_archive() -> None:
     assert {(4, 5), (40, 50)} <= set(words(tree))
     assert set(tree.sources) == {"ngram", "archive"}
     assert len(NgramSource(archive).propose([*TEXT, 1, 2, 3], TreeSize(3, 2))) == 3
-
-
-def test_scores() -> None:
-    tree = NgramSource().propose([*TEXT, 1, 2, 3], TreeSize(8, 8))
-    assert (tree.scores <= 0).all()
-    roots = [math.exp(tree.scores[n]) for n in tree.children(ROOT)]
-    assert sum(roots) <= 1
