@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from localrt.common.errors import UnsupportedModelError as UnsupportedModelError
     from localrt.common.progress import Progress as Progress
     from localrt.common.settings import Settings as Settings
-    from localrt.drafts.offers import DraftOffer as DraftOffer
+    from localrt.drafts.discovery import DraftOffer as DraftOffer
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
@@ -118,7 +118,7 @@ _NAMES = {
     "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
-    "localrt.drafts.offers": "DraftOffer",
+    "localrt.drafts.discovery": "DraftOffer",
     "localrt.library": (
         "find_draft list_models list_variants plan pull remove_model search_models uses"
     ),

@@ -23,7 +23,7 @@ from localrt.planning import chooser
 from localrt.service.arguments import check_call, check_text
 
 if TYPE_CHECKING:
-    from localrt.drafts.offers import DraftOffer
+    from localrt.drafts.discovery import DraftOffer
     from localrt.planning.plan import Plan
     from localrt.quant.ops.kv_formats import KvFormat
 
@@ -75,7 +75,7 @@ def find_draft(model: ResolvedModel) -> DraftOffer | None:
     """Return what drafts for a model that ``pull`` returned: on this machine, in the model's
     repository, or published for it. At most one request; if it fails, nothing was found.
     """
-    from localrt.drafts.offers import offered_draft  # opens models: numpy and more
+    from localrt.drafts.discovery import offered_draft  # opens models: numpy and more
 
     return offered_draft(model, Settings.from_environment())
 
@@ -174,7 +174,7 @@ def plan(
         LocalrtError: no such model, or an option that cannot be used.
     """
     # These import the planner, and the readers of models.
-    from localrt.drafts.offers import own_draft
+    from localrt.drafts.discovery import own_draft
     from localrt.planning.describe_pc import Hardware
     from localrt.planning.plan import plan_model
     from localrt.quant.ops.kv_formats import parse_kv_format

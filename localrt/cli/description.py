@@ -14,7 +14,7 @@ from pathlib import Path
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.chat_format.templates.go_template import to_jinja
 from localrt.common.errors import LocalrtError, TemplateError
-from localrt.drafts.offers import DraftOffer
+from localrt.drafts.discovery import DraftOffer
 from localrt.engine.sampling import sampling_defaults
 from localrt.hub import LocalModel, ResolvedModel
 from localrt.hub.other_programs import Extras

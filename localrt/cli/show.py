@@ -13,7 +13,7 @@ from localrt.common.errors import ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
-from localrt.drafts.offers import head_to_pull, own_draft
+from localrt.drafts.discovery import head_to_pull, own_draft
 from localrt.hub import HubRef, list_models, resolve
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name

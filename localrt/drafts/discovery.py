@@ -1,7 +1,7 @@
-"""Finds what drafts for a target on this machine, from names and file headers alone.
+"""Finds what drafts for a target: on this machine, from names and file headers, or on the hub.
 
 A head carries its target's name in its own. Two models are of one family if their vocabularies have
-the same hash. Nothing is downloaded or loaded.
+the same hash. Nothing is downloaded or loaded, and the hub is asked for a name alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
+from localrt.drafts.heads.files import prediction_notes
+from localrt.hub import ResolvedModel
 from localrt.hub.files import gguf_variants, name_words
 from localrt.hub.listing import list_models
+from localrt.hub.searching import published_head
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.opening import is_head
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
@@ -41,6 +44,58 @@ class FamilyDraft:
     name: str
     path: Path
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOffer:
+    """``name`` is for the option ``draft``, or if it is not ``here``, on this machine, for
+    ``pull``. ``line`` says so to the user.
+    """
+
+    name: str
+    line: str
+    here: bool
+
+
+def own_head(model: Path, settings: Settings, *, streamed: bool = False) -> DraftOffer | None:
+    """Return the MTP block of a model in memory, or else a head on this machine."""
+    for note in () if streamed else prediction_notes(model):
+        return DraftOffer(MTP, note, here=True)
+    return _here(find_head(model, settings))
+
+
+def own_draft(model: Path, settings: Settings, *, streamed: bool = False) -> DraftOffer | None:
+    """Return what ``auto`` drafts with for the model at ``model``, from headers alone: a head, or
+    for ``streamed`` weights a small model of the family.
+    """
+    head = own_head(model, settings, streamed=streamed)
+    if head is None and streamed and (family := find_family_draft(model, settings)):
+        return _here(family.name)
+    return head
+
+
+def _here(name: str | None) -> DraftOffer | None:
+    return None if name is None else DraftOffer(name, f"{name} drafts for it", here=True)
+
+
+def offered_draft(found: ResolvedModel, settings: Settings) -> DraftOffer | None:
+    """Return what drafts for a model that was pulled: here, in its repository, or published for it.
+
+    Only if it is neither here nor in the repository, the hub is asked, by one request.
+    """
+    if is_draft_file(found.name):
+        return None
+    own = own_draft(found.path, settings)
+    if own is not None or found.source != "hub":
+        return own
+    name = found.head or published_head(found.name, settings=settings)
+    return head_to_pull(name) if name else None
+
+
+def head_to_pull(name: str) -> DraftOffer:
+    """Return the offer of a head that is on the hub."""
+    line = f"a head that drafts for it can be had with `localrt pull {name}`"
+    return DraftOffer(name, line, here=False)
 
 
 def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:

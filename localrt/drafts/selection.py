@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
-from localrt.drafts.discovery import MTP, family_draft, find_head
-from localrt.drafts.heads.files import prediction_notes
+from localrt.drafts.discovery import family_draft, own_head
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
@@ -139,13 +138,10 @@ class Drafts:
 
     @cached_property
     def _head(self) -> str | None:
-        """What ``auto`` drafts with besides lookups: the MTP block in the model's files, if its
-        weights are in memory, or a head that was published for it.
-        """
-        target = self._target
-        if not target.engine.info.streamed and prediction_notes(target.path):
-            return MTP
-        return find_head(target.path, Settings.from_environment())
+        """The head that ``auto`` drafts with besides lookups."""
+        streamed = self._target.engine.info.streamed
+        own = own_head(self._target.path, Settings.from_environment(), streamed=streamed)
+        return None if own is None else own.name
 
     @cached_property
     def _family(self) -> str | None:
