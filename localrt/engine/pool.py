@@ -38,12 +38,15 @@ class IdleSessions:
         """The bytes that their caches take."""
         return sum(session.nbytes for session in self._worth)
 
+    def shared(self, tokens: Sequence[int], mix: Mix) -> dict[EngineSession, int]:
+        """Return how many of ``tokens``, from the first on, each session with ``mix`` holds."""
+        alike = (session for session in self._worth if session.mix == mix)
+        return {session: common_prefix(session.tokens, tokens) for session in alike}
+
     def add(self, session: EngineSession) -> None:
         """Keep ``session``, which has just been used."""
-        tokens = session.tokens
-        others = (other.tokens for other in self._worth if other.mix == session.mix)
-        shared = max((common_prefix(other, tokens) for other in others), default=0)
-        self._worth[session] = self._floor + len(tokens) - shared
+        shared = max(self.shared(session.tokens, session.mix).values(), default=0)
+        self._worth[session] = self._floor + len(session.tokens) - shared
 
     def take(self, session: EngineSession) -> EngineSession:
         """Remove ``session``, which is in use again, and return it."""
@@ -58,7 +61,15 @@ class IdleSessions:
         return session
 
 
-_LEAST_COPIED = 64  # tokens: shorter prefixes are computed about as fast as copied
+LEAST_COPIED = 64  # tokens: shorter prefixes are computed about as fast as copied
+
+
+def copy_prefix(session: EngineSession, source: EngineSession, length: int) -> None:
+    """Copy the first ``length`` tokens of ``source`` to ``session``, or none without room."""
+    try:
+        session.copy_prefix(source, length)
+    except MemoryBudgetError:
+        session.trim(0)
 
 
 class SessionPool:
@@ -98,15 +109,12 @@ class SessionPool:
 
     def _take(self, prompt: Sequence[int], mix: Mix) -> EngineSession:
         with self._lock:
-            shared = {
-                session: common_prefix(session.tokens, prompt) if session.mix == mix else 0
-                for session in self._idle
-            }
+            shared = self._idle.shared(prompt, mix)
             # A session is reused only if the prompt continues most of its tokens.
             best = max(reversed(shared), key=shared.__getitem__, default=None)
             if best is not None and 2 * shared[best] > len(best.tokens):
                 return self._idle.take(best)
-            source = best if best is not None and shared[best] >= _LEAST_COPIED else None
+            source = best if best is not None and shared[best] >= LEAST_COPIED else None
             if len(self._idle) < self._keep:
                 session = self._engine.session(self._capacity)
             elif (session := self._idle.evict()) is not source:
@@ -114,10 +122,7 @@ class SessionPool:
             if session is not source:
                 session.use(mix)
             if source is not None and session is not source:
-                try:
-                    session.copy_prefix(source, shared[source])
-                except MemoryBudgetError:  # computed again, as far as there is room
-                    session.trim(0)
+                copy_prefix(session, source, shared[source])
             return session
 
     def _give_back(self, session: EngineSession) -> None:

@@ -24,7 +24,6 @@ from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.batch.waiting import FairQueue, SharedPrompts
 from localrt.engine.pool import IdleSessions
 from localrt.engine.protocol import Engine, EngineSession
-from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
@@ -211,8 +210,7 @@ class Schedule(Generic[Owner]):
         """Estimate how long it takes to read the prompt of a waiting sequence and the prompts
         before it; 0 before any pass was measured.
         """
-        sessions = [session for session in self._idle if session.mix == seq.request.mix]
-        cached = max((common_prefix(session.tokens, seq.tokens) for session in sessions), default=0)
+        cached = max(self._idle.shared(seq.tokens, seq.request.mix).values(), default=0)
         others = (len(other.pending) for other in self.sequences if not other.goal.background)
         return self._times.seconds(seq.length - cached + sum(others)) or 0.0
 
@@ -268,10 +266,7 @@ class Schedule(Generic[Owner]):
     def _reusable_session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """Return the idle session with the longest useful prefix of ``seq``, if any."""
         best, most = None, 0
-        for session in self._idle:
-            if session.mix != seq.request.mix:
-                continue
-            shared = common_prefix(session.tokens, seq.tokens)
+        for session, shared in self._idle.shared(seq.tokens, seq.request.mix).items():
             # Where idle caches stay, one is reused only if most of its tokens are.
             useful = not self._terms.keep or 2 * shared > len(session.tokens)
             if shared > most and useful and session.capacity >= seq.capacity:

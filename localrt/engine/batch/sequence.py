@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress
 from localrt.engine.answer import Answer
 from localrt.engine.batch.latency_goals import Goal
+from localrt.engine.pool import copy_prefix
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
@@ -114,10 +115,7 @@ class BatchSequence(Generic[Owner]):
         shared = min(common_prefix(source.tokens, tokens), len(tokens) - 1)
         if shared <= len(tokens) - len(self.pending):
             return
-        try:
-            session.copy_prefix(source, shared)
-        except MemoryBudgetError:  # computed again, as far as there is room
-            session.trim(0)
+        copy_prefix(session, source, shared)
         cached = self._resume(session, tokens)
         if self._answer is not None and not self._answer.generated:
             self._cached = cached

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from localrt.engine.batch.sequence import BatchSequence, Owner
+from localrt.engine.pool import LEAST_COPIED
 from localrt.engine.protocol import EngineSession
 from localrt.models.prefix import common_prefix
 
@@ -70,7 +71,6 @@ class FairQueue(Generic[T]):
 
 
 Live: TypeAlias = Sequence[tuple[BatchSequence[Owner], EngineSession]]
-_LEAST = 64  # tokens: shorter prefixes are computed about as fast as copied
 
 
 class SharedPrompts(Generic[Owner]):
@@ -97,7 +97,7 @@ class SharedPrompts(Generic[Owner]):
         running = [(other, theirs) for other, theirs in live if theirs.mix == session.mix]
         sessions = [theirs for _, theirs in running]
         sessions += [candidate for candidate in idle if candidate.mix == session.mix]
-        least = len(tokens) - len(seq.pending) + _LEAST
+        least = len(tokens) - len(seq.pending) + LEAST_COPIED
         source = max(sessions, key=lambda one: common_prefix(one.tokens, tokens), default=None)
         most = 0 if source is None else common_prefix(source.tokens, tokens)
         for other, theirs in running:
