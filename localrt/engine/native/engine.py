@@ -14,12 +14,11 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import (
     LocalrtError,
@@ -31,6 +30,7 @@ from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
+from localrt.engine.native.rows import rows_of_pass
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession, Forecaster, Logits, Speeds
 from localrt.models.decoder import Decoder, FinalNorm
@@ -40,7 +40,7 @@ from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Check, Forward, Ops, Span
+from localrt.quant.ops.protocol import Batch, Check, Forward, Ops
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -423,33 +423,9 @@ class NativeEngine(Engine):
         sessions = _own([*(part[0] for part in parts), *(part[0] for part in beside)])
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
         tokens += [np.asarray(ids, np.int64) for _, ids in beside]
-        positions, axes, shifts, spans = [], [], [], []
-        for session, ids, tree in zip_longest(sessions, tokens, (tree for _, _, tree in parts)):
-            held, shift, own, ahead = len(session.tokens), session.shift, None, None
-            session.cache.trim(held)
-            alone = tree is None or not len(tree)
-            if not alone:
-                at = held - shift
-                places = np.concatenate([[at], tree.positions(at)])
-            elif self.vision is None:
-                places = np.arange(held, held + len(ids))
-            else:
-                own, places, shift = self.vision.positions(ids, held, shift)
-                ahead = self.vision.ahead(ids)
-            positions.append(places)
-            axes.append(own)
-            shifts.append(shift)
-            mask = None if alone else tree.pass_mask()
-            windows = self.vision is not None and self.vision.encoder.full_layers_causal
-            spans.append(Span(session.cache, len(ids), mask, ahead, windows))
+        batch, shifts = rows_of_pass(sessions, tokens, [tree for *_, tree in parts], self.vision)
         ends = list(accumulate(map(len, tokens)))
         features = self._features(sessions, ends[-1])
-        batch = Batch(
-            np.concatenate(tokens),
-            np.concatenate(positions),
-            tuple(spans),
-            axes=_joined_axes(axes, positions),
-        )
         trees = ends[len(parts) - 1] if parts else 0
         rows = [*range(trees), *(ends[len(parts) + part] - 1 for part in wanted)]
         logits = self.run(batch, rows=rows, check=check, features=features)
@@ -488,16 +464,6 @@ class NativeEngine(Engine):
         if self._decoder is None:
             raise LocalrtError("the model is closed: load it again")
         return self._decoder
-
-
-def _joined_axes(
-    axes: Sequence[npt.NDArray[np.int64] | None], positions: Sequence[npt.NDArray[np.int64]]
-) -> npt.NDArray[np.int64] | None:
-    """The positions of all sequences on three axes; None if those of none differ."""
-    if all(own is None for own in axes):
-        return None
-    parts = zip(axes, positions, strict=True)
-    return np.concatenate([np.repeat(p[None], 3, 0) if a is None else a for a, p in parts], 1)
 
 
 def _own(sessions: Iterable[EngineSession]) -> list[NativeSession]:
