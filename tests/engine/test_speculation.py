@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
-from localrt.models.checkpoints import open_checkpoint
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
@@ -29,7 +26,7 @@ from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
-from tests.models.tiny import SIZES, save_tiny, tokens
+from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
 
 pytestmark = needs_kernels
@@ -66,11 +63,8 @@ def info_of(architecture: str) -> EngineInfo:
 def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
     if not (folder / "config.json").exists():
         save_tiny("qwen2", folder, seed)
-    with closing(open_checkpoint(folder)) as checkpoint:
-        config = read_config(checkpoint, context=CAPACITY)
-        ops = NativeOps(threads=1, kv_format=kv_format)
-        decoder = load_decoder(checkpoint, ops, config)
-    return NativeEngine(decoder, info_of("qwen2"))
+    ops = NativeOps(threads=1, kv_format=kv_format)
+    return NativeEngine(load_ours(folder, ops, context=CAPACITY), info_of("qwen2"))
 
 
 @pytest.fixture(scope="module")

@@ -82,16 +82,15 @@ def test_returns_in_time() -> None:
     kept.waits(waiter, "search")
     kept.returns(waiter)
     clock.now += 1000.0
-    with kept._lock:
-        kept._lock.notify()
+    other = Waiter()
+    kept.waits(other, "search")  # wakes the thread
     assert not waiter.parked.wait(0.4)
     kept.close()
 
 
 def test_make_room() -> None:
-    clock = Clock()
-    kept = keeper(room=0, clock=clock)
-    kept._room = lambda: 1000
+    clock, room = Clock(), [1000]
+    kept = KvKeeper(room=lambda: room[0], price=lambda _: 0.0, clock=clock)
     quick, slow = Waiter(), Waiter()
     for tool, seconds in (("quick", 2.0), ("slow", 50.0)):
         waiter = Waiter()
@@ -100,7 +99,7 @@ def test_make_room() -> None:
         kept.returns(waiter)
     kept.waits(quick, "quick")
     kept.waits(slow, "slow")
-    kept._room = lambda: 0
+    room[0] = 0
     assert kept.make_room() == 100
     assert slow.parked.is_set()
     assert not quick.parked.is_set()
@@ -131,13 +130,12 @@ def test_dropped_chats() -> None:
 def test_tiers() -> None:
     clock = Clock()
     kept = KvKeeper(room=lambda: 10**9, price=lambda _: 1.0, tiers=("ram", "disk"), clock=clock)
-    waiter = Waiter(10_000_000)
+    waiter, other = Waiter(10_000_000), Waiter()
     kept.waits(waiter, "search")
     deadline = time.monotonic() + 30
     while len(waiter.tiers) < 2 and time.monotonic() < deadline:
         clock.now += 1000.0  # in every round: a tier's time counts from when the cache is there
-        with kept._lock:
-            kept._lock.notify()
+        kept.waits(other, "search")  # wakes the thread
         time.sleep(0.01)
     kept.close()
     assert waiter.tiers == ["ram", "disk"]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv.tier import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.protocol import Batch, Ops
-from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import save_tiny, tokens
+from localrt.quant.ops.protocol import Batch
+from tests.models.tiny import load_ours, save_tiny, tokens
 
 CAPACITY = 1024
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -28,12 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny("qwen2", folder)
     return folder
-
-
-def load(folder: Path, ops: Ops) -> Decoder:
-    with closing(open_checkpoint(folder)) as checkpoint:
-        config = read_config(checkpoint, context=CAPACITY)
-        return load_decoder(checkpoint, ops, config)
 
 
 def scattered(decoder: Decoder, held: int, rows: list[int], count: int) -> Any:
@@ -53,7 +43,10 @@ def scattered(decoder: Decoder, held: int, rows: list[int], count: int) -> Any:
 @pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("held", [250, 506])
 def test_ssd_as_ram(folder: Path, tmp_path: Path, kv_format: Any, held: int) -> None:
-    ram, ssd = (load(folder, NativeOps(threads=1, kv_format=kv_format)) for _ in range(2))
+    ram, ssd = (
+        load_ours(folder, NativeOps(threads=1, kv_format=kv_format), context=CAPACITY)
+        for _ in range(2)
+    )
     specs = ssd.config.attention
     places: Any = ["ssd", "ram", "ssd"]
     tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format=kv_format, slots=1)
@@ -72,7 +65,7 @@ def test_ssd_as_ram(folder: Path, tmp_path: Path, kv_format: Any, held: int) -> 
 
 
 def test_bad_rows(folder: Path) -> None:
-    decoder = load(folder, TorchOps(compute_format="f32", device="cpu"))
+    decoder = load_ours(folder)
     cache = decoder.cache(64)
     decoder.forward(Batch.extend([(cache, tokens(10))]), rows=[])
     for first, rows in ((5, [1, 1]), (5, [2, 1]), (5, [5]), (5, [-1])):

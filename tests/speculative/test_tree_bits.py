@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
-from tests.models.tiny import save_tiny, tokens
+from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.speculative.test_tree import path_to
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -49,9 +46,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, CacheFormat
 
     @functools.cache
     def loaded(name: str, kv_format: CacheFormat) -> Decoder:
-        with closing(open_checkpoint(saved(name))) as checkpoint:
-            config = read_config(checkpoint, context=CAPACITY)
-            return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
+        return load_ours(saved(name), NativeOps(threads=2, kv_format=kv_format), context=CAPACITY)
 
     return loaded
 
