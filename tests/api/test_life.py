@@ -321,6 +321,7 @@ def test_budget_of_closed_model(tiny_folder: Path) -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("given_rates")
 def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     # More passes than units that are read ahead, before an answer begins too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -132,32 +131,8 @@ def test_draft_that_fits_nowhere_or_never_pays() -> None:
     assert planned(vram=30 * MB, ram=60 * MB, acceptance=0.02).best.place == "no draft"
 
 
-def test_without_a_gpu() -> None:
-    plan = planned(on=machine(), vram=0)
-    assert [each.place for each in plan.candidates] == ["draft on CPU", "no draft"]
-    assert "the draft on the CPU, the target on the CPU, too" in "\n".join(plan.table())
-
-
 def test_nothing_fits() -> None:
     assert find(ram=5 * MB) is None
-
-
-def test_table_and_json() -> None:
-    plan = planned(acceptance=0.8)
-    lines = plan.table()
-    assert lines[0] == "With test draft as its draft, of whose first choices 80 % are right (given)"
-    assert sum("(best)" in line for line in lines) == 1
-    assert len(lines) == 2 + len(plan.candidates)
-    values = json.loads(json.dumps(plan.to_dict()))
-    assert values["best"] == plan.best.place
-    assert values["acceptance_source"] == "given"
-    assert [each["place"] for each in values["candidates"]] == [
-        "draft on GPU",
-        "draft on CPU",
-        "no draft",
-    ]
-    assumed = planned(acceptance=None)
-    assert (assumed.acceptance, assumed.to_dict()["acceptance_source"]) == (0.7, "assumed")
 
 
 @pytest.mark.parametrize("share", [1.5, -1.0, float("nan")])
