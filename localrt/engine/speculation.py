@@ -25,7 +25,7 @@ from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
 from localrt.speculative.tree import TokenTree
-from localrt.speculative.tuner import FEW, Plan, Run, Tuner
+from localrt.speculative.tuner import FEW, Plan, Tuner
 
 MakeSource = Callable[[EngineSession], DraftSource]
 # Runs in the drafting thread, with the check and the outcome of ``DraftSource.ahead``.
@@ -134,7 +134,7 @@ class Speculation:
     ) -> None:
         self._makers = makers
         self._shared = shared
-        self._fixed = fixed
+        self.fixed = fixed
         self.tuner = tuner
         self.archive = archive
         self.note = note
@@ -145,38 +145,24 @@ class Speculation:
     def prepare(self, session: EngineSession) -> None:
         """Create the session's sources before its prompt is computed: some record its features."""
         if session.takes_trees:
-            self._sources_of(session, self._makers)
+            self.sources_of(session, self._makers)
 
     def start(self, session: EngineSession, prompt: Sequence[int], limit: int) -> Stepper | None:
         """Start a generation of at most ``limit`` tokens; return None if it cannot speculate."""
         if not session.takes_trees:
             return None
-        prompt = session.plain(prompt)
-        sources = self._begin(session, prompt, self._makers)
-        run = self.tuner.start(limit, list(sources), size=self._fixed)
-        return Stepper(self, session, prompt, sources, run)
+        return Stepper(self, session, prompt, self._makers, limit)
 
     def start_shared(self, session: EngineSession, prompt: Sequence[int]) -> Proposer | None:
         """Return what drafts for a generation whose passes are shared; None if nothing does."""
-        if self._fixed is not None or not session.takes_trees:
+        if self.fixed is not None or not session.takes_trees:
             return None
         known = self.tuner.sources
         names = [name for name in self._makers if name in self._shared or known[name].cheap]
-        if not names:
-            return None
-        prompt = session.plain(prompt)
-        return Proposer(self, session, prompt, self._begin(session, prompt, names))
+        return Proposer(self, session, prompt, names) if names else None
 
-    def _begin(
-        self, session: EngineSession, prompt: Sequence[int], names: Iterable[str]
-    ) -> dict[str, DraftSource]:
-        """Return the session's sources with these names, prepared for a generation."""
-        sources = self._sources_of(session, names)
-        for source in sources.values():
-            source.begin(prompt)
-        return sources
-
-    def _sources_of(self, session: EngineSession, names: Iterable[str]) -> dict[str, DraftSource]:
+    def sources_of(self, session: EngineSession, names: Iterable[str]) -> dict[str, DraftSource]:
+        """Return the session's sources with these names."""
         sources = self._sources.setdefault(session, {})
         for name in names:
             if name not in sources:
@@ -195,17 +181,24 @@ class Drafting(ABC):
         speculation: Speculation,
         session: EngineSession,
         prompt: Sequence[int],
-        sources: dict[str, DraftSource],
+        names: Iterable[str],
     ) -> None:
         self.session = session
         self.tuner = speculation.tuner
         self.passes = 0
         self.emitted = 0
         self._archive = speculation.archive
-        self._sources = sources
-        self._history = list(prompt)
+        self._sources = speculation.sources_of(session, names)
+        self._history = list(session.plain(prompt))
         self._prompt_size = self._known = len(prompt)
         self._accepted: Counter[str] = Counter()  # draft tokens, by source
+        for source in self._sources.values():
+            source.begin(self._history)
+
+    @property
+    def room(self) -> int:
+        """The most nodes a tree may have by the context."""
+        return self.session.capacity - len(self.session.tokens) - 1
 
     def chosen(self, token: int) -> None:
         """Record the first token that the next pass computes."""
@@ -254,11 +247,12 @@ class Stepper(Drafting):
         speculation: Speculation,
         session: EngineSession,
         prompt: Sequence[int],
-        sources: dict[str, DraftSource],
-        run: Run,
+        names: Iterable[str],
+        limit: int,
     ) -> None:
-        super().__init__(speculation, session, prompt, sources)
-        self._run = run
+        super().__init__(speculation, session, prompt, names)
+        sources = self._sources
+        self._run = self.tuner.start(limit, list(sources), size=speculation.fixed)
         self._note = speculation.note
         self._plan: Plan | None = None
         self._took = (0.0, 0.0, 0.0)  # seconds of a pass: total, waiting, shared with a draft
@@ -318,8 +312,8 @@ class Stepper(Drafting):
 
     def _room(self) -> int:
         """Return the most nodes a tree may have: by the context, and by memory."""
-        room, rows = self.session.capacity - len(self.session.tokens) - 1, self.session.tree_rows
-        return room if rows is None else max(0, min(room, rows - 1))
+        rows = self.session.tree_rows
+        return self.room if rows is None else max(0, min(self.room, rows - 1))
 
     def _draft(self, depth: int, check: Check) -> TokenTree:
         """Draft tokens after the history, as planned, at most ``depth`` deep."""
@@ -370,9 +364,9 @@ class Proposer(Drafting):
         speculation: Speculation,
         session: EngineSession,
         prompt: Sequence[int],
-        sources: dict[str, DraftSource],
+        names: Iterable[str],
     ) -> None:
-        super().__init__(speculation, session, prompt, sources)
+        super().__init__(speculation, session, prompt, names)
         self._mixed = MixedTree()
 
     def chosen(self, token: int) -> None:
@@ -381,7 +375,7 @@ class Proposer(Drafting):
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
         """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
-        size = TreeSize(self._room(most), min(depth, DEPTH))
+        size = TreeSize(min(most, self.room), min(depth, DEPTH))
         for name, source in list(self._sources.items()):
             if not self.tuner.sources[name].cheap or size.budget < 1 or size.depth < 1:
                 continue
@@ -399,7 +393,7 @@ class Proposer(Drafting):
 
     def proposal(self, name: str, budget: int, depth: int) -> Proposal | None:
         """Return the steps of a proposal of the source ``name``; None if it has failed."""
-        source, budget = self._sources.get(name), self._room(budget)
+        source, budget = self._sources.get(name), min(budget, self.room)
         if source is None or budget < 1 or depth < 1:
             return None
         return source.proposal(self._history, TreeSize(budget, depth))
@@ -415,9 +409,6 @@ class Proposer(Drafting):
         """Return at most ``most`` draft tokens, scored by log of calibrated probability."""
         with self.tuner.lock:
             return self._mixed.tree(most)
-
-    def _room(self, most: int) -> int:
-        return min(most, self.session.capacity - len(self.session.tokens) - 1)
 
     def verified(self, computed: TreePass) -> None:
         if len(computed.tree):
