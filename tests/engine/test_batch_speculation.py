@@ -150,6 +150,24 @@ class Failing(NgramSource):
         raise DraftFailedError("broken")
 
 
+def test_pass_made_again(engine: NativeEngine) -> None:
+    """What an abandoned pass had chosen is forgotten."""
+    seen: list[list[int]] = []
+
+    class Noting(NgramSource):
+        def propose(self, history: Any, *_: Any, **__: Any) -> TokenTree:
+            seen.append(list(history))
+            return TokenTree.empty()
+
+    speculation = Speculation({"it": lambda _: Noting()}, free_rows(engine))
+    proposer = speculation.start_shared(engine.session(CAPACITY), [1, 2])
+    assert proposer is not None
+    for token in (7, 3):
+        proposer.chosen(token)
+        proposer.look_up(4, 4, lambda: None)
+    assert seen == [[1, 2, 7], [1, 2, 3]]
+
+
 def test_failing_source(engine: NativeEngine) -> None:
     alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
     failing = Speculation({"it": lambda _: Failing()}, free_rows(engine))

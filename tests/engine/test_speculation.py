@@ -308,6 +308,7 @@ def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None
         chunks = run(engine, speculation, sampling=chosen, max_tokens=90)
         assert ids(chunks) == plain
         assert str(chunks[-1].metrics.speculation).startswith("speculation: ")
+    assert tuner.cost.prompt_row is not None  # it has seen how long the prompt took
 
 
 def test_engine_without_trees() -> None:
