@@ -49,7 +49,7 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
     try:
         sequence.start(session, tokenizer, alone=True)
         while not sequence.done:
-            # No name for the pass: its logits are freed before the next one.
+            # The pass has no name here, so that its logits are freed before the next one.
             yield from sequence.accept(sequence.compute(session, check), check)
     except CancelledError:
         yield sequence.end("cancelled")
