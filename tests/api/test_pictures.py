@@ -89,10 +89,12 @@ def test_bits_do_not_depend_on_passes(seeing: localrt.Model) -> None:
 
 def test_drafts_behind_a_picture(seeing: localrt.Model) -> None:
     prompt = asked(photo(7), "one two one two one two one")
-    options = {**GREEDY, "max_tokens": 24}
+    options = {**GREEDY, "max_tokens": 24, "logprobs": 1}
     plain = seeing.generate(prompt, draft="off", **options)
     drafted = seeing.generate(prompt, draft="ngram", tree_budget=8, **options)
     assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == plain.logprobs
+    assert drafted.metrics.accepted_by_source
 
 
 def test_conversations_keep_pictures(seeing: localrt.Model, tmp_path: Path) -> None:

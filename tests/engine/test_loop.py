@@ -110,5 +110,13 @@ def test_logprobs() -> None:
 
 def test_progress() -> None:
     steps: list[Progress] = []
-    run(spell(), on_progress=steps.append)
+    session = spell()
+    run(session, on_progress=steps.append)
     assert [(p.stage, p.done, p.total, p.unit) for p in steps] == [("prefill", 3, 3, "tokens")]
+    steps.clear()
+    session.computed.clear()
+    # The next turn's prompt repeats six tokens: a pass ends there, and three are in the cache.
+    longer = [*PROMPT, 9, 9, 9, 9]
+    run(session, prompt=longer, repeated=6, max_tokens=1, on_progress=steps.append)
+    assert session.computed == [[9, 9, 9], [9]]
+    assert [(p.done, p.total) for p in steps] == [(3, 4), (4, 4)]
