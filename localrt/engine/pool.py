@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.protocol import Engine, EngineSession
@@ -66,10 +66,8 @@ LEAST_COPIED = 64  # tokens: shorter prefixes are computed about as fast as copi
 
 def copy_prefix(session: EngineSession, source: EngineSession, length: int) -> None:
     """Copy the first ``length`` tokens of ``source`` to ``session``, or none without room."""
-    try:
+    with suppress(MemoryBudgetError):
         session.copy_prefix(source, length)
-    except MemoryBudgetError:
-        session.trim(0)
 
 
 class SessionPool:

@@ -220,6 +220,18 @@ def test_shared_prompt(count: int, prompt: list[int]) -> None:
     assert sum(map(sum, engine.passes)) <= len(prompt) + 3 * count + 1
 
 
+def test_shared_prompt_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(Copying, "copy_prefix", full)
+    engine = CopyingEngine()
+    with open_live(engine) as live:
+        answers = [live.submit(request(LONG, 3), client="one") for _ in range(2)]
+        engine.free = True
+        assert [said(answer) for answer in answers] == [[6, 7, 8]] * 2
+
+
 def test_shared_prompt_cancelled() -> None:
     engine = CopyingEngine()
     engine.pass_rows = 50
