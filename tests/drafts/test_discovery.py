@@ -12,7 +12,7 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.drafts.discovery import family_draft, find_family_draft, find_head
+from localrt.drafts.discovery import family_draft, find_family_draft, find_head, own_draft
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import needs_kernels, write_tiny_model
 from tests.inside import core_of
@@ -194,6 +194,14 @@ def test_heads_by_name(target: str, head: str, found: bool, tmp_path: Path) -> N
     (tmp_path / target).touch()
     name = find_head(tmp_path / target, Settings.from_environment())
     assert name == (str(tmp_path / head) if found else None)
+
+
+def test_block_of_a_model_in_memory(settings: Settings) -> None:
+    folder = Path(__file__).parents[1] / "data/hybrid"
+    found = own_draft(folder, settings)
+    assert found is not None
+    assert found.name == "mtp"
+    assert own_draft(folder, settings, streamed=True) is None
 
 
 def test_heads_of_a_repository(settings: Settings) -> None:

@@ -311,6 +311,18 @@ def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None
     assert tuner.cost.prompt_row is not None  # it has seen how long the prompt took
 
 
+def test_sources_see_the_prompt(engine: NativeEngine) -> None:
+    """They are made before it is computed: heads record its features."""
+    held: list[int] = []
+
+    def make(session: Any) -> NgramSource:
+        held.append(len(session.tokens))
+        return NgramSource()
+
+    run(engine, Speculation({"ngram": make}, Tuner({"ngram": 0.0})))
+    assert held == [0]
+
+
 def test_engine_without_trees() -> None:
     from tests.engine.fake_session import ScriptedSession
 
