@@ -16,6 +16,7 @@ from localrt.common.errors import (
     LocalrtError,
 )
 from localrt.common.progress import Progress
+from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.loop import generate_batch
 from localrt.engine.pool import kv_room
 from localrt.engine.protocol import Engine, EngineInfo
@@ -23,6 +24,8 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.quant.ops.kv import grown_capacity
+from localrt.speculative.acceptance import TreePass
+from localrt.speculative.tree import ROOT, TokenTree
 from tests.engine.fake_session import VOCAB, ScriptedSession
 
 PASS_ROWS = 12
@@ -179,6 +182,18 @@ def test_close() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert len(engine.sessions) == 2
     assert all(session.closed for session in engine.sessions)
+
+
+def test_error_within_tree() -> None:
+    """The tokens before it are given."""
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, 3], logits[1] = 10.0, np.nan
+    sequence: BatchSequence[None] = BatchSequence(None, request([1]), CTX)
+    sequence.start(ScriptedSession(lambda n: 0), None)
+    first, last = sequence.take(TreePass(TokenTree.of([3], [ROOT], [-1.0], "x"), logits))
+    assert first.token_ids == (3,)
+    assert isinstance(last.error, LocalrtError)
+    assert sequence.done
 
 
 def test_failed_pass() -> None:
