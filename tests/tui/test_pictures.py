@@ -18,9 +18,13 @@ from localrt.history.pictures import new_picture
 from localrt.tui.chat.blocks import GUTTER
 from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.conversation.attachments import Attachments, draft_of, read_attachment
+from localrt.tui.conversation.attachments import (
+    Attachments,
+    draft_of,
+    read_attachment,
+    small_image,
+)
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.pictures import small_image
 from localrt.tui.mentions import dropped, mentions, with_mentions
 from tests.tui import screen
 from tests.tui.conftest import asked, plain_chat, running, until

@@ -7,7 +7,7 @@ What goes with a message: a text file in a fence under its name, a folder as the
 a picture as it is.
 
 Text is UTF-8, else the encoding of its byte order mark, else that of this system or Windows, which
-a ``note`` names. Knows files, neither labels nor the composer.
+a ``note`` names. Of a picture people see a caption and a small image. Knows files, no widget.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import io
 import locale
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -27,15 +28,17 @@ from typing import TYPE_CHECKING, Any
 from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.formatting import format_bytes
 from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
-from localrt.tui.conversation.pictures import caption, small_image
 from localrt.tui.mentions import PICTURES, Mention, mentions
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from localrt import KeptPicture, Turn
 
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
+_MOST_PIXELS = 64_000_000  # as a model sees them
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,3 +355,38 @@ def _files(folder: Path) -> Iterator[tuple[Path, str]]:
             path = Path(above, name)
             if not name.startswith(".") and path.is_file():
                 yield path, format_bytes(path.stat().st_size)
+
+
+def caption(picture: KeptPicture, tokens: int = 0) -> str:
+    """``photo.png, 640 x 480, 256 tokens``; 0: it is not known how many."""
+    size = f"{clean(picture.name)}, {picture.width:,} x {picture.height:,}"
+    return f"{size}, {tokens:,} tokens" if tokens else size
+
+
+def small_image(picture: KeptPicture, width: int, height: int) -> Image.Image:
+    """The picture, upright and in RGB, in exactly this size.
+
+    Raises:
+        OptionError: it is damaged or has too many pixels.
+        StorageError: the history cannot be read.
+    """
+    from PIL import Image, ImageOps
+
+    data = picture.data
+    if picture.width * picture.height > _MOST_PIXELS:
+        raise OptionError(
+            f"{picture.name} has {picture.width} x {picture.height} pixels: the most is "
+            f"{_MOST_PIXELS // 1_000_000} million"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                side = 2 * max(width, height)
+                image.draft("RGB", (side, side))  # JPEG is decoded smaller, which is faster
+                upright = ImageOps.exif_transpose(image).convert("RGBA")
+                upright = upright.resize((width, height))
+        except Exception as error:  # Pillow's decoders raise anything
+            raise OptionError(f"{picture.name} is damaged: {error}") from error
+    ground = Image.new("RGBA", upright.size, "white")
+    return Image.alpha_composite(ground, upright).convert("RGB")
