@@ -17,7 +17,7 @@ from localrt.cli.help import ProgressLine
 from localrt.cli.options import load_options
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import printable
-from localrt.common.option_names import on_command_line, spelled
+from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
@@ -103,8 +103,9 @@ def choose_model(args: argparse.Namespace) -> None:
     values = load_options(args).items()
     given = [name for name, value in values if value not in (None, "auto", False)]
     if given:
-        flag = "--" + given[0].replace("_", "-")
-        raise OptionError(f"{flag} is for models on this machine: leave it out with --endpoint")
+        raise OptionError(
+            f"{option(given[0])} is for models on this machine: leave it out with --endpoint"
+        )
 
 
 _HERE = (

@@ -15,6 +15,7 @@ import sys
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.drafts.placement import PairPlan, plan_pair
 from localrt.library import plan
@@ -132,7 +133,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.model is None:
         for name in _OF_A_MODEL:
             if getattr(args, name) not in (None, False, _DEFAULTS.get(name)):
-                flag = "--" + name.replace("_", "-")
+                flag = option(name)
                 raise OptionError(f"{flag} is about one model: localrt plan MODEL {flag}")
     for name in ("ctx", "batch"):
         value = getattr(args, name)

@@ -233,8 +233,7 @@ def _check_all(args: argparse.Namespace) -> None:
     """
     for name in _ALONE:
         if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            raise OptionError(f"{flag} is for one model: give MODEL, or leave it out")
+            raise OptionError(f"{option(name)} is for one model: give MODEL, or leave it out")
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
