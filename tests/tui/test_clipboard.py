@@ -15,9 +15,8 @@ from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel
 
-scripts = pytest.mark.skipif(os.name == "nt", reason="the tools here are scripts of sh")
 TEXT = "日本語 e\u0301 " * 30_000
-VARIABLES = ("TMUX", "WAYLAND_DISPLAY", "DISPLAY", "SSH_CONNECTION")
+WAYLAND = {"WAYLAND_DISPLAY": "x"}
 X11 = {"DISPLAY": "x"}
 SSH = {"SSH_CONNECTION": "x"}
 TMUX = {"TMUX": "x"}
@@ -29,51 +28,51 @@ ENDS = {
 }
 
 
-def environment(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tools: dict[str, str],
-    variables: dict[str, str],
-) -> None:
-    """These tools alone, each with how it ends; it writes what it got to a file beside it."""
-    for tool, end in tools.items():
-        end = ENDS[end].replace("sleep", shutil.which("sleep") or "")
-        script = folder / tool
-        script.write_text(f"#!/bin/sh\n{shutil.which('cat')} > {folder}/{tool}.got\n{end}\n")
-        script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@scripts
+@pytest.mark.skipif(os.name == "nt", reason="the tools here are scripts of sh")
 @pytest.mark.parametrize(
     ("tools", "variables", "taken"),
     [
-        (["tmux", "wl-copy"], {"TMUX": "x", "WAYLAND_DISPLAY": "x"}, "tmux"),
-        (["tmux"], TMUX | SSH, "tmux"),
-        (["wl-copy", "xclip"], {"WAYLAND_DISPLAY": "x", "DISPLAY": "x"}, "wl-copy"),
-        (["xclip", "xsel"], X11, "xclip"),
-        (["xsel"], X11, "xsel"),
-        (["pbcopy"], {}, "pbcopy"),
-        (["clip.exe"], {}, "clip.exe"),
-        (["xclip", "pbcopy"], X11 | SSH, None),
-        (["xclip", "wl-copy"], {}, None),
-        ([], X11 | TMUX, None),
+        ("tmux wl-copy", TMUX | WAYLAND, "tmux"),
+        ("tmux", TMUX | SSH, "tmux"),
+        ("wl-copy xclip", WAYLAND | X11, "wl-copy"),
+        ("xclip xsel", X11, "xclip"),
+        ("xsel", X11, "xsel"),
+        ("pbcopy", {}, "pbcopy"),
+        ("clip.exe", {}, "clip.exe"),
+        ("xclip pbcopy", X11 | SSH, None),
+        ("xclip wl-copy", {}, None),
+        ("", X11 | TMUX, None),
+        ("xclip:fails", X11, None),
+        ("xclip:hangs", X11, None),
+        ("xclip:fails xsel", X11, "xsel"),
+        ("tmux:fails xclip", TMUX | X11, "xclip"),
+        ("tmux:fails xclip", TMUX | SSH | X11, None),
     ],
 )
 def test_tools(
-    tools: list[str],
+    tools: str,
     variables: dict[str, str],
     taken: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    environment(tmp_path, monkeypatch, dict.fromkeys(tools, "works"), variables)
+    """These alone are there; each writes what it gets to a file beside it."""
+    ends = {name: end or "works" for name, _, end in (t.partition(":") for t in tools.split())}
+    for tool, end in ends.items():
+        line = ENDS[end].replace("sleep", shutil.which("sleep") or "")
+        script = tmp_path / tool
+        script.write_text(f"#!/bin/sh\n{shutil.which('cat')} > {tmp_path}/{tool}.got\n{line}\n")
+        script.chmod(0o755)
+    if "hangs" in ends.values():
+        monkeypatch.setattr("localrt.tui.clipboard._SECONDS", 0.1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in (TMUX | WAYLAND | X11 | SSH).keys() - variables.keys():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert copied_by_tool(TEXT) is (taken is not None)
-    assert [path.stem for path in tmp_path.glob("*.got")] == ([taken] if taken else [])
+    got = [path.stem for path in tmp_path.glob("*.got") if ends[path.stem] == "works"]
+    assert got == ([taken] if taken else [])
     if taken:
         encoding = "utf-16" if taken == "clip.exe" else "utf-8"
         assert (tmp_path / f"{taken}.got").read_bytes().decode(encoding) == TEXT
@@ -91,56 +90,25 @@ def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         subprocess.run([*tmux, "kill-server"], check=False)
 
 
-# -- what is said ----------------------------------------------------------------------------------
-
-MAYBE = "Perhaps copied (if not, use /export): code block: python, 1 line"
-DONE = "Copied code block: python, 1 line"
-
-
-@scripts
 @pytest.mark.parametrize(
-    ("tools", "variables", "said"),
-    [
-        ({}, {}, MAYBE),
-        ({}, X11, MAYBE),
-        ({}, SSH, MAYBE),
-        ({}, TMUX, MAYBE),
-        ({}, {"TERM": "screen.xterm"}, MAYBE),
-        ({"xclip": "works"}, X11, DONE),
-        ({"xclip": "works"}, X11 | SSH, MAYBE),
-        ({"xclip": "fails"}, X11, MAYBE),
-        ({"xclip": "hangs"}, X11, MAYBE),
-        ({"xclip": "fails", "xsel": "works"}, X11, DONE),
-        ({"tmux": "works"}, TMUX | SSH, DONE),
-        ({"tmux": "fails"}, TMUX | SSH, MAYBE),
-        ({"tmux": "fails", "xclip": "works"}, TMUX | SSH | X11, MAYBE),
-        ({"tmux": "fails", "xclip": "works"}, TMUX | X11, DONE),
-        ({"clip.exe": "works"}, {}, DONE),
-    ],
+    ("copied", "said"), [(True, "Copied"), (False, "Perhaps copied (if not, use /export):")]
 )
 async def test_said(
-    tools: dict[str, str],
-    variables: dict[str, str],
-    said: str,
-    model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    copied: bool, said: str, model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That it is copied once a tool has done it; the terminal's own sequence may do nothing."""
     model.answer = ["```\n\n```\n\n```python\none line\n```"]
-    if "hangs" in tools.values():
-        monkeypatch.setattr("localrt.tui.clipboard._SECONDS", 0.1)
     async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
-        environment(tmp_path, monkeypatch, tools, variables)
-        monkeypatch.setattr("localrt.tui.app.copied_by_tool", copied_by_tool)
+        monkeypatch.setattr("localrt.tui.app.copied_by_tool", lambda text: copied)
         sent = list[str]()
         assert app._driver is not None
         monkeypatch.setattr(app._driver, "write", sent.append)
         await pilot.press("alt+y")
-        await until(pilot, lambda: screen.hint(app).strip() == said)
+        hint = f"{said} code block: python, 1 line"
+        await until(pilot, lambda: screen.hint(app).strip() == hint)
         assert app.clipboard == "one line\n"
-        assert any("52;c;b25lIGxpbmUK" in text for text in sent) is (said is MAYBE)
+        assert any("52;c;b25lIGxpbmUK" in text for text in sent) is not copied
 
 
 async def test_copies_in_order(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
