@@ -201,21 +201,10 @@ async def test_control_characters() -> None:
 # -- errors of loading -----------------------------------------------------------------------------
 
 
-async def test_load_error(model: FakeModel) -> None:
-    error = ModelNotFoundError("no model org/nothing on the hub: check the name")
-    async with running(FakeLoader(model, error=error), ready=False) as (app, pilot):
-        await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
-        assert screen.notices(app, "error") == [str(error)]
-        assert "Enter" in screen.notices(app)[-1]
-        await pilot.press("enter")
-        await pilot.pause()
-    assert app.return_code == 1
-    assert app.failure == str(error)  # what run_chat prints when the screen is gone
-
-
 @pytest.mark.parametrize(
     ("error", "options", "line"),
     [
+        (ModelNotFoundError("no model org/x"), {}, "no model org/x"),
         (None, {"temperatur": 1}, "did you mean temperature?"),
         (
             ZeroDivisionError("division\nby zero"),
@@ -224,7 +213,7 @@ async def test_load_error(model: FakeModel) -> None:
         ),
     ],
 )
-async def test_other_load_errors(
+async def test_load_error(
     model: FakeModel, error: Exception | None, options: dict[str, int], line: str
 ) -> None:
     async with running(FakeLoader(model, error=error), ready=False, options=options) as (
@@ -235,6 +224,11 @@ async def test_other_load_errors(
         [shown] = screen.notices(app, "error")
         assert line in shown
         assert "\n" not in shown
+        assert "Enter" in screen.notices(app)[-1]
+        await pilot.press("enter")
+        await pilot.pause()
+    assert app.return_code == 1
+    assert app.failure == shown  # what run_chat prints when the screen is gone
 
 
 async def test_failed_load_keeps_text(model: FakeModel) -> None:
@@ -276,16 +270,10 @@ async def test_quit_during_answer(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
         assert answering_threads()
-        await pilot.press("ctrl+q")
+        await screen.say(pilot, "/QUIT")
     assert not answering_threads()
     assert model.closed
     assert not app.return_code
-
-
-async def test_quit_while_loading(model: FakeModel) -> None:
-    async with running(FakeLoader(model, held=True), ready=False) as (_, pilot):
-        await pilot.press("ctrl+q")
-    assert not answering_threads()
 
 
 async def test_ctrl_c(model: FakeModel) -> None:
@@ -307,9 +295,3 @@ async def test_ctrl_c(model: FakeModel) -> None:
         assert app.is_running
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not app.is_running)
-
-
-async def test_quit_command(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "/QUIT")
-    assert not app.return_code

@@ -17,8 +17,8 @@ from localrt.tui.chat.blocks import Styles, UserTurn
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, cleared, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import asked, cleared, running, until
+from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
 
 Opening = Callable[[], History]
@@ -225,17 +225,24 @@ async def test_left_or_refused(model: FakeModel, opening: Opening) -> None:
 # -- when things go wrong --------------------------------------------------------------------------
 
 
-async def test_stopped_answer(model: FakeModel, opening: Opening) -> None:
+@pytest.mark.parametrize("pieces", ["", "Hello"])
+async def test_stopped_answer(model: FakeModel, opening: Opening, pieces: str) -> None:
+    """By leaving the app, after the first piece or before it."""
     model.hold()
     async with running(model, history=opening) as (app, pilot):
         await screen.say(pilot, "Hi")
-        model.allow(1)
-        await until(pilot, lambda: screen.answers(app) == ["Hello"])
+        if pieces:
+            model.allow(1)
+        await until(pilot, lambda: screen.answers(app) == [pieces])
         await pilot.press("ctrl+q")
-    assert kept(opening) == [("user", "Hi", "done"), ("assistant", "Hello", "cancelled")]
-    app = app_for(FakeLoader(model), history=opening, resume=True)
-    async with app.run_test(size=SIZE):
+    assert kept(opening) == [("user", "Hi", "done"), ("assistant", pieces, "cancelled")]
+    model.release()
+    async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.marks(app) == ["stopped"]
+        await asked(pilot, "Again")
+    assert [m["content"] for m in model.seen[-1].messages] == [
+        *("Hi", pieces or "(No answer.)", "Again")
+    ]
 
 
 async def test_escape_before_first_word(model: FakeModel) -> None:
@@ -258,18 +265,6 @@ async def test_escape_before_first_word(model: FakeModel) -> None:
         assert screen.answers(app) == ["Hello there."]
         assert screen.composer(app).text == ""
         model.release()
-
-
-async def test_answer_stopped_at_once(model: FakeModel, opening: Opening) -> None:
-    model.hold()
-    async with running(model, history=opening) as (_, pilot):
-        await screen.say(pilot, "Hi")
-        await pilot.press("ctrl+q")
-    model.release()
-    async with running(model, history=opening, resume=True) as (app, pilot):
-        assert screen.marks(app) == ["stopped"]
-        await asked(pilot, "Again")
-    assert [m["content"] for m in model.seen[-1].messages] == ["Hi", "(No answer.)", "Again"]
 
 
 async def test_full_disk(model: FakeModel, opening: Opening) -> None:

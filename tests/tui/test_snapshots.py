@@ -24,7 +24,7 @@ from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.models import ModelsScreen
 from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
-from tests.tui.conftest import app_for, until
+from tests.tui.conftest import app_for, asked, until
 from tests.tui.fakes import VIEW, FakeLoader, FakeModel, WatchedModel
 from tests.tui.test_markdown import DOCUMENT
 from tests.tui.test_models_screen import FakeLibrary
@@ -46,13 +46,8 @@ async def ready(pilot: Pilot[Any]) -> ChatApp:
 
 
 async def answered(pilot: Pilot[Any], text: str) -> None:
-    app = await ready(pilot)
-    count = len(screen.answers(app))
-    await screen.say(pilot, text)
-    await until(
-        pilot,
-        lambda: len(screen.answers(app)) > count and screen.phase(app) is Phase.READY,
-    )
+    await ready(pilot)
+    await asked(pilot, text)
 
 
 def test_loading(snap_compare: Compare) -> None:
@@ -166,24 +161,27 @@ async def streaming(pilot: Pilot[Any]) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize("theme", ["localrt-dark", "localrt-light"])
-def test_panel_while_streaming(snap_compare: Compare, theme: str) -> None:
+@pytest.fixture
+def stopped() -> FakeModel:
+    """Answers no further than with the first piece."""
     model = WatchedModel(["".join(ANSWER), "never"])
     model.hold()
     model.allow(1)
+    return model
+
+
+@pytest.mark.parametrize("theme", ["localrt-dark", "localrt-light"])
+def test_panel_while_streaming(snap_compare: Compare, stopped: FakeModel, theme: str) -> None:
 
     async def before(pilot: Pilot[Any]) -> None:
         pilot.app.theme = theme
         await streaming(pilot)
 
-    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(100, 30), run_before=before)
+    assert snap_compare(app_for(FakeLoader(stopped)), terminal_size=(100, 30), run_before=before)
 
 
-def test_panel_on_a_narrow_terminal(snap_compare: Compare) -> None:
-    model = WatchedModel(["".join(ANSWER), "never"])
-    model.hold()
-    model.allow(1)
-    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(60, 24), run_before=streaming)
+def test_panel_on_a_narrow_terminal(snap_compare: Compare, stopped: FakeModel) -> None:
+    assert snap_compare(app_for(FakeLoader(stopped)), terminal_size=(60, 24), run_before=streaming)
 
 
 def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,34 +167,16 @@ async def test_stopped_call(model: FakeModel, key: str) -> None:
 
 
 async def test_rounds_end(model: FakeModel) -> None:
-    tools, servers = toolbox()
-    model.calls = [[call("list")] for _ in range(ROUNDS)]
-    async with running(model, toolbox=tools) as (app, pilot):
-        await screen.say(pilot, "Go")
-        await answered(pilot, app)
-        assert screen.notices(app).count(ROUNDS_OVER) == 1
-    assert len(servers.called) == ROUNDS
-    assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
-
-
-async def test_rounds_end_though_model_goes_on_calling(model: FakeModel) -> None:
+    """Though the model goes on calling."""
     tools, servers = toolbox()
     model.calls = [[call("list")] for _ in range(ROUNDS + 2)]
     async with running(model, toolbox=tools) as (app, pilot):
         await screen.say(pilot, "Go")
         await until(pilot, lambda: len(model.seen) > ROUNDS and screen.idle(app))
         assert len(servers.called) == ROUNDS
+        assert screen.notices(app).count(ROUNDS_OVER) == 1
         assert "tool_calls" not in app.state.conversation.turns[-1].info
-
-
-async def test_model_without_tools(model: FakeModel) -> None:
-    tools, _ = toolbox()
-    model.takes_tools = False
-    async with running(model, toolbox=tools) as (app, pilot):
-        await asked(pilot, "One")
-        await asked(pilot, "Two")
-        assert screen.notices(app).count(NO_TOOLS) == 1
-    assert model.seen[0].tools == []
+    assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
 
 
 async def test_servers_starting(model: FakeModel) -> None:
@@ -296,6 +278,8 @@ async def test_resume_with_calls(model: FakeModel, tmp_path: Path) -> None:
         await asked(pilot, "And without?")
         assert again.seen[1].messages[:6] == again.seen[0].messages  # calls and results stay
         assert again.seen[1].tools == []
+        await asked(pilot, "And again?")
+        assert screen.notices(app).count(NO_TOOLS) == 1
 
 
 async def test_killed_during_call(tmp_path: Path) -> None:
