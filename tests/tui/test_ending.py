@@ -50,6 +50,7 @@ class Shell:
     def __init__(
         self, folder: Path, stack: ExitStack, broken: str = "", term: str = "xterm"
     ) -> None:
+        self.folder = folder
         self.master, self.slave = pty.openpty()
         stack.callback(os.close, self.slave)
         stack.callback(self._close)
@@ -106,6 +107,25 @@ class Shell:
     def status(self) -> int:
         return int(self.out.readline())
 
+    def answer(self, draft: str) -> None:
+        """Let the model say a sentence, and begin a message."""
+        wait_for(lambda: "2004" in self.modes)
+        self.type("Hi\r")
+        wait_for(lambda: self.shows("A whole sentence."))
+        self.type(draft)
+        wait_for(lambda: self.shows(draft))
+
+    def ended(self) -> str:
+        """End the app as a logout does; the message that it kept."""
+        os.kill(self.app, signal.SIGTERM)
+        assert self.status == 143
+        return (self.folder / DATA / "draft.txt").read_text()
+
+
+def kept_answer(folder: Path) -> str:
+    with History(folder / DATA / "history.db") as history:
+        return history.open(history.list()[0].id).turns[-1].content.strip()
+
 
 @pytest.mark.parametrize(
     ("number", "status"),
@@ -122,11 +142,7 @@ class Shell:
 def test_signals(number: int, status: int, tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
-        wait_for(lambda: "2004" in shell.modes)
-        shell.type("Hi\r")
-        wait_for(lambda: shell.shows("A whole sentence."))
-        shell.type("a draft")
-        wait_for(lambda: shell.shows("a draft"))
+        shell.answer("a draft")
         assert shell.modes >= MODES
         assert termios.tcgetattr(shell.slave) != shell.before
         os.kill(shell.app, number)
@@ -136,9 +152,7 @@ def test_signals(number: int, status: int, tmp_path: Path) -> None:
         rest = shell.read().rpartition(b"\x1b[?1049h")[2]
         assert b"\x1b[<u" in rest, "of the keys' protocol"
         assert rest.rfind(b"\x1b[?25h") > rest.rfind(b"\x1b[?25l")
-    with History(tmp_path / DATA / "history.db") as history:
-        *_, answer = history.open(history.list()[0].id).turns
-    assert answer.content.strip() == "A whole sentence."
+    assert kept_answer(tmp_path) == "A whole sentence."
     draft = tmp_path / DATA / "draft.txt"
     assert draft.is_file() == (status > 0)
     if status > 0:
@@ -149,11 +163,7 @@ def test_closed_terminal(tmp_path: Path) -> None:
     """Its window is closed, or the connection is lost: nothing can be written any more."""
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
-        wait_for(lambda: "2004" in shell.modes)
-        shell.type("Hi\r")
-        wait_for(lambda: shell.shows("A whole sentence."))
-        shell.type("a draft")
-        wait_for(lambda: shell.shows("a draft"))
+        shell.answer("a draft")
         shell._close()
         assert shell.status == 129
     assert (tmp_path / DATA / "draft.txt").read_text() == "a draft"
@@ -184,11 +194,7 @@ F3 = "\x1bOR"
 def test_crash(broken: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack, f"{BREAKS}ChatScreen.action_panel = {broken}")
-        wait_for(lambda: "2004" in shell.modes)
-        shell.type("Hi\r")
-        wait_for(lambda: shell.shows("A whole sentence."))
-        shell.type("secret word")
-        wait_for(lambda: shell.shows("secret word"))
+        shell.answer("secret word")
         shell.type(F3)
         assert shell.status == 1
         assert not shell.modes & MODES
@@ -202,9 +208,7 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     assert "ValueError" in report.read_text()
     assert "secret" not in report.read_text() + after
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
-    with History(tmp_path / DATA / "history.db") as history:
-        *_, answer = history.open(history.list()[0].id).turns
-    assert answer.content.strip() == "A whole sentence."
+    assert kept_answer(tmp_path) == "A whole sentence."
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
         wait_for(lambda: shell.shows("secret word"))
