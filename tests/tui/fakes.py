@@ -92,26 +92,19 @@ class FakeChat:
         return self.model.takes_tools
 
     def stream(
-        self,
-        text: str | None = None,
-        *,
-        tools: Sequence[Any] = (),
-        on_progress: ProgressCallback | None = None,
-        **options: Any,
+        self, *, on_progress: ProgressCallback, tools: Sequence[Any] = (), **options: Any
     ) -> Iterator[Chunk]:
         self._cancel = threading.Event()
-        asked: list[Any] = [] if text is None else [{"role": "user", "content": text}]
-        self.model.seen.append(Seen([*self.messages, *asked], list(tools), options))
-        return self._answer(text or "", on_progress)
+        self.model.seen.append(Seen(list(self.messages), list(tools), options))
+        return self._answer(on_progress)
 
-    def _answer(self, text: str, on_progress: ProgressCallback | None) -> Iterator[Chunk]:
+    def _answer(self, on_progress: ProgressCallback) -> Iterator[Chunk]:
         model = self.model
         pieces: list[str] = []
         calls = model.calls.pop(0) if model.calls else ()
-        prompt = sum(map(_words, self.messages)) + len(text.split())
-        if on_progress is not None:
-            for done in model.prefill:
-                on_progress(Progress("prefill", done, 100, "tokens"))
+        prompt = sum(map(_words, self.messages))
+        for done in model.prefill:
+            on_progress(Progress("prefill", done, 100, "tokens"))
         if model.error is not None and not model.answer and not calls:
             raise model.error
         reason: FinishReason = model.finish_reason
@@ -129,8 +122,6 @@ class FakeChat:
             return
         if model.error is not None and reason != "cancelled":
             raise model.error
-        if text:
-            self.messages.append({"role": "user", "content": text})
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         yield Chunk("", (), _metrics(prompt, len(pieces), model.memory), reason)
 
@@ -284,7 +275,7 @@ STREAMED = Status(
 BEFORE = replace(
     STREAMED, clock_s=9.0, tokens=0, passes=0, ssd_read_bytes=0, busy_s={"ssd": 0.0, "cpu": 0.0}
 )
-OUTSTYLES = Outlook(
+OUTLOOK = Outlook(
     66.0,
     96_000_000,
     (
@@ -296,7 +287,7 @@ VIEW = PanelData(
     status=STREAMED,
     flow=STREAMED.since(BEFORE),
     rates=(30.0, 38.0, 41.0, 40.0),
-    outlook=OUTSTYLES,
+    outlook=OUTLOOK,
     hide="F3",
 )
 
@@ -317,7 +308,7 @@ class WatchedModel(FakeModel):
 
     def advise(self) -> Outlook:
         self.advised += 1
-        return OUTSTYLES
+        return OUTLOOK
 
     def unload(self) -> None:
         self.unloaded = self.closed = True

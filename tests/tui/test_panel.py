@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Static
 
+from localrt.engine.types import Metrics
 from localrt.service.status import LaneUse, MemoryUse
 from localrt.tui import ChatApp
 from localrt.tui.chat.panel import LivePanel
@@ -23,8 +24,7 @@ from localrt.tui.chat.panel_lines import (
     sparkline,
     strip_lines,
 )
-from localrt.tui.screens.dialogs import Ask, HelpScreen
-from localrt.tui.screens.settings import SettingsScreen
+from localrt.tui.screens.dialogs import HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import (
@@ -35,61 +35,51 @@ from tests.tui.fakes import (
 )
 from tests.tui.screen import idle
 
+METRICS = replace(STREAMED.metrics or Metrics(), accepted_per_pass=1.0, accepted_by_source={})
+PLAIN = replace(STREAMED, metrics=METRICS)  # no draft tokens change the rate
+SLOW = {"ceiling_tok_s": 20.0}
+RESIDENT = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
+RESIDENT = replace(RESIDENT, token_bytes=97_000_000)
+FLOW = RESIDENT.since(replace(RESIDENT, clock_s=9.0, tokens=0))
+FIRST = PanelData(status=replace(BEFORE, generating=False, metrics=None, last_pass=None))
+BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
 
-def text(data: PanelData, width: int = 38, height: int = 30) -> str:
-    return "\n".join(line.plain for line in side_lines(data, width, height))
+
+@pytest.mark.parametrize(
+    ("data", "said", "unsaid"),
+    [
+        (replace(VIEW, reading=True, percent=52), "Reading prompt 52 %", "41.2 tok/s"),
+        (replace(VIEW, status=replace(STREAMED, **SLOW)), "1.8x the 22.9 possible without", ""),
+        (replace(VIEW, status=replace(PLAIN, **SLOW)), "100 % of the 41.2 possible here", ""),
+        (replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4)), "39.4 were forecast", ""),
+        (replace(VIEW, status=replace(STREAMED, predicted_tok_s=39.4)), "", "forecast"),
+        (
+            replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4, streamed=False)),
+            "",
+            "forecast",
+        ),
+        (BETWEEN, "Live", "Guessed"),
+        (
+            PanelData(status=RESIDENT, flow=FLOW),
+            "sets the pace, 97 MB per pass, 2.2 GB/s",
+            "Last pass",
+        ),
+        (PanelData(status=RESIDENT, flow=FLOW), "", "SSD"),
+        (FIRST, "No tokens yet", ""),
+        (FIRST, "At most 66.0 tok/s", ""),
+        (PanelData(), "loading", ""),
+    ],
+)
+def test_side_panel(data: PanelData, said: str, unsaid: str) -> None:
+    shown = " ".join(line.plain for line in side_lines(data, 38, 30))
+    assert said in shown
+    assert not unsaid or unsaid not in shown
 
 
-def test_reading_prompt() -> None:
+def test_strip_without_a_rate() -> None:
+    assert strip_lines(PanelData(), 60)[0].plain.startswith("The model is loading")
     reading = replace(VIEW, reading=True, percent=52)
-    assert "Reading prompt 52 %" in text(reading)
     assert strip_lines(reading, 60)[0].plain.startswith("Reading prompt 52 %")
-    assert "tok/s" not in text(reading).partition("At most")[0]
-
-
-def test_ceiling_exceeded() -> None:
-    beaten = replace(STREAMED, ceiling_tok_s=20.0)
-    assert "1.8x the 22.9 possible without drafts" in text(replace(VIEW, status=beaten))
-    assert STREAMED.metrics is not None
-    metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
-    unguessed = replace(beaten, metrics=metrics)
-    assert "100 % of the 41.2 possible here" in text(replace(VIEW, status=unguessed))
-
-
-def test_forecast() -> None:
-    """Beside what is measured, where weights are streamed and no draft tokens change the rate."""
-    assert STREAMED.metrics is not None
-    metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
-    plain = replace(STREAMED, metrics=metrics, predicted_tok_s=39.4)
-    assert "39.4 were forecast" in text(replace(VIEW, status=plain))
-    for other in (replace(plain, streamed=False), replace(plain, predicted_tok_s=None)):
-        assert "forecast" not in text(replace(VIEW, status=other))
-    assert "forecast" not in text(VIEW)
-
-
-def test_new_answer() -> None:
-    between = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
-    shown = text(between)
-    assert shown.startswith("Live")
-    assert "Guessed" not in shown
-
-
-def test_resident_model() -> None:
-    resident = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
-    resident = replace(resident, token_bytes=97_000_000)
-    before = replace(resident, clock_s=9.0, tokens=0)
-    shown = text(PanelData(status=resident, flow=resident.since(before)))
-    assert "Last pass" not in shown
-    assert "SSD" not in shown
-    assert "sets the pace, 97 MB per pass, 2.2 GB/s" in shown.replace("\n", " ")
-
-
-def test_before_first_answer() -> None:
-    idle = replace(BEFORE, generating=False, metrics=None, last_pass=None)
-    assert "No tokens yet" in text(PanelData(status=idle))
-    assert "At most 66.0 tok/s" in text(PanelData(status=idle))
-    assert "loading" in text(PanelData())
-    assert "loading" in strip_lines(PanelData(), 60)[0].plain
 
 
 @given(st.integers(20, 60), st.integers(3, 40))
@@ -263,15 +253,6 @@ async def test_settings_and_presets(tmp_path: Path) -> None:
         assert model.last_chat.system == "You review."
         await screen.say(pilot, "/preset nothing")
         assert "available: Review" in screen.notices(app, "error")[-1]
-        await screen.say(pilot, "/settings")
-        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        await pilot.press("down", "down", "down", "down", "down", "enter")
-        await until(pilot, lambda: isinstance(app.screen, Ask))
-        await pilot.press(*"0.7", "enter")
-        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(app.screen, SettingsScreen))
-        assert model.last_chat.options == {"seed": 3, "temperature": 0.7}
 
 
 async def test_no_config_folder() -> None:

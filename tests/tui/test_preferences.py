@@ -14,6 +14,7 @@ from localrt.tui.keys import chosen_keys, read_key
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
+SWAPPED = {"new": "ctrl+o", "conversations": "ctrl+n"}
 
 
 def config(folder: Path, text: str) -> PreferencesFile:
@@ -152,10 +153,18 @@ def test_read_key(said: str, key: str | None) -> None:
     assert read_key(said) == key
 
 
-def test_chosen_keys() -> None:
-    keymap, notes = chosen_keys({"new": "Ctrl+L, F6", "mark": ["alt+k"]}, DEFAULTS)
-    assert keymap == {"new": "ctrl+l,f6", "mark": "alt+k"}
-    assert notes == []
+@pytest.mark.parametrize(
+    ("chosen", "keymap"),
+    [
+        ({"new": "Ctrl+L, F6", "mark": ["alt+k"]}, {"new": "ctrl+l,f6", "mark": "alt+k"}),
+        (
+            {"new": "ctrl+o", "conversations": "ctrl+n"},
+            {"new": "ctrl+o", "conversations": "ctrl+n"},
+        ),
+    ],
+)
+def test_chosen_keys(chosen: dict[str, Any], keymap: dict[str, str]) -> None:
+    assert chosen_keys(chosen, DEFAULTS) == (keymap, [])
 
 
 @pytest.mark.parametrize(
@@ -171,16 +180,11 @@ def test_chosen_keys() -> None:
         ({"new": "ctrl+o"}, "ctrl+o belongs to conversations: new keeps ctrl+n"),
     ],
 )
-def test_bad_keys(chosen: dict[str, Any], said: str) -> None:
+def test_refused_keys(chosen: dict[str, Any], said: str) -> None:
     keymap, notes = chosen_keys(chosen, DEFAULTS)
     assert keymap == {}
     (note,) = notes
     assert said in note
-
-
-def test_swap_keys() -> None:
-    chosen = {"new": "ctrl+o", "conversations": "ctrl+n"}
-    assert chosen_keys(chosen, DEFAULTS) == (chosen, [])
 
 
 @given(
