@@ -107,19 +107,6 @@ def test_unread_quantizations(
     assert line.count("\n") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
-def test_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    report = as_json(capsys, config_folder(tmp_path, name), *WHAT_IF)
-    assert report["simulated"] is True
-    assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
-    assert report["predicted_tok_s"] == report["prediction"]["tok_s"] > 0
-    assert report["predicted_tok_s"] <= report["ceiling_tok_s"]
-    assert report["machine"]["link_bytes_s"] == 12e9
-    assert report["machine"]["sources"]["gpu"] == "typical"
-    assert report["budgets"]["vram"] == 8_000_000_000
-
-
 def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     assert main(["plan", str(folder), "--ram", "600MB"]) == 0
@@ -223,6 +210,10 @@ def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) 
         (2, ("--batch", "0"), "--batch"),
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
         (1, ("--ram", "100MB"), "--ram "),
+        (2, ("--acceptance", "0.8"), "name one with --draft"),
+        (2, ("--draft", "x", "--acceptance", "1.2"), "--acceptance must be from 0 to 1"),
+        (2, ("--draft", "x", "--batch", "4"), "leave --batch out"),
+        (1, ("--draft", "org/nothing"), "org/nothing"),
     ],
 )
 def test_bad_usage(
@@ -237,6 +228,21 @@ def test_bad_usage(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+
+
+def test_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = (config_folder(tmp_path, n) for n in ("phi-3-mini", "qwen2.5-coder-1.5b"))
+    gpu = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
+    command = ("plan", str(target), "--draft", str(draft), *gpu)
+    assert main([*command]) == 0
+    table = capsys.readouterr().out.partition(f"With {draft.name} as its draft")[2].splitlines()
+    assert table[0].endswith("70 % are right (assumed)")
+    assert sum(line.endswith("(best)") for line in table) == 1
+    pair = as_json(capsys, *command[1:], "--acceptance", "0.9")["pair"]
+    assert pair["draft"] == draft.name
+    assert (pair["acceptance"], pair["acceptance_source"]) == (0.9, "given")
+    places = {each["place"] for each in pair["candidates"]}
+    assert places == {"draft on GPU", "draft on CPU", "no draft"}
 
 
 def test_unknown_models(
@@ -269,6 +275,13 @@ def test_hub_config(
     report = as_json(capsys, "org/small", *WHAT_IF)
     assert report["model"]["name"] == "org/small"
     assert report["model"]["layers"] == 28
+    assert report["simulated"] is True
+    assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
+    assert report["predicted_tok_s"] == report["prediction"]["tok_s"] > 0
+    assert report["predicted_tok_s"] <= report["ceiling_tok_s"]
+    assert report["machine"]["link_bytes_s"] == 12e9
+    assert report["machine"]["sources"]["gpu"] == "typical"
+    assert report["budgets"]["vram"] == 8_000_000_000
 
 
 def test_hub_files(
