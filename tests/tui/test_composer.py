@@ -89,15 +89,6 @@ async def test_resume_redraws(model: FakeModel, monkeypatch: pytest.MonkeyPatch)
     assert True in drawn
 
 
-@pytest.mark.parametrize("key", ["alt+z", "ctrl+underscore"])
-async def test_undo(model: FakeModel, key: str) -> None:
-    async with running(model) as (app, pilot):
-        await pilot.press(*"word", key)
-        assert screen.composer(app).text == ""
-        await pilot.press("ctrl+y")
-        assert screen.composer(app).text == "word"
-
-
 async def test_prompt_history(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         for text in ("first", "second\nline", "second\nline"):

@@ -53,7 +53,7 @@ class Shell:
         self.folder = folder
         self.master, self.slave = pty.openpty()
         stack.callback(os.close, self.slave)
-        stack.callback(self._close)
+        stack.callback(self.close)
         os.set_blocking(self.master, False)
         termios.tcsetwinsize(self.slave, (24, 80))
         self.before = termios.tcgetattr(self.slave)
@@ -75,7 +75,7 @@ class Shell:
         self.out = self.leader.stdout
         self.app = int(self.out.readline())
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self.master >= 0:
             os.close(self.master)
             self.master = -1
@@ -164,7 +164,7 @@ def test_closed_terminal(tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
         shell.answer("a draft")
-        shell._close()
+        shell.close()
         assert shell.status == 129
     assert (tmp_path / DATA / "draft.txt").read_text() == "a draft"
 

@@ -234,7 +234,7 @@ async def test_undo_of_a_long_paste(model: FakeModel) -> None:
         assert composer.text == "before "
         await pilot.press("ctrl+y")
         assert composer.text == f"before {lines}"
-        await pilot.press("f7", "delete", "alt+z", "alt+z")
+        await pilot.press("f7", "delete", "alt+z", "ctrl+underscore")
         assert composer.text == "before "
         await pilot.press("!")
         assert composer.text == "before !"

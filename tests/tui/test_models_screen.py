@@ -156,6 +156,10 @@ def about(app: Bare) -> str:
     return str(app.models.query_one("#about", Static).render())
 
 
+def toasts(app: Bare) -> list[str]:
+    return [each.message for each in app._notifications]
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return FakeLibrary(monkeypatch)
@@ -278,8 +282,7 @@ async def test_stopped_pull(library: FakeLibrary) -> None:
         assert place is not None
         assert "org/new-GGUF:Q4_0" in rows(app)[place]
         assert not line.display
-        notices = [each.message for each in app._notifications]
-        assert notices == ["a head drafts for org/new-GGUF:Q4_0"]
+        assert toasts(app) == ["a head drafts for org/new-GGUF:Q4_0"]
         await pilot.press("x", "escape", "escape")  # the search, then the screen
         await until(pilot, lambda: app.chosen == [None])
 
@@ -295,46 +298,31 @@ async def test_delete(library: FakeLibrary) -> None:
         assert len(library.here) == 3
         library.error = StorageError("cannot delete x: Permission denied")
         await pilot.press("ctrl+d", "y")
-        await until(pilot, lambda: any("Permission" in n.message for n in app._notifications))
-        assert len(rows(app)) == 3
+        library.here.insert(0, replace(MODELS[0], name="new"))  # by another program
+        await until(pilot, lambda: any("Permission" in toast for toast in toasts(app)))
+        await until(pilot, lambda: len(rows(app)) == 4)
         library.error = None
         await pilot.press("ctrl+d", "y")  # the highlight has stayed
-        await until(pilot, lambda: len(rows(app)) == 2)
-        assert [model.name for model in library.here] == ["smollm2", "org/huge"]
+        await until(pilot, lambda: len(rows(app)) == 3)
+        assert [model.name for model in library.here] == ["new", "smollm2", "org/huge"]
 
 
-async def test_list_read_again(library: FakeLibrary) -> None:
-    async with opened(library) as (app, pilot):
-        chosen = {"pageup": "org/chat:Q4_K_M", "pagedown": "org/huge"}
-        for key, name in chosen.items():
-            await pilot.press(key)
-            library.here.insert(0, replace(MODELS[0], name=f"new {key}"))
-            app.models._look()
-            await until(pilot, lambda: len(rows(app)) == len(library.here))
-            assert isinstance(app.models.chosen, LocalModel)
-            assert app.models.chosen.name == name
-
-
-async def test_delete_packed_copy(
-    library: FakeLibrary,
-) -> None:
+async def test_delete_packed_copy(library: FakeLibrary) -> None:
     theirs = replace(MODELS[1], name="ollama:chat:8b", place="Ollama", aliases=("fast",))
     packed = replace(theirs, packed=(Path("/s/chat"),), packed_bytes=4_200_000_000)
-    library.here[1] = theirs
-    library.previews[theirs.name] = Preview(fits=True, weight_bytes=4, tok_s=45.0)
+    library.here[1:] = [theirs, replace(packed, name="ollama:packed")]
+    for model in library.here:
+        library.previews[model.name] = Preview(fits=True, weight_bytes=4, tok_s=45.0)
     async with opened(library) as (app, pilot):
         await pilot.press(*"fast")
-        await until(pilot, lambda: len(rows(app)) == 2)
-        assert "ollama:chat:8b (fast)" in rows(app)[0]
+        await until(pilot, lambda: "ollama:chat:8b (fast)" in rows(app)[0])
         await pilot.press("ctrl+d")
         await until(pilot, lambda: "`ollama rm" in about(app))
-        library.here[1] = packed
-        app.models._look()
-        await until(pilot, lambda: "Ollama · packed copy 4.2 GB" in rows(app)[0])
-        await pilot.press("ctrl+d")
+        assert "Ollama · packed copy 4.2 GB" in rows(app)[1]
+        await pilot.press("down", "ctrl+d")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("y")
-        await until(pilot, lambda: library.asked == ["remove the copies of ollama:chat:8b"])
+        await until(pilot, lambda: library.asked == ["remove the copies of ollama:packed"])
 
 
 async def test_paths(library: FakeLibrary, tmp_path: Path) -> None:

@@ -174,12 +174,16 @@ async def test_late_model_is_closed() -> None:
     shelf = Shelf()
     late = shelf.models["org/chat:Q4_K_M"]
 
+    gate = threading.Event()
+
     def load(name: str, progress: ProgressCallback) -> Any:
-        app._loading.cancel()  # no progress is made after it
+        assert gate.wait(60)
         return late
 
     async with running(shelf.first, load_by_name=load) as (app, pilot):
         app.load_model("org/chat:Q4_K_M")
+        await pilot.press("escape")
+        gate.set()  # no progress is made after it
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
 

@@ -235,14 +235,15 @@ def highlighted(app: ChatApp) -> list[str]:
     """The texts that have the background of a match, from top to bottom; the one that was gone to
     in brackets."""
     view = screen.conversation(app)
-    styles = view._style()
+    now = view.get_component_rich_style("conversation--match-now")
+    match = view.get_component_rich_style("conversation--match")
     found = []
     for y in range(view.size.height):
         line: Strip = view.render_line(y).crop(GUTTER)
         for part in line:
-            if part.style is not None and part.style.bgcolor == styles.match_now.bgcolor:
+            if part.style is not None and part.style.bgcolor == now.bgcolor:
                 found.append(f"[{part.text}]")
-            elif part.style is not None and part.style.bgcolor == styles.match.bgcolor:
+            elif part.style is not None and part.style.bgcolor == match.bgcolor:
                 found.append(part.text)
     return found
 
