@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 import pytest
@@ -34,14 +34,13 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {**env, "LOCALRT_OFFLINE": "1", "COLUMNS": "80"}
 
 
-def localrt(*args: str | Path, env: dict[str, str], stdin: bytes = b"") -> Any:
+def localrt(*args: str | Path, env: dict[str, str], stdin: bytes | BinaryIO = b"") -> Any:
     """A command in this process, which saves the seconds that a new one needs for its imports."""
+    source = io.TextIOWrapper(io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin, "utf-8")
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with (
         mock.patch.dict(os.environ, env, clear=True),
-        mock.patch.multiple(
-            sys, stdin=io.TextIOWrapper(io.BytesIO(stdin), "utf-8"), stdout=out, stderr=err
-        ),
+        mock.patch.multiple(sys, stdin=source, stdout=out, stderr=err),
     ):
         try:
             status: Any = main([str(arg) for arg in args])
@@ -49,6 +48,7 @@ def localrt(*args: str | Path, env: dict[str, str], stdin: bytes = b"") -> Any:
             status = exit_.code
         out.flush()
         err.flush()
+    source.detach()  # whoever opened it closes it
     written = [stream.buffer.getvalue() for stream in (out, err)]  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(args, status, *written)
 
@@ -61,7 +61,6 @@ def test_the_command_as_a_process(tiny_folder: Path, home: dict[str, str]) -> No
     result = command("run", tiny_folder, "Read this:", *FAST, stdin=b"text\n")
     again = localrt("run", tiny_folder, "Read this:", *FAST, env=home, stdin=b"text\n")
     assert (result.returncode, result.stdout, result.stderr) == (0, again.stdout, b"")
-    assert command("nonsense").returncode == 2
     assert_one_line(command("run", "none.gguf", "hi"), 1, "none.gguf")
 
 
@@ -243,12 +242,9 @@ def test_results_and_folders_that_cannot_be_read(
 
 
 def test_endless_stdin(tiny_folder: Path, home: dict[str, str]) -> None:
-    with Path("/dev/zero").open("rb") as zeros:
-        for command in ("run MODEL hi", "run MODEL --batch -", "run MODEL hi --image -"):
-            words = [str(tiny_folder) if word == "MODEL" else word for word in command.split()]
-            result = subprocess.run(
-                [*LOCALRT, *words], stdin=zeros, capture_output=True, env=home, timeout=600
-            )
+    for arguments in (["hi"], ["--batch", "-"], ["hi", "--image", "-"]):
+        with Path("/dev/zero").open("rb") as zeros:
+            result = localrt("run", tiny_folder, *arguments, env=home, stdin=zeros)
             assert_one_line(result, 2, "stdin is too large: the most is")
 
 

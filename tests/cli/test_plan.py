@@ -14,6 +14,7 @@ from localrt.cli import main
 from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
 from localrt.common.settings import Settings
+from localrt.hub.known_models import KNOWN_MODELS
 from localrt.hub.resolving import Offer
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
@@ -156,6 +157,13 @@ def test_short_name(
     assert as_json(capsys, "qwen3:8b", "--format", "int4-g32")["quantization"] is None
 
 
+@pytest.fixture
+def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is planned for."""
+    monkeypatch.setattr("localrt.planning.what_runs.KNOWN_MODELS", KNOWN_MODELS[:5])
+
+
+@pytest.mark.usefixtures("few_models")
 def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--pc", "office-laptop"]) == 0
     title, _, header, *rows = capsys.readouterr().out.splitlines()
@@ -302,6 +310,7 @@ def test_hub_files(
     assert as_json(capsys, "org/small", "--offline", *WHAT_IF)["quantization"] is None
 
 
+@pytest.mark.usefixtures("few_models")
 def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """The app's first screen names what ``localrt plan`` names, and measures nothing for it."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from localrt import History
+from localrt.tui.crash import keep_draft
 from tests.waits import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -209,7 +210,12 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     assert "secret" not in report.read_text() + after
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
     assert kept_answer(tmp_path) == "A whole sentence."
+    assert (tmp_path / DATA / "draft.txt").read_text() == "secret word"
+
+
+def test_draft_comes_back(tmp_path: Path) -> None:
+    keep_draft(tmp_path / DATA, "what was written")
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack)
-        wait_for(lambda: shell.shows("secret word"))
+        wait_for(lambda: shell.shows("what was written"))
         assert not (tmp_path / DATA / "draft.txt").exists()

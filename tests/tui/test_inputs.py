@@ -188,11 +188,8 @@ ChatScreen.on_mount = lambda self: (time.sleep(1), mount(self))[1]
 @pytest.mark.parametrize(
     ("mode", "broken", "term"),
     [
-        ("", "", "xterm"),
         ("", SLOW, "xterm"),
         ("1049", "", "xterm"),
-        ("1049", SLOW, "xterm"),
-        ("2004", "", "xterm"),
         ("2004", SLOW, "xterm"),
         ("", "", "xterm-kitty"),  # which is asked before whether it draws pictures
     ],
