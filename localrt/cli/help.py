@@ -175,15 +175,13 @@ class StatusLine(Closing):
 class ProgressLine(StatusLine):
     """Shows each ``Progress`` that it is called with.
 
-    Without a terminal it says at the end what was downloaded, or if ``plain_s`` is given, prints a
-    line every ``plain_s`` seconds.
+    Without a terminal it says at the end what was downloaded.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, plain_s: float | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self._plain_s = plain_s
         self._stage = ""
-        self._started = self._shown = 0.0
+        self._started = 0.0
         self._first = 0
         self._download_s = 0.0
         self.downloaded = 0
@@ -198,15 +196,10 @@ class ProgressLine(StatusLine):
         now = time.monotonic()
         if progress.stage != self._stage:
             self._stage, self._started, self._first = progress.stage, now, progress.done
-            self._shown = now
         elapsed = now - self._started
         if progress.stage == "download":
             self.downloaded, self._download_s = progress.done, elapsed
-        if self.live:
-            self.show(describe(progress, self._first, elapsed))
-        elif self._plain_s is not None and now - self._shown >= self._plain_s:
-            self._shown = now
-            print(describe(progress, self._first, elapsed), file=self.stream, flush=True)
+        self.show(describe(progress, self._first, elapsed))
 
     def close(self) -> None:
         """Leave a clean line; without a terminal, say what was downloaded."""

@@ -324,13 +324,13 @@ class Answer(Block):
 
     role = "assistant"
 
-    def __init__(self, source: str = "", *, thinking_s: float | None = None) -> None:
+    def __init__(self, source: str = "") -> None:
         super().__init__()
         self._pieces = [clean(source)] if source else []
         self._finished = bool(source)
         self._markdown: MarkdownLines | None = None
         self._drawn = 0  # characters of the answer that are in ``_markdown``
-        self.thinking_s = thinking_s
+        self.thinking_s: float | None = None
         self.calls = False
 
     @property

@@ -75,7 +75,7 @@ class ChatScreen(Screen[None]):
     ) -> None:
         super().__init__(id="chat")
         self.state = state
-        self.view = ConversationView(graphics=graphics)
+        self.view = ConversationView(graphics)
         self.queue = MessageQueue(
             self.view, state.conversation, state.toolbox, self._ask_about_call
         )

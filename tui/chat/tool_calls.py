@@ -1,11 +1,7 @@
-"""The calls of an answer in the app: shown, confirmed one after another, run, shown with results.
+"""The tool calls of an answer in the app: shown, confirmed one after another, run.
 
-``look`` goes on as far as it can whenever it is called; nothing here waits. Knows the view's blocks
-and the calls' turns, not the window that asks.
-
-A tool call on screen: its name and arguments, its state, and its result, folded.
-
-Knows layout, neither tools nor the history.
+Each is a block: its name and arguments, its state, and its result, folded. Nothing here waits.
+Knows the view's blocks and the calls' turns, not the window that asks.
 """
 
 from __future__ import annotations
@@ -30,10 +26,10 @@ class CallBlock(Block):
 
     role = "tool"
 
-    def __init__(self, call: str, result: str = "") -> None:
+    def __init__(self, call: str) -> None:
         super().__init__()
         self.call = clean(call)
-        self.result = clean(result)
+        self.result = ""
         self._cut = False  # at the last layout: whether there is more to show
 
     @property
@@ -122,7 +118,7 @@ class AnswerCalls:
         view.add(*(block for _, block in self._calls), after=answer)
 
     def look(self) -> bool:
-        """Continue the calls; returns whether all have ended."""
+        """Continue the calls as far as possible; returns whether all have ended."""
         while self._calls:
             turn, block = self._calls[0]
             if not turn.started and turn is not self._in_question:

@@ -48,8 +48,8 @@ class ConversationView(ScrollView, can_focus=False):
 
         block: Block
 
-    def __init__(self, *, graphics: Graphics = "", id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, graphics: Graphics) -> None:
+        super().__init__()
         self._graphics = graphics
         self.marked: Block | None = None
         self._copied: tuple[Answer | None, int] | None = None  # the code block copied last
