@@ -40,7 +40,7 @@ from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
-from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
+from localrt.tui.preferences import PreferencesFile, PresetsFile
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
@@ -64,10 +64,10 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
         The process's exit status: 1 when the model could not be loaded or the app crashed (the
         reason is on stderr), 128 and a signal's number when that ended it.
     """
-    folder, data = config_folder(), Settings.from_environment().data_dir
-    toolbox = Toolbox.open(folder)
-    arguments |= {"history": History, "config": folder, "toolbox": toolbox, "data": data}
-    app = ChatApp(load, graphics=_graphics(), **arguments)
+    settings = Settings.from_environment()
+    toolbox = Toolbox.open(settings.config_dir)
+    arguments |= {"history": History, "config": settings.config_dir, "data": settings.data_dir}
+    app = ChatApp(load, graphics=_graphics(), toolbox=toolbox, **arguments)
     spare_collector()
     try:
         app.run()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from localrt import History, split_thinking
+from localrt import History, Settings, split_thinking
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
@@ -32,7 +32,6 @@ from localrt.tui.conversation.state import ChatState
 from localrt.tui.mentions import with_mentions
 from localrt.tui.options import in_app
 from localrt.tui.plain_answers import PlainAnswers, beginning
-from localrt.tui.preferences import config_folder
 from localrt.tui.text import clean, human_when, one_line, short_name
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def run_plain(
     **arguments: Any,
 ) -> int:
     """Chat on stdin and stdout until the end of input; arguments as of ``run_chat``."""
-    toolbox = Toolbox.open(config_folder())
+    toolbox = Toolbox.open(Settings.from_environment().config_dir)
     try:
         chat = PlainChat(sys.stdin, sys.stdout, history=History, toolbox=toolbox, **arguments)
         return chat.run(load, chat_path=chat_path, resume=resume)

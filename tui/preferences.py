@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import localrt
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.option_names import did_you_mean
 from localrt.common.toml_file import TomlFile
@@ -45,11 +44,6 @@ _NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"
 _LONGEST_NAME = 60
-
-
-def config_folder() -> Path:
-    """Where preferences and presets lie."""
-    return localrt.Settings.from_environment().config_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
