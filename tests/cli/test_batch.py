@@ -112,20 +112,3 @@ def test_a_system_prompt_goes_before_each(tiny_folder: Path, home: dict[str, str
     )  # fmt: skip
     texts = {json.loads(line)["text"] for line in result.stdout.splitlines()}
     assert len(texts) == 1
-
-
-def test_bad_usage(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
-    file = tmp_path / "f.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}')
-
-    def run(*args: str | Path) -> object:
-        return localrt("run", tiny_folder, *args, env=home)
-
-    assert_one_line(run("prompt", "--batch", file), 2, "leave out PROMPT")
-    assert_one_line(run("--batch", file, "-c"), 2, "--continue")
-    assert_one_line(run("--batch", file, "--raw"), 2, "--raw")
-    assert_one_line(run("hi", "--batch-size", "2"), 2, "--batch FILE")
-    assert_one_line(run("--batch", file, "--batch-size", "0"), 2, "--batch-size")
-    assert_one_line(run("--batch", tmp_path / "none"), 2, "none")
-    file.write_bytes(b"\xff")
-    assert_one_line(run("--batch", file), 2, "UTF-8")

@@ -142,33 +142,7 @@ def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[s
     assert piped.stdout == asked.stdout != b""
 
 
-def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
-    for args in (["run", "--nonsense"], ["nonsense"], [], ["chat", "--ctx", "many"]):
-        result = localrt(*args, env=home)
-        assert result.returncode == 2
-        assert b"Traceback" not in result.stderr
-    for args, word in (
-        (["--temperature", "-1"], "temperature"),
-        (["--top-p", "1.5"], "--top-p"),
-        (["--max-tokens", "0"], "--max-tokens"),
-        (["--ram", "lots"], "--ram must be a size, is 'lots'"),
-        (["--threads", "1000000000"], "--threads must be at most 1024"),
-        (["--ctx", "0"], "ctx"),
-        (["--device", "abacus"], "abacus"),
-    ):
-        assert_one_line(localrt("run", tiny_folder, "hi", *args, env=home), 2, word)
-    for command, option in (
-        ("bench", "--runs"),
-        ("bench", "--threads"),
-        ("bench", "--long-prompt"),
-    ):
-        result = localrt(command, tiny_folder, option, "-1", env=home)
-        assert_one_line(result, 2, f"{option} must be at least ")
-    assert_one_line(localrt("run", tiny_folder, env=home), 2, "prompt is empty")
-    sentence = localrt("run", "What is a quine?", env=home)
-    assert_one_line(sentence, 1, "taken for a model's name", 'smollm2 "What is a quine?"')
-    assert_one_line(localrt("run", "Why?", env=home), 1, 'localrt run smollm2 "Why?"')
-    assert_one_line(localrt("chat", "Why?", env=home), 1, 'localrt chat smollm2 -p "Why?"')
+def test_stdin_that_is_no_text(tiny_folder: Path, home: dict[str, str]) -> None:
     assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
 
 
@@ -351,6 +325,29 @@ def test_the_scripts_are_valid_shell() -> None:
     ("command", "status", "words"),
     [
         ("", 2, "localrt --help"),
+        ("run MODEL hi --temperature -1", 2, "temperature"),
+        ("run MODEL hi --top-p 1.5", 2, "--top-p"),
+        ("run MODEL hi --max-tokens 0", 2, "--max-tokens"),
+        ("run MODEL hi --ram lots", 2, "--ram must be a size, is 'lots'"),
+        ("run MODEL hi --threads 1000000000", 2, "--threads must be at most 1024"),
+        ("run MODEL hi --ctx 0", 2, "ctx"),
+        ("run MODEL hi --device abacus", 2, "abacus"),
+        ("bench MODEL --runs -1", 2, "--runs must be at least "),
+        ("bench MODEL --threads -1", 2, "--threads must be at least "),
+        ("bench MODEL --long-prompt -1", 2, "--long-prompt must be at least "),
+        ("run MODEL", 2, "prompt is empty"),
+        ("run 'What is a quine?'", 1, "was taken for a model's name"),
+        ("run Why?", 1, 'localrt run smollm2 "Why?"'),
+        ("chat Why?", 1, 'localrt chat smollm2 -p "Why?"'),
+        ("run MODEL prompt --batch prompts.jsonl", 2, "leave out PROMPT"),
+        ("run MODEL --batch prompts.jsonl -c", 2, "--continue"),
+        ("run MODEL --batch prompts.jsonl --raw", 2, "--raw"),
+        ("run MODEL --batch prompts.jsonl --batch-size 0", 2, "--batch-size"),
+        ("run MODEL --batch none", 2, "none"),
+        ("run MODEL hi --batch-size 2", 2, "--batch FILE"),
+        ("serve --name x --port 0", 2, "--name is for one model: give MODEL"),
+        ("serve --keep-alive soon --port 0", 2, "must be a time, is 'soon': write it like 30s"),
+        ("serve --api-key '' --port 0", 2, "--api-key must be ASCII text and not empty"),
         ("run some/model hi", 1, "some/model"),
         ("run 'no such thing' hi", 1, "'no such thing'"),
         ("run none.gguf hi", 1, "none.gguf"),
@@ -372,14 +369,21 @@ def test_the_scripts_are_valid_shell() -> None:
     ],
 )
 def test_what_cannot_be_done(
-    command: str, status: int, words: str, home: dict[str, str], tmp_path: Path
+    command: str,
+    status: int,
+    words: str,
+    home: dict[str, str],
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
     for name in ("notes.txt", "text.gguf"):
         (tmp_path / name).write_text("not a model")
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
     (tmp_path / "empty.gguf").touch()
     for name in ("folder", "pickled"):
         (tmp_path / name).mkdir()
     (tmp_path / "pickled" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with contextlib.chdir(tmp_path):
-        assert_one_line(localrt(*shlex.split(command), env=home), status, words)
+        arguments = shlex.split(command.replace("MODEL", str(tiny_folder)))
+        assert_one_line(localrt(*arguments, env=home), status, words)

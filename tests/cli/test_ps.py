@@ -67,18 +67,6 @@ def test_servers_that_do_not_have_the_model_are_left_alone(
                 assert b"using tiny of the server" in found.stderr
 
 
-def test_flags_of_one_model_need_one(home: dict[str, str]) -> None:
-    result = localrt("serve", "--name", "x", "--port", "0", env=home)
-    assert result.returncode == 2
-    assert b"--name is for one model: give MODEL" in result.stderr
-    result = localrt("serve", "--keep-alive", "soon", "--port", "0", env=home)
-    assert result.returncode == 2
-    assert b"--keep-alive must be a time, is 'soon': write it like 30s" in result.stderr
-    result = localrt("serve", "--api-key", "", "--port", "0", env=home)
-    assert result.returncode == 2
-    assert b"--api-key must be ASCII text and not empty" in result.stderr
-
-
 @pytest.mark.parametrize("kind", ["own", "unnamed", "another"])
 def test_a_server_whose_id_another_process_has(kind: str, home: dict[str, str]) -> None:
     """Left by a crash, before the machine was started again."""
