@@ -135,6 +135,7 @@ async def test_follow() -> None:
         model.allow(50)
         await until(pilot, lambda: "line 149" in screen.answers(app)[0])
         await until(pilot, lambda: view.follows and screen.hint(app) == "")
+        assert view.vertical_scrollbar.position > view.max_scroll_y - 10
 
 
 async def test_wheel_and_send(model: FakeModel) -> None:
