@@ -189,15 +189,6 @@ async def test_answer_errors(model: FakeModel) -> None:
         await until(pilot, lambda: screen.answers(app) == ["fine"])
 
 
-async def test_control_characters() -> None:
-    async with running(FakeModel(["a\x1b[31mred\x9b2J"])) as (app, pilot):
-        await asked(pilot, "Hi \x1b]0;title\x07")
-        picture = app.export_screenshot()
-        assert "\x1b" not in picture
-        assert "\x9b" not in picture
-        assert "red" in picture
-
-
 # -- errors of loading -----------------------------------------------------------------------------
 
 

@@ -82,11 +82,6 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert install("browser") in said
 
 
-def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--browser", "--plain"]) == 2
-    assert "--browser is for the app" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 async def test_chat_in_a_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))

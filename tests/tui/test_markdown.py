@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from rich.color import Color
 from rich.style import Style
 
 from localrt.tui.chat.markdown import MarkdownLines, MarkdownStyles
@@ -226,11 +225,3 @@ def test_wrapping() -> None:
     text = whole("word " * 50 + "\n\n```\n" + "x" * 90 + "\n```", width=30)
     assert max(map(len, text.splitlines())) <= 30
     assert text.count("x") == 90
-
-
-def test_code_background() -> None:
-    lines = MarkdownLines(STYLES, 40)
-    lines.append("```\na\n```")
-    [row] = lines.lines
-    assert row.cell_length == 40
-    assert {s.style.bgcolor for s in row if s.style} == {Color.parse("#202020")}

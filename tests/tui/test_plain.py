@@ -135,15 +135,6 @@ def test_ctrl_c(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> N
         assert (turn.content, turn.state) == ("Hello", "cancelled")
 
 
-def test_continue_or_load(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--plain", "-c", "--load", "x.json"]) == 2
-    assert "either --continue or --load" in capsys.readouterr().err
-    assert main(["chat", "-p", "Hi", "-c"]) == 2
-    assert "localrt run" in capsys.readouterr().err
-    assert main(["chat", "-p", "Hi", "--load", "/dev/zero"]) == 2
-    assert "--load is for the app" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "terminal", "plain"),
     [

@@ -25,19 +25,6 @@ def config(folder: Path, text: str) -> PreferencesFile:
 # -- preferences -----------------------------------------------------------------------------------
 
 
-def test_load(tmp_path: Path) -> None:
-    file = config(
-        tmp_path,
-        'theme = "nord"\npanel = true\nsystem = "Be brief."\n'
-        '[generation]\ntemperature = 0.2\nstop = ["a"]\n[keys]\nnew = "ctrl+l"\n',
-    )
-    found = file.load()
-    assert (found.theme, found.panel, found.system) == ("nord", True, "Be brief.")
-    assert dict(found.options) == {"temperature": 0.2, "stop": ["a"]}
-    assert dict(found.keys) == {"new": "ctrl+l"}
-    assert file.notes == ()
-
-
 def test_bad_values(tmp_path: Path) -> None:
     file = config(
         tmp_path,

@@ -14,7 +14,6 @@ from textual.events import Key, Paste
 
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
-from localrt.tui.chat.blocks import UserTurn
 from localrt.tui.chat.composer import edited
 from localrt.tui.commands import completion, suggestions
 from localrt.tui.conversation.attachments import (
@@ -184,13 +183,6 @@ def test_same_label() -> None:
     theirs = Draft("theirs\n", (Fold(0, 7, "a.py, 1 line"),))
     assert attachments.folded(theirs) == "[a.py 2, 1 line]"
     assert attachments.text_of(mine) == "mine\n"
-
-
-def test_fold_in_message() -> None:
-    turn = UserTurn("a" * 50, folds=Draft("", (Fold(10, 40, "middle"),)).folds)
-    assert turn.shown().plain == "a" * 10 + "▸ middle" + "a" * 10
-    turn.toggle()
-    assert turn.shown().plain == "a" * 50
 
 
 # -- the editor ------------------------------------------------------------------------------------
