@@ -76,6 +76,15 @@ def model() -> FakeModel:
     return FakeModel()
 
 
+Opening = Callable[[], History]
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Opening:
+    """Opens the history of one folder."""
+    return lambda: History(tmp_path / "history.db")
+
+
 def app_for(loader: FakeLoader, **arguments: Any) -> ChatApp:
     settings: dict[str, Any] = {"model_name": "tiny-model", "system": None, "options": {}}
     return ChatApp(loader, **{**settings, **arguments})

@@ -186,6 +186,11 @@ class FakeModel:
     def last_chat(self) -> FakeChat:
         return self.chats[-1]
 
+    def given(self, *roles: str) -> list[Any]:
+        """What the messages say that it was given last, of these roles or of all."""
+        messages = self.seen[-1].messages
+        return [each["content"] for each in messages if not roles or each["role"] in roles]
+
     def chat(self, system: str | None = None, **options: Any) -> FakeChat:
         self.chats.append(FakeChat(self, system, **options))
         return self.chats[-1]

@@ -33,10 +33,7 @@ async def test_sent_while_loading() -> None:
         assert "50 MB of 100 MB" in str(line.render())
         loader.gate.set()
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
-            "first",
-            "second",
-        ]
+        assert model.given("user") == ["first", "second"]
         assert screen.composer(app).text == "draft"
         assert not line.display
         # Model and notes are above what was written.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,9 @@ from localrt.tui.chat.blocks import Styles, UserTurn
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
-from tests.tui.conftest import asked, cleared, running, until
+from tests.tui.conftest import Opening, asked, cleared, running, until
 from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
-
-Opening = Callable[[], History]
-
-
-@pytest.fixture
-def opening(tmp_path: Path) -> Opening:
-    return lambda: History(tmp_path / "history.db")
 
 
 async def listed(pilot: Pilot[None]) -> OptionList:
@@ -54,8 +46,7 @@ async def test_resume(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.users(app) == ["Hi"], "before the model is there"
         await asked(pilot, "again")
-        sent = model.last_chat.messages
-        assert [m["content"] for m in sent][:4] == ["Be brief.", "Hi", "Hello there.", "again"]
+        assert model.given() == ["Be brief.", "Hi", "Hello there.", "again"]
         assert model.last_chat.options == {"seed": 3}
         await pilot.press("up", "up")
         assert screen.composer(app).text == "Hi", "earlier messages are in the prompt history"
@@ -120,10 +111,7 @@ async def test_list_search_open_new(
         await until(pilot, lambda: screen.users(app) == ["About whales"])
         await until(pilot, lambda: model.chats[1].closed)
         await asked(pilot, "More")
-        assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
-            "About whales",
-            "More",
-        ]
+        assert model.given("user") == ["About whales", "More"]
 
 
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
@@ -166,9 +154,7 @@ async def test_branches(model: FakeModel, opening: Opening) -> None:
         await until(pilot, lambda: screen.answers(app) == ["Hello there.", "Another."])
         await until(pilot, lambda: idle(app))
         assert screen.marks(app) == ["2/2"]
-        assert [m["content"] for m in model.last_chat.messages] == [
-            *("One", "Hello there.", "Two", "Another.")
-        ]
+        assert model.given() == ["One", "Hello there.", "Two"]
         await pilot.press("alt+left")
         await until(pilot, lambda: screen.answers(app) == ["Hello there.", "Hello there."])
         assert screen.marks(app) == ["1/2"]
@@ -180,7 +166,7 @@ async def test_branches(model: FakeModel, opening: Opening) -> None:
         await until(pilot, lambda: screen.answers(app) == ["Another."] and idle(app))
         assert screen.users(app) == ["One!"]
         assert screen.marks(app) == ["2/2"]
-        assert [m["content"] for m in model.last_chat.messages] == ["One!", "Another."]
+        assert model.given() == ["One!"]
         await pilot.press("alt+right")  # from the last back to the first
         await until(pilot, lambda: screen.users(app) == ["One", "Two"])
     async with running(model, history=opening, resume=True) as (app, pilot):
@@ -208,9 +194,7 @@ async def test_left_or_refused(model: FakeModel, opening: Opening) -> None:
         model.answer, model.error = ["Yes."], None
         screen.composer(app).put("")
         await asked(pilot, "Two")
-        assert [m["content"] for m in model.last_chat.messages] == [
-            *("One", "Hello there.", "Two", "Yes.")
-        ]
+        assert model.given() == ["One", "Hello there.", "Two"]
 
         # A refused retry shows the old answer.
         await cleared(pilot)
@@ -241,9 +225,7 @@ async def test_stopped_answer(model: FakeModel, opening: Opening, pieces: str) -
     async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.marks(app) == ["stopped"]
         await asked(pilot, "Again")
-    assert [m["content"] for m in model.seen[-1].messages] == [
-        *("Hi", pieces or "(No answer.)", "Again")
-    ]
+    assert model.given() == ["Hi", pieces or "(No answer.)", "Again"]
 
 
 async def test_escape_before_first_word(model: FakeModel) -> None:
@@ -257,7 +239,7 @@ async def test_escape_before_first_word(model: FakeModel) -> None:
         model.release()
         await pilot.press(*"Ho", "enter")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        assert [m["content"] for m in model.seen[-1].messages] == ["Ho"]
+        assert model.given() == ["Ho"]
 
         # A second answer that is stopped so leaves the first one there.
         model.hold()
@@ -286,9 +268,7 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         assert len(problems) == 1
         assert "full" in problems[0]
         assert screen.users(app) == ["One", "Two", "Three"]
-        assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
-            *("One", "Two", "Three")
-        ]
+        assert model.given("user") == ["One", "Two", "Three"]
         await pilot.press("ctrl+q")
         await pilot.pause()
         assert app.is_running, "leaving would lose it"

@@ -71,9 +71,8 @@ async def test_switch_model() -> None:
         await screen.say(pilot, "And you?")
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         other = shelf.models["org/chat:Q4_K_M"]
-        sent = [message["content"] for message in other.last_chat.messages]
-        assert sent[:3] == ["Hi", "Hello there.", "And you?"]
-    assert shelf.models["org/chat:Q4_K_M"].closed
+        assert other.given() == ["Hi", "Hello there.", "And you?"]
+    assert other.closed
 
 
 async def test_sent_while_switching() -> None:
@@ -201,8 +200,7 @@ async def test_switch_during_answer() -> None:
         shelf.first.release()
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         assert shelf.asked == ["org/chat:Q4_K_M"]
-        other = shelf.models["org/chat:Q4_K_M"]
-        assert [m["content"] for m in other.seen[-1].messages][-1] == "And you?"
+        assert shelf.models["org/chat:Q4_K_M"].given()[-1] == "And you?"
 
 
 async def test_switch_while_loading() -> None:

@@ -27,7 +27,7 @@ from localrt.tui.conversation.attachments import (
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.mentions import dropped, mentions, with_mentions
 from tests.tui import screen
-from tests.tui.conftest import asked, plain_chat, running, until
+from tests.tui.conftest import Opening, asked, plain_chat, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
 
 
@@ -126,21 +126,18 @@ async def test_model_that_loads_cannot_see(model: FakeModel, photo: Path) -> Non
 
 
 async def test_earlier_picture_for_model_that_cannot_see(
-    seeing: FakeModel, model: FakeModel, photo: Path, tmp_path: Path
+    seeing: FakeModel, model: FakeModel, photo: Path, opening: Opening
 ) -> None:
-    def history() -> History:
-        return History(tmp_path / "history.db")
-
-    async with running(seeing, history=history) as (app, pilot):
+    async with running(seeing, history=opening) as (app, pilot):
         await asked(pilot, f'What is in @"{photo}"?')
-    async with running(model, history=history, resume=True) as (app, pilot):
+    async with running(model, history=opening, resume=True) as (app, pilot):
         assert "of earlier pictures it gets the names" in screen.shown(app)
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.notices(app, "error"))
         assert "cannot see pictures" in screen.notices(app, "error")[0]
         await asked(pilot, "Really?")
         assert model.seen[0].messages[0]["content"] == "What is in [my photo.png]?"
-    async with running(seeing, history=history, resume=True) as (app, pilot):
+    async with running(seeing, history=opening, resume=True) as (app, pilot):
         assert "my photo.png, 8 x 4, 64 tokens" in screen.shown(app)
         await asked(pilot, "Sure?")
         first = seeing.seen[-1].messages[0]

@@ -40,11 +40,7 @@ def chat(model: FakeModel, tmp_path: Path) -> Callable[..., str]:
 def test_a_conversation(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
     text = chat("Hi", "and\\", "more", "", "//etc")
     assert text.count("Hello there.\n") == 3
-    assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
-        "Hi",
-        "and\nmore",
-        "/etc",
-    ]
+    assert model.given("user") == ["Hi", "and\nmore", "/etc"]
     assert "\x1b" not in text
     assert model.closed
     again = chat("/show", resume=True)
@@ -167,10 +163,6 @@ def test_tools_are_listed(model: FakeModel, chat: Callable[..., str]) -> None:
 SERVER = Path(__file__).parent.parent / "mcp" / "server.py"
 
 
-def told(model: FakeModel) -> list[str]:
-    return [m["content"] for m in model.seen[-1].messages if m["role"] == "tool"]
-
-
 def test_calls(model: FakeModel, chat: Callable[..., str]) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("delete", path="a")], [call("list")]]
@@ -189,7 +181,7 @@ def test_calls(model: FakeModel, chat: Callable[..., str]) -> None:
         'Call: files.read_file {"path": "a"}\nResult: milk\n'
     )
     assert servers.called == [("read_file", {"path": "a"}), ("list", {})]
-    assert told(model) == ["milk", "The user did not allow this call.", "a\nb"]
+    assert model.given("tool") == ["milk", "The user did not allow this call.", "a\nb"]
 
 
 def test_always_and_end_of_input(model: FakeModel, chat: Callable[..., str]) -> None:
@@ -198,7 +190,7 @@ def test_always_and_end_of_input(model: FakeModel, chat: Callable[..., str]) -> 
     text = chat("Go", "a", toolbox=tools)
     assert text.count("Run it?") == 2
     assert [name for name, _ in servers.called] == ["read_file", "read_file"]
-    assert told(model)[-1] == "The user did not allow this call."
+    assert model.given("tool")[-1] == "The user did not allow this call."
 
 
 class Interrupting(Future[ToolResult]):
@@ -240,9 +232,9 @@ def test_tools_of_a_real_server(model: FakeModel, chat: Callable[..., str], tmp_
     finally:
         tools.close()
     assert 'Call: tests.add {"a": 2, "b": 3}\nResult: 5\n' in text
-    assert told(model)[1] == "Error executing tool fail"
-    assert len(told(model)) == 3, text
-    assert "out of cheese" in told(model)[2]
+    assert model.given("tool")[1] == "Error executing tool fail"
+    assert len(model.given("tool")) == 3, text
+    assert "out of cheese" in model.given("tool")[2]
     assert text.count("Run it?") == 2
 
 

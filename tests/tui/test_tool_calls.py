@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from localrt import History
 from localrt.common.errors import LocalrtError
 from localrt.mcp.toolbox import ROUNDS
 from localrt.tui import ChatApp
@@ -18,16 +17,11 @@ from localrt.tui.chat.bars import Phase
 from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
 from localrt.tui.screens.dialogs import AskCall, HelpScreen
 from tests.tui import screen
-from tests.tui.conftest import app_for, asked, running, until
+from tests.tui.conftest import Opening, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
 from tests.tui.test_snapshots import Compare, ready
 
 READ = 'files.read_file {"path": "a"}'
-
-
-def told(model: FakeModel) -> list[str]:
-    """The results that the model saw last."""
-    return [m["content"] for m in model.seen[-1].messages if m["role"] == "tool"]
 
 
 async def asked_about(pilot: Pilot[Any], text: str) -> AskCall:
@@ -88,7 +82,7 @@ async def test_refused_call(model: FakeModel, key: str) -> None:
         await answered(pilot, app)
         assert screen.calls(app)[0][2] == "not allowed"
     assert servers.called == []
-    assert told(model) == ["The user did not allow this call."]
+    assert model.given("tool") == ["The user did not allow this call."]
 
 
 async def test_always(model: FakeModel) -> None:
@@ -130,9 +124,9 @@ async def test_order_of_calls(model: FakeModel) -> None:
         assert screen.calls(app) == [
             ("files.list {}", "There is no such file.", "failed"),
             (READ, "milk", ""),
-            ("nonsense {}", told(model)[2], "failed"),
+            ("nonsense {}", model.given("tool")[2], "failed"),
         ]
-    assert told(model) == [
+    assert model.given("tool") == [
         "There is no such file.",
         "milk",
         "There is no such tool. There are: read_file, list, delete.",
@@ -163,7 +157,7 @@ async def test_stopped_call(model: FakeModel, key: str) -> None:
         await answered(pilot, app)
         assert screen.calls(app)[0][2] == "stopped"
     assert servers.running[0].cancelled()
-    assert told(model) == ["The user stopped this call."]
+    assert model.given("tool") == ["The user stopped this call."]
 
 
 async def test_rounds_end(model: FakeModel) -> None:
@@ -249,11 +243,10 @@ async def test_failure_after_calls(model: FakeModel) -> None:
     assert roles == ["user", "assistant", "tool", "assistant", "user"]
 
 
-async def test_resume_with_calls(model: FakeModel, tmp_path: Path) -> None:
-    path = tmp_path / "history.db"
+async def test_resume_with_calls(model: FakeModel, opening: Opening) -> None:
     tools, _ = toolbox()
     model.calls = [[call("list"), call("list")]]
-    async with running(model, toolbox=tools, history=lambda: History(path)) as (app, pilot):
+    async with running(model, toolbox=tools, history=opening) as (app, pilot):
         await screen.say(pilot, "Go")
         await answered(pilot, app)
         before = screen.shown(app)
@@ -264,7 +257,7 @@ async def test_resume_with_calls(model: FakeModel, tmp_path: Path) -> None:
         await until(pilot, lambda: screen.calls(app))
     again = FakeModel()
     tools, _ = toolbox()
-    async with running(again, toolbox=tools, history=lambda: History(path), resume=True) as (
+    async with running(again, toolbox=tools, history=opening, resume=True) as (
         app,
         pilot,
     ):
@@ -282,10 +275,9 @@ async def test_resume_with_calls(model: FakeModel, tmp_path: Path) -> None:
         assert screen.notices(app).count(NO_TOOLS) == 1
 
 
-async def test_killed_during_call(tmp_path: Path) -> None:
-    path = tmp_path / "history.db"
+async def test_killed_during_call(opening: Opening) -> None:
     wanted = [call("list"), call("read_file", path="a")]
-    with History(path) as history:
+    with opening() as history:
         conversation = history.new(model="tiny-model")
         conversation.add("user", "Go")
         conversation.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
@@ -295,7 +287,7 @@ async def test_killed_during_call(tmp_path: Path) -> None:
             connection.execute("UPDATE turn SET writer = '1@1' WHERE state = 'writing'")
     model = FakeModel()
     tools, _ = toolbox()
-    async with running(model, toolbox=tools, history=lambda: History(path), resume=True) as (
+    async with running(model, toolbox=tools, history=opening, resume=True) as (
         app,
         pilot,
     ):
@@ -303,7 +295,7 @@ async def test_killed_during_call(tmp_path: Path) -> None:
         assert any("Not answered" in line for line in screen.notices(app))
         await asked(pilot, "Go on")
     ended = "The app ended before this call did."
-    assert [m["content"] for m in model.seen[0].messages if m["role"] == "tool"] == [ended, ended]
+    assert model.given("tool") == [ended, ended]
 
 
 def test_question(snap_compare: Compare) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from localrt import Conversation, History
+from localrt import Conversation
 from localrt.common.errors import StorageError
 from localrt.tui import ChatApp
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, plain_chat, running, until
+from tests.tui.conftest import SIZE, Opening, app_for, asked, plain_chat, running, until
 from tests.tui.fakes import FakeLoader, FakeModel, call
 from tests.tui.screen import idle
 
-Opening = Callable[[], History]
 Pair = tuple[ChatApp, Pilot[None], ChatApp, Pilot[None]]
 
 
@@ -28,11 +27,6 @@ Pair = tuple[ChatApp, Pilot[None], ChatApp, Pilot[None]]
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
     monkeypatch.setattr("localrt.tui.plain._OTHERS_SECONDS", 0.01)
-
-
-@pytest.fixture
-def opening(tmp_path: Path) -> Opening:
-    return lambda: History(tmp_path / "history.db")
 
 
 @asynccontextmanager
@@ -45,11 +39,6 @@ async def two_windows(one: FakeModel, two: FakeModel, opening: Opening) -> Async
         async with second.run_test(size=SIZE) as right:
             await until(right, lambda: idle(second))
             yield first, left, second, right
-
-
-def seen(model: FakeModel) -> list[str]:
-    """The messages of the last answer, as the model was given them."""
-    return [message["content"] for message in model.seen[-1].messages]
 
 
 async def test_running_answer_elsewhere(opening: Opening) -> None:
@@ -68,7 +57,7 @@ async def test_running_answer_elsewhere(opening: Opening) -> None:
         assert len(one.seen) == 1
         two.release()
         await until(left, lambda: len(one.seen) == 2 and idle(first))
-        assert seen(one) == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
+        assert one.given() == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
         assert screen.marks(first) == []
         await until(right, lambda: screen.answers(second)[-1] == "One.")
         assert screen.kinds(first)[-4:] == ["UserTurn", "Answer"] * 2
@@ -111,12 +100,12 @@ async def test_branch_elsewhere(opening: Opening) -> None:
         screen.composer(second).put("Theirs")
         await right.press("enter")
         await until(right, lambda: screen.users(second) == ["First", "Theirs"] and idle(second))
-        assert seen(two) == ["First", "One.", "Theirs"], "a branch waits for nobody"
+        assert two.given() == ["First", "One.", "Theirs"], "a branch waits for nobody"
         one.release()
         await until(left, lambda: idle(first) and "1/2" in screen.marks(first))
         assert screen.users(first) == ["First", "Mine"]
         await asked(left, "More")
-        assert seen(one) == ["First", "One.", "Mine", "One.", "More"]
+        assert one.given() == ["First", "One.", "Mine", "One.", "More"]
         await left.press("alt+right")
         await until(left, lambda: screen.users(first) == ["First", "Theirs"])
 
@@ -156,7 +145,7 @@ def test_plain_chat(opening: Opening, tmp_path: Path) -> None:
 
         printed = plain_chat(load, tmp_path, ["Third"], resume=True, source=Lines)
     assert "Written in another window:\nYou: Second\nModel: Two.\n" in printed
-    assert seen(model) == ["First", "One.", "Second", "Two.", "Third"]
+    assert model.given() == ["First", "One.", "Second", "Two.", "Third"]
 
 
 async def test_calls_elsewhere(opening: Opening) -> None:
