@@ -297,8 +297,8 @@ async def test_delete(library: FakeLibrary) -> None:
         await pilot.press("n")
         assert len(library.here) == 3
         library.error = StorageError("cannot delete x: Permission denied")
-        await pilot.press("ctrl+d", "y")
         library.here.insert(0, replace(MODELS[0], name="new"))  # by another program
+        await pilot.press("ctrl+d", "y")
         await until(pilot, lambda: any("Permission" in toast for toast in toasts(app)))
         await until(pilot, lambda: len(rows(app)) == 4)
         library.error = None
