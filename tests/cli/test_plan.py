@@ -274,7 +274,7 @@ def test_unknown_models(
     assert "no network" in capsys.readouterr().err
 
 
-def test_hub_config(
+def test_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)
@@ -291,13 +291,7 @@ def test_hub_config(
     assert report["machine"]["sources"]["gpu"] == "typical"
     assert report["budgets"]["vram"] == 8_000_000_000
 
-
-def test_hub_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-coder-1.5b"]))
+    # Which files the hub has, where it is asked.
     sizes = {"Q8_0": 1_900_000_000, "Q4_K_M": 1_100_000_000}
     offer = Offer("org/small", sizes, CONFIGS["qwen2.5-coder-1.5b"])
     monkeypatch.setattr(planning, "offer_of", lambda repo, settings: offer)
