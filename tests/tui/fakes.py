@@ -165,7 +165,7 @@ class FakeModel:
         self.finish_reason: FinishReason = "stop"
         self.prefill: Sequence[int] = ()
         self.steps = threading.Semaphore(1_000_000)
-        self.closed = False
+        self.closed = self.unloaded = False
         self.chats: list[FakeChat] = []
         self.takes_tools = True
         self.calls: list[Sequence[ToolCall]] = []
@@ -211,7 +211,7 @@ class FakeModel:
         return None
 
     def unload(self) -> None:
-        self.close()
+        self.unloaded = self.closed = True
 
     def count(self, messages: Sequence[dict[str, str]]) -> int:
         return sum(map(_words, messages))
@@ -305,7 +305,6 @@ class WatchedModel(FakeModel):
         self.now = BEFORE
         self.looks: list[bool | None] = []
         self.advised = 0
-        self.unloaded = False
 
     def status(self, *, lanes: bool | None = None) -> Status:
         self.looks.append(lanes)
@@ -314,9 +313,6 @@ class WatchedModel(FakeModel):
     def advise(self) -> Outlook:
         self.advised += 1
         return OUTLOOK
-
-    def unload(self) -> None:
-        self.unloaded = self.closed = True
 
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

@@ -31,6 +31,7 @@ from tests.tui.fakes import (
     BEFORE,
     STREAMED,
     VIEW,
+    FakeModel,
     WatchedModel,
 )
 from tests.tui.screen import idle
@@ -178,7 +179,7 @@ async def test_preferences(tmp_path: Path) -> None:
         'theme = "localrt-light"\nsystem = "Be brief."\n[generation]\ntemperature = 0.3\n'
         '[keys]\npanel = "f9"\n',
     )
-    model = WatchedModel()
+    model = FakeModel()
     async with running(model, size=(100, 30), config=folder) as (app, pilot):
         assert app.theme == "localrt-light"
         assert model.last_chat.system == "Be brief."
@@ -197,7 +198,7 @@ async def test_preferences(tmp_path: Path) -> None:
 
 async def test_bad_preferences(tmp_path: Path) -> None:
     text = 'theme = "mauve"\n[keys]\nnwe = "ctrl+l"\nnew = "q"\n'
-    async with running(WatchedModel(), size=(100, 30), config=config(tmp_path, text)) as (
+    async with running(FakeModel(), size=(100, 30), config=config(tmp_path, text)) as (
         app,
         pilot,
     ):
@@ -211,7 +212,7 @@ async def test_bad_preferences(tmp_path: Path) -> None:
 
 
 async def test_bad_config_file(tmp_path: Path) -> None:
-    async with running(WatchedModel(), size=(100, 30), config=config(tmp_path, "theme = ")) as (
+    async with running(FakeModel(), size=(100, 30), config=config(tmp_path, "theme = ")) as (
         app,
         pilot,
     ):
@@ -223,7 +224,7 @@ async def test_bad_config_file(tmp_path: Path) -> None:
 
 
 async def test_adapter(tmp_path: Path) -> None:
-    model = WatchedModel()
+    model = FakeModel()
     model.adapters = ("style", "facts")
     async with running(model, size=(100, 30), config=tmp_path) as (app, pilot):
         await screen.say(pilot, "/adapter")
@@ -240,7 +241,7 @@ async def test_adapter(tmp_path: Path) -> None:
 async def test_settings_and_presets(tmp_path: Path) -> None:
     (tmp_path / "presets.toml").write_text('[Review]\nsystem = "You review."\nseed = 3\n')
     config(tmp_path, 'system = "Be brief."\n[generation]\ntemperature = 0.3\nmin_p = 0.1\n')
-    model = WatchedModel()
+    model = FakeModel()
     given: dict[str, Any] = {"system": "Be long.", "options": {"temperature": 0.9}}
     async with running(model, size=(100, 30), config=tmp_path, **given) as (app, pilot):
         # The command line counts more than preferences.
@@ -256,7 +257,7 @@ async def test_settings_and_presets(tmp_path: Path) -> None:
 
 
 async def test_no_config_folder() -> None:
-    async with running(WatchedModel(), size=(100, 30)) as (app, pilot):
+    async with running(FakeModel(), size=(100, 30)) as (app, pilot):
         await pilot.press("f3")
         app.remember(theme="nord")
         await until(pilot, lambda: panel(app).region.x > 0)
