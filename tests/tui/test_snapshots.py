@@ -153,17 +153,15 @@ async def streaming(pilot: Pilot[Any]) -> None:
     await pilot.press("f3")
     await screen.say(pilot, "Why is the sky blue?")
     await until(pilot, lambda: screen.answers(app) == ["".join(ANSWER)])
-    assert panel._timer is not None
-    panel._timer.pause()
-    panel._model = None  # a look that is on its way already finds nothing
     panel._data = VIEW
     panel._draw()
     await pilot.pause()
 
 
 @pytest.fixture
-def stopped() -> FakeModel:
-    """Answers no further than with the first piece."""
+def stopped(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    """Answers no further than with the first piece, at which the panel looks once."""
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 3600.0)
     model = WatchedModel(["".join(ANSWER), "never"])
     model.hold()
     model.allow(1)
