@@ -24,6 +24,8 @@ from types import MappingProxyType
 import numpy as np
 
 from localrt.quant.formats.packed import (
+    HALF,
+    HALVES,
     Bytes,
     Floats,
     Format,
@@ -56,7 +58,8 @@ class AffineCodec:
     def format(self) -> Format:
         """``int4-g32``, ``int4-g32m``."""
         name = f"int{self.bits}-g{self.group}{'m' if self.minimum else ''}"
-        return Format(name, self.group, self._header + self.group * self.bits // 8)
+        nbytes = self._header + self.group * self.bits // 8
+        return Format(name, self.group, nbytes, self.bits, HALVES if self.minimum else HALF)
 
     @property
     def shrinks(self) -> tuple[float, ...]:

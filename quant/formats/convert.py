@@ -21,7 +21,7 @@ from localrt.common.errors import CheckpointError, OptionError
 from localrt.quant.formats.catalog import CODECS, GROUP_CODECS, read_codes
 from localrt.quant.formats.codebook import CODEBOOKS, split_fields
 from localrt.quant.formats.fp4 import E4M3
-from localrt.quant.formats.ggml import BF16, F16, F32, IQ4_LEVELS
+from localrt.quant.formats.ggml import BF16, F16, F32, GGML_FORMATS, IQ4_LEVELS
 from localrt.quant.formats.packed import (
     Bytes,
     Codec,
@@ -278,23 +278,14 @@ def _unpack_mxfp4(blocks: Bytes, out: Floats) -> None:
     out *= _E8M0_HALF[blocks[:, :1]]
 
 
-_ZEROS = {
-    "q4_0": 8,
-    "q4_1": 0,
-    "q5_0": 16,
-    "q5_1": 0,
-    "q8_0": 128,
-    "q2_k": 0,
-    "q3_k": 4,
-    "q4_k": 0,
-    "q5_k": 0,
-    "q6_k": 32,
-    "tq2_0": 1,
-}
 _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
     {
         **{name: unpack_blocks_of(codec) for name, codec in GROUP_CODECS.items()},
-        **{name: partial(_unpack_affine, name, zero) for name, zero in _ZEROS.items()},
+        **{
+            format_.name: partial(_unpack_affine, format_.name, format_.zero)
+            for format_ in GGML_FORMATS.values()
+            if format_.zero is not None
+        },
         "bf16": _unpack_bf16,
         "f16": _unpack_half,
         "f8_e4m3": _unpack_f8,

@@ -16,6 +16,7 @@ import numpy as np
 
 from localrt.quant.formats.ggml import MXFP4
 from localrt.quant.formats.packed import (
+    HALF,
     BlockCodec,
     Bytes,
     Floats,
@@ -28,8 +29,8 @@ from localrt.quant.formats.packed import (
     to_half,
 )
 
-NVFP4 = Format("nvfp4", 16, 9)
-F8_E4M3 = Format("f8_e4m3", 1, 1)
+NVFP4 = Format("nvfp4", 16, 9, 4, ((0, 1),))
+F8_E4M3 = Format("f8_e4m3", 1, 1, 8, ((0, 1),))
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E2M1.flags.writeable = False
 """The value of each E2M1 code; bit 3 is the sign."""
@@ -126,7 +127,7 @@ class Nvfp4Codec(_E2m1Codec):
 
 MXFP4_CODEC = Mxfp4Codec()
 NVFP4_CODEC = Nvfp4Codec()
-NF4 = Format("nf4", 64, 34)
+NF4 = Format("nf4", 64, 34, 4, HALF)
 NF4_LEVELS = np.array(
     [
         -1.0,

@@ -17,11 +17,14 @@ from types import MappingProxyType
 import numpy as np
 
 from localrt.quant.formats.packed import (
+    HALF,
+    HALVES,
     BlockCodec,
     Bytes,
     Floats,
     Format,
     LevelCodec,
+    Ranges,
     half_bytes,
     half_values,
     nearest,
@@ -30,64 +33,60 @@ from localrt.quant.formats.packed import (
 )
 from localrt.quant.formats.six_bits import join_six_bits, six_bit_scales
 
-F32 = Format("f32", 1, 4)
-F16 = Format("f16", 1, 2)
-BF16 = Format("bf16", 1, 2)
-Q4_0 = Format("q4_0", 32, 18)  # scale f16, 16 bytes of nibbles
-Q4_1 = Format("q4_1", 32, 20)  # scale f16, minimum f16, nibbles
-Q5_0 = Format("q5_0", 32, 22)  # scale f16, 32 high bits, nibbles
-Q5_1 = Format("q5_1", 32, 24)  # scale f16, minimum f16, 32 high bits, nibbles
-Q8_0 = Format("q8_0", 32, 34)  # scale f16, 32 int8
-Q2_K = Format("q2_k", 256, 84)  # 16 nibbles each of scales and minima, pairs of bits, two f16
-Q3_K = Format("q3_k", 256, 110)  # 256 high bits, pairs of bits, 16 six-bit scales, f16
-Q4_K = Format("q4_k", 256, 144)  # two f16, 8 six-bit scales and minima, nibbles
-Q5_K = Format("q5_k", 256, 176)  # as Q4_K, and 256 high bits
-Q6_K = Format("q6_k", 256, 210)  # low nibbles, high pairs of bits, 16 int8 scales, f16
-IQ4_NL = Format("iq4_nl", 32, 18)  # as Q4_0, its nibbles 16 uneven levels
-IQ4_XS = Format("iq4_xs", 256, 136)  # the same levels; f16, 8 six-bit scales
-TQ2_0 = Format("tq2_0", 256, 66)  # pairs of bits, from -1 to 1, f16
-IQ3_S = Format("iq3_s", 256, 110)  # indices of codebooks, signs, scales: see codebook.py
-IQ3_XXS = Format("iq3_xxs", 256, 98)
-IQ2_S = Format("iq2_s", 256, 82)
-IQ2_XS = Format("iq2_xs", 256, 74)
-IQ2_XXS = Format("iq2_xxs", 256, 66)
-IQ1_M = Format("iq1_m", 256, 56)
-IQ1_S = Format("iq1_s", 256, 50)
-MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
+
+def _bytes(start: int) -> Ranges:
+    """Sixteen fields of a byte each."""
+    return tuple((at, at + 1) for at in range(start, start + 16))
+
+
+F32 = Format("f32", 1, 4, 32, ((0, 4),), ggml_type=0)
+F16 = Format("f16", 1, 2, 16, HALF, ggml_type=1)
+BF16 = Format("bf16", 1, 2, 16, HALF, ggml_type=30)
+Q4_0 = Format("q4_0", 32, 18, 4, HALF, zero=8, ggml_type=2)  # scale f16, 16 bytes of nibbles
+Q4_1 = Format("q4_1", 32, 20, 4, HALVES, zero=0, ggml_type=3)  # scale f16, minimum f16, nibbles
+Q5_0 = Format("q5_0", 32, 22, 5, HALF, zero=16, ggml_type=6)  # scale f16, 32 high bits, nibbles
+# scale f16, minimum f16, 32 high bits, nibbles
+Q5_1 = Format("q5_1", 32, 24, 5, HALVES, zero=0, ggml_type=7)
+Q8_0 = Format("q8_0", 32, 34, 8, HALF, zero=128, ggml_type=8)  # scale f16, 32 int8
+# 16 nibbles each of scales and minima, pairs of bits, two f16
+Q2_K = Format("q2_k", 256, 84, 2, ((80, 82), (82, 84), *_bytes(0)), zero=0, ggml_type=10)
+# 256 high bits, pairs of bits, 16 six-bit scales, f16
+Q3_K = Format("q3_k", 256, 110, 3, ((108, 110), (96, 108)), zero=4, ggml_type=11)
+# two f16, 8 six-bit scales and minima, nibbles
+Q4_K = Format("q4_k", 256, 144, 4, (*HALVES, (4, 16)), zero=0, ggml_type=12)
+# as Q4_K, and 256 high bits
+Q5_K = Format("q5_k", 256, 176, 5, (*HALVES, (4, 16)), zero=0, ggml_type=13)
+# low nibbles, high pairs of bits, 16 int8 scales, f16
+Q6_K = Format("q6_k", 256, 210, 6, ((208, 210), *_bytes(192)), zero=32, ggml_type=14)
+IQ4_NL = Format("iq4_nl", 32, 18, 4, HALF, ggml_type=20)  # as Q4_0, its nibbles 16 uneven levels
+# the same levels; f16, 8 six-bit scales
+IQ4_XS = Format("iq4_xs", 256, 136, 4, (*HALF, (2, 8)), ggml_type=23)
+# pairs of bits, from -1 to 1, f16
+TQ2_0 = Format("tq2_0", 256, 66, 2, ((64, 66),), zero=1, ggml_type=35)
+MXFP4 = Format("mxfp4", 32, 17, 4, ((0, 1),), ggml_type=39)  # power-of-two scale e8m0, 32 e2m1
+_CODEBOOKS = (  # indices of codebooks, signs, scales: see codebook.py
+    Format("iq2_xxs", 256, 66, ggml_type=16),
+    Format("iq2_xs", 256, 74, ggml_type=17),
+    Format("iq3_xxs", 256, 98, ggml_type=18),
+    Format("iq1_s", 256, 50, ggml_type=19),
+    Format("iq3_s", 256, 110, ggml_type=21),
+    Format("iq2_s", 256, 82, ggml_type=22),
+    Format("iq1_m", 256, 56, ggml_type=29),
+)
+_PLAIN = (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
+GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
+    {
+        format_.ggml_type: format_
+        for format_ in (*_PLAIN, IQ4_NL, IQ4_XS, TQ2_0, MXFP4, *_CODEBOOKS)
+        if format_.ggml_type is not None
+    }
+)
+"""What localrt reads, by ggml's type number."""
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 IQ4_LEVELS.flags.writeable = False
 """What IQ4_NL's and IQ4_XS' codes stand for, before the scale."""
-GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
-    {
-        0: F32,
-        1: F16,
-        2: Q4_0,
-        3: Q4_1,
-        6: Q5_0,
-        7: Q5_1,
-        8: Q8_0,
-        10: Q2_K,
-        11: Q3_K,
-        12: Q4_K,
-        13: Q5_K,
-        14: Q6_K,
-        16: IQ2_XXS,
-        17: IQ2_XS,
-        18: IQ3_XXS,
-        19: IQ1_S,
-        20: IQ4_NL,
-        21: IQ3_S,
-        22: IQ2_S,
-        23: IQ4_XS,
-        29: IQ1_M,
-        30: BF16,
-        35: TQ2_0,
-        39: MXFP4,
-    }
-)
-"""What localrt reads, by ggml's type number."""
 GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
         9: Format("q8_1", 32, 40),

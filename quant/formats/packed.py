@@ -10,22 +10,37 @@ how they are multiplied is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Exactness = Literal["exact", "approximate"]
+Ranges = tuple[tuple[int, int], ...]
+HALF: Ranges = ((0, 2),)
+"""The head of a block that begins with a scale in half precision."""
+HALVES: Ranges = ((0, 2), (2, 4))
+"""The same, with a minimum behind it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a weight is packed: every ``block`` weights along a row take ``block_bytes`` bytes."""
+    """How a weight is packed: every ``block`` weights along a row take ``block_bytes`` bytes.
+
+    A code has ``bits``. ``head`` are the byte ranges of a block's scales, which a tile has first;
+    empty without a tiled layout, and for codebook types, whose tiles are ``codebook.py``'s. Of
+    GGUF's formats, ``ggml_type`` is the number in files, and ``zero`` the code of zero where levels
+    are even.
+    """
 
     name: str
     block: int
     block_bytes: int
+    bits: int = field(default=4, compare=False, repr=False)
+    head: Ranges = field(default=(), compare=False, repr=False)
+    zero: int | None = field(default=None, compare=False, repr=False)
+    ggml_type: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def bits_per_weight(self) -> float:

@@ -19,16 +19,19 @@ import numpy as np
 
 from localrt.quant.formats.fp4 import E4M3, NF4_LEVELS
 from localrt.quant.formats.packed import (
+    HALVES,
     Bytes,
     Floats,
     Format,
     GroupCodec,
+    Ranges,
     join_nibbles,
     split_nibbles,
 )
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale, the largest first."""
+_FLOAT: Ranges = ((0, 4),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class BrainCodec:
 
     @property
     def format(self) -> Format:
-        return Format(f"int{self.bits}-g{self.group}b", self.group, 4 + self.group * self.bits // 8)
+        name, nbytes = f"int{self.bits}-g{self.group}b", 4 + self.group * self.bits // 8
+        return Format(name, self.group, nbytes, self.bits, HALVES)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
         """One product, one sum, as MLX has them."""
@@ -65,7 +69,8 @@ class ZeroPointCodec:
 
     @property
     def format(self) -> Format:
-        return Format(f"int{self.bits}-g{self.group}z", self.group, 5 + self.group * self.bits // 8)
+        name, nbytes = f"int{self.bits}-g{self.group}z", 5 + self.group * self.bits // 8
+        return Format(name, self.group, nbytes, self.bits, (*_FLOAT, (4, 5)))
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
         """A difference of whole numbers, and one product."""
@@ -81,7 +86,7 @@ class ZeroPointCodec:
         return _unpacked(blocks[:, 5:], self.bits), np.concatenate(scales, axis=1)
 
 
-NF4_F32 = Format("nf4-f32", 64, 36)
+NF4_F32 = Format("nf4-f32", 64, 36, 4, _FLOAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class E4m3Codec:
 
     @property
     def format(self) -> Format:
-        return Format(f"e4m3-g{self.group}", self.group, 4 + self.group)
+        return Format(f"e4m3-g{self.group}", self.group, 4 + self.group, 8, _FLOAT)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
         return E4M3[codes] * scales

@@ -5,7 +5,7 @@ tile, spans of columns follow one another: the format's block, or two blocks whe
 columns. A span holds, for its 16 rows:
 
     head    the scales: each field's 16 values side by side, field by field in the order of
-            ``_HEADS``; where a span has two blocks, a field's first block and then its second
+            ``Format.head``; where a span has two blocks, a field's first block and then its second
     steps   32 columns each:
             2 bits        two vectors: bits 2j of byte (h, row, i) have column 16h + 4j + i
             3 bits        the same of the low two, then eight 64-bit masks: bit 4 * row + i of mask
@@ -33,57 +33,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.catalog import read_codes, write_codes
 from localrt.quant.formats.codebook import CODEBOOKS, blocks_of_spans, spans_of_blocks
-from localrt.quant.formats.packed import Format, GroupCodec, PackedTensor
-from localrt.quant.formats.published import PUBLISHED, BrainCodec, ZeroPointCodec
+from localrt.quant.formats.packed import Format, PackedTensor, Ranges
 from localrt.quant.formats.six_bits import SIX_BIT_FIELDS
 
 TILE_ROWS = 16
 
 # uint8 throughout; numpy's stubs lose that in shifts.
 Codes = npt.NDArray[Any]
-Ranges = tuple[tuple[int, int], ...]
-
-
-def _published_head(codec: GroupCodec) -> Ranges:
-    if isinstance(codec, BrainCodec):
-        return (0, 2), (2, 4)
-    return ((0, 4), (4, 5)) if isinstance(codec, ZeroPointCodec) else ((0, 4),)
-
-
-# Byte ranges of the head's fields in a block.
-_HEADS: dict[str, Ranges] = {
-    "f32": ((0, 4),),
-    "f16": ((0, 2),),
-    "bf16": ((0, 2),),
-    "f8_e4m3": ((0, 1),),
-    "q2_k": ((80, 82), (82, 84), *((sub, sub + 1) for sub in range(16))),
-    "q3_k": ((108, 110), (96, 108)),
-    "q4_0": ((0, 2),),
-    "q4_1": ((0, 2), (2, 4)),
-    "q5_0": ((0, 2),),
-    "q5_1": ((0, 2), (2, 4)),
-    "q8_0": ((0, 2),),
-    "q4_k": ((0, 2), (2, 4), (4, 16)),
-    "q5_k": ((0, 2), (2, 4), (4, 16)),
-    "q6_k": ((208, 210), *((192 + sub, 193 + sub) for sub in range(16))),
-    "iq4_nl": ((0, 2),),
-    "iq4_xs": ((0, 2), (2, 8)),
-    "tq2_0": ((64, 66),),
-    "mxfp4": ((0, 1),),
-    "nvfp4": ((0, 1),),
-    "nf4": ((0, 2),),
-    **{name: ((0, 2), (2, 4)) if codec.minimum else ((0, 2),) for name, codec in AFFINE.items()},
-    **{name: _published_head(codec) for name, codec in PUBLISHED.items()},
-}
-_BITS = {
-    **{"q2_k": 2, "tq2_0": 2, "q3_k": 3},
-    **{"q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8},
-    **{name: codec.bits for name, codec in AFFINE.items()},
-    **{name: 8 for name in PUBLISHED if name.startswith(("int8", "e4m3"))},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +104,7 @@ def tile(tensor: PackedTensor) -> Codes:
     if format_.block > 1:
         codes = read_codes(format_.name, source.reshape(-1, format_.block_bytes))
         steps = codes.reshape(*lead, TILE_ROWS, -1, 32).swapaxes(2, 3)
-        parts.append(_packed_steps(steps, _BITS.get(format_.name, 4)).reshape(*lead, -1))
+        parts.append(_packed_steps(steps, format_.bits).reshape(*lead, -1))
     whole: Codes = np.concatenate(parts, axis=-1).reshape(-1)
     return whole
 
@@ -180,7 +138,7 @@ def untile(tensor: TiledTensor) -> PackedTensor:
         at += size
     if format_.block > 1:
         steps = source[..., at:].reshape(tiles, spans, tile_span(format_) // 32, -1)
-        codes = _unpacked_steps(steps, _BITS.get(format_.name, 4))  # (..., steps, 16, 32)
+        codes = _unpacked_steps(steps, format_.bits)  # (..., steps, 16, 32)
         flat = codes.swapaxes(2, 3).reshape(-1, format_.block)
         write_codes(format_.name, flat, target.reshape(-1, format_.block_bytes))
     return _packed_rows(tensor, target)
@@ -217,14 +175,13 @@ def whole_tiles(
 
 def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
     """Spans of a row, and the byte ranges of a span's head."""
-    if format_.name not in _HEADS and format_.name not in CODEBOOKS:
+    if not format_.head and format_.name not in CODEBOOKS:
         raise ValueError(f"{name}: {format_.name} has no tiled layout")
     span = tile_span(format_)
     if cols % span:
         raise ValueError(f"{name}: {cols} columns are not a multiple of {span}")
     starts = range(0, span // format_.block * format_.block_bytes, format_.block_bytes)
-    fields = _HEADS.get(format_.name, ())
-    return cols // span, tuple((s + a, s + b) for a, b in fields for s in starts)
+    return cols // span, tuple((s + a, s + b) for a, b in format_.head for s in starts)
 
 
 def _packed_steps(codes: Codes, bits: int) -> Codes:
