@@ -31,12 +31,6 @@ _VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", _CPP.text)[0
 _FUNCTION = re.compile(r"LRT_API ([\w *]+?)(\w+)\(([^)]*)\)")
 
 CONSTANTS = _CPP.constants
-# Sources are rows that the library puts into tiles.
-SOURCES = _CPP.numbers(
-    "Source",
-    "f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0"
-    " iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m",
-)
 _LAYOUTS = _CPP.numbers(
     "Layout",
     "f32 f16 bf16 int4 int4m int5 int5m int6 int8 int8m q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k"

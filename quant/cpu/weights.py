@@ -21,7 +21,6 @@ import numpy.typing as npt
 from localrt.common.errors import OptionError
 from localrt.quant.cpu.abi import (
     SCORINGS,
-    SOURCES,
     ExpertArgs,
     ExpertParts,
     Matrix,
@@ -131,13 +130,15 @@ class Tiler:
 
     def put(self, tensor: PackedTensor, out: Bytes) -> None:
         """Write the tiles of ``tensor`` to ``out``, with room for its rows rounded up to 16."""
-        rows, cols = tensor.shape
-        source = SOURCES.get(tensor.format.name)
-        if source is None:
+        format_ = tensor.format
+        if format_.ggml_type is None:
             out[:] = tile(tensor)
             return
-        data = np.ascontiguousarray(tensor.data)
-        self._api.lrt_tile(self._handle, source, data.ctypes.data, rows, cols, out.ctypes.data)
+        data, (rows, cols) = np.ascontiguousarray(tensor.data), tensor.shape
+        kind, size, nbytes = format_.ggml_type, format_.block, format_.block_bytes
+        self._api.lrt_tile(
+            self._handle, kind, size, nbytes, data.ctypes.data, rows, cols, out.ctypes.data
+        )
 
 
 @cache

@@ -9,11 +9,12 @@
 #define LRT_API extern "C" __attribute__((visibility("default")))
 #endif
 
-// GGUF types of the rows that `lrt_tile` converts.
+// Rows that `lrt_tile` converts, by the numbers of GGUF's types.
 enum Source : int32_t {
-    FROM_F32, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q5_1, FROM_Q8_0, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_MXFP4,
-    FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_TQ2_0,
-    FROM_IQ3_XXS, FROM_IQ3_S, FROM_IQ2_XXS, FROM_IQ2_XS, FROM_IQ2_S, FROM_IQ1_S, FROM_IQ1_M
+    FROM_F32, FROM_F16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0 = 6, FROM_Q5_1, FROM_Q8_0,
+    FROM_Q2_K = 10, FROM_Q3_K, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K,
+    FROM_IQ2_XXS = 16, FROM_IQ2_XS, FROM_IQ3_XXS, FROM_IQ1_S, FROM_IQ4_NL, FROM_IQ3_S, FROM_IQ2_S, FROM_IQ4_XS,
+    FROM_IQ1_M = 29, FROM_BF16, FROM_TQ2_0 = 35, FROM_MXFP4 = 39
 };
 
 // Layouts of tiles. Formats that differ only in their rows, or in the columns of a span, share one.

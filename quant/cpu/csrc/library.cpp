@@ -70,7 +70,7 @@ const Choice* choices(int* count) {
 
 }  // namespace
 
-void tile_rows(Context& context, int format, const uint8_t* from, int rows, int cols, uint8_t* to);
+void tile_rows(Context& context, int source, int size, int bytes, const uint8_t* from, int rows, int cols, uint8_t* to);
 
 struct Runtime {
     Runtime(int threads, const Choice& choice) : context(threads), kernels(*choice.kernels), name(choice.name) {}
@@ -79,7 +79,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 26; }
+LRT_API int lrt_abi_version() { return 27; }
 
 // `isa` is a name of the list above, or empty for the best; returns null if the processor lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -180,7 +180,8 @@ LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* e
         book.packed[i % 2][i / 2] = (uint8_t)packed;
     }
 }
-// Converts rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
-LRT_API void lrt_tile(Runtime* r, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
-    tile_rows(r->context, source, from, rows, cols, to);
+// Converts rows (rows, cols) of GGUF blocks, `size` columns in `bytes` bytes, to tiles; `to` has room for the rows rounded
+// up to 16.
+LRT_API void lrt_tile(Runtime* r, int source, int size, int bytes, const uint8_t* from, int rows, int cols, uint8_t* to) {
+    tile_rows(r->context, source, size, bytes, from, rows, cols, to);
 }

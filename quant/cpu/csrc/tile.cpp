@@ -5,39 +5,6 @@
 
 namespace {
 
-struct Rows {
-    int block, row_bytes;
-};
-
-Rows layout(int source) {
-    switch (source) {
-        case FROM_F32: return {1, 4};
-        case FROM_F16: case FROM_BF16: return {1, 2};
-        case FROM_Q4_0: return {32, 18};
-        case FROM_Q4_1: return {32, 20};
-        case FROM_Q5_0: return {32, 22};
-        case FROM_Q5_1: return {32, 24};
-        case FROM_Q8_0: return {32, 34};
-        case FROM_Q4_K: return {256, 144};
-        case FROM_Q5_K: return {256, 176};
-        case FROM_Q6_K: return {256, 210};
-        case FROM_MXFP4: return {32, 17};
-        case FROM_Q2_K: return {256, 84};
-        case FROM_Q3_K: return {256, 110};
-        case FROM_IQ4_NL: return {32, 18};
-        case FROM_IQ4_XS: return {256, 136};
-        case FROM_TQ2_0: return {256, 66};
-        case FROM_IQ3_XXS: return {256, 98};
-        case FROM_IQ3_S: return {256, 110};
-        case FROM_IQ2_XXS: return {256, 66};
-        case FROM_IQ2_XS: return {256, 74};
-        case FROM_IQ2_S: return {256, 82};
-        case FROM_IQ1_S: return {256, 50};
-        case FROM_IQ1_M: return {256, 56};
-    }
-    return {0, 0};
-}
-
 uint32_t word(const uint8_t* p) {
     uint32_t w;
     std::memcpy(&w, p, 4);
@@ -263,15 +230,13 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
     switch (source) {
         case FROM_F32: field(0, 4); return out;
         case FROM_F16: case FROM_BF16: field(0, 2); return out;
-        case FROM_Q4_0:
-            field(0, 2);
-            for (int r = 0; r < 16; r++) low_high(rows[r] + 2, 16, codes[r]);
+        case FROM_Q4_0: case FROM_Q4_1: case FROM_IQ4_NL: case FROM_MXFP4: {
+            const int head = source == FROM_Q4_1 ? 4 : source == FROM_MXFP4 ? 1 : 2;
+            field(0, head == 1 ? 1 : 2);
+            if (head == 4) field(2, 2);
+            for (int r = 0; r < 16; r++) low_high(rows[r] + head, 16, codes[r]);
             return pack_step(codes[0], 256, 4, out);
-        case FROM_Q4_1:
-            field(0, 2);
-            field(2, 2);
-            for (int r = 0; r < 16; r++) low_high(rows[r] + 4, 16, codes[r]);
-            return pack_step(codes[0], 256, 4, out);
+        }
         case FROM_Q5_0: case FROM_Q5_1: {
             const int head = source == FROM_Q5_0 ? 2 : 4;
             field(0, 2);
@@ -287,10 +252,6 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
             for (int r = 0; r < 16; r++)
                 for (int j = 0; j < 32; j++) codes[r][j] = rows[r][2 + j] ^ 0x80;
             return pack_step(codes[0], 256, 8, out);
-        case FROM_MXFP4:
-            field(0, 1);
-            for (int r = 0; r < 16; r++) low_high(rows[r] + 1, 16, codes[r]);
-            return pack_step(codes[0], 256, 4, out);
         case FROM_Q4_K: case FROM_Q5_K: {
             field(0, 2);
             field(2, 2);
@@ -343,10 +304,6 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
             for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 3, out);
             return out;
         }
-        case FROM_IQ4_NL:
-            field(0, 2);
-            for (int r = 0; r < 16; r++) low_high(rows[r] + 2, 16, codes[r]);
-            return pack_step(codes[0], 256, 4, out);
         case FROM_IQ4_XS: {
             field(0, 2);
             uint32_t words[16];
@@ -388,17 +345,17 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
 
 }  // namespace
 
-void tile_rows(Context& context, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
+// A row is blocks of `size` columns in `bytes` bytes.
+void tile_rows(Context& context, int source, int size, int bytes, const uint8_t* from, int rows, int cols, uint8_t* to) {
     static const uint8_t zeros[256] = {};
-    const Rows shape = layout(source);
-    const size_t row_bytes = (size_t)cols / shape.block * shape.row_bytes;
+    const size_t row_bytes = (size_t)cols / size * bytes;
     parallel(context, (rows + 15) / 16, [&](int tile) {
         uint8_t* out = to + (size_t)tile * 16 * row_bytes;
         const uint8_t* lines[16];
-        for (int block = 0; block < cols / shape.block; block++) {
+        for (int block = 0; block < cols / size; block++) {
             for (int r = 0; r < 16; r++) {
                 const int row = tile * 16 + r;
-                lines[r] = row < rows ? from + row * row_bytes + (size_t)block * shape.row_bytes : zeros;
+                lines[r] = row < rows ? from + row * row_bytes + (size_t)block * bytes : zeros;
             }
             out = tile_block(source, lines, out);
         }
