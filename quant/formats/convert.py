@@ -230,13 +230,6 @@ def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
         return (_f16(blocks, 0) * six[:, :8])[:, :, None], (_f16(blocks, 2) * six[:, 8:])[
             :, :, None
         ]
-    if name == "q2_k":
-        scales = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-        least = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-        return scales[:, :, None], least[:, :, None]
-    if name == "q3_k":
-        signed = six_bit_scales(name, blocks[:, 96:108]).astype(np.float32) - 32
-        return (_f16(blocks, 108) * signed)[:, :, None], None
     if name == "tq2_0":
         return _f16(blocks, 64)[:, None], None
     if name == "q6_k":
@@ -246,11 +239,10 @@ def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
     return _f16(blocks, 0)[:, None], minima
 
 
-def _unpack_iq4(name: str, blocks: Bytes, out: Floats) -> None:
-    scales = _f16(blocks, 0)
-    if name == "iq4_xs":
-        scales = scales * (six_bit_scales(name, blocks[:, 2:8]).astype(np.float32) - 32)
-    np.take(IQ4_LEVELS, read_codes(name, blocks), out=out)
+def _unpack_iq4_xs(blocks: Bytes, out: Floats) -> None:
+    six = six_bit_scales("iq4_xs", blocks[:, 2:8]).astype(np.float32) - 32
+    scales = _f16(blocks, 0) * six
+    np.take(IQ4_LEVELS, read_codes("iq4_xs", blocks), out=out)
     groups = out.reshape(*scales.shape, -1)
     groups *= scales[:, :, None]
 
@@ -290,7 +282,7 @@ _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
         "f16": _unpack_half,
         "f8_e4m3": _unpack_f8,
         "mxfp4": _unpack_mxfp4,
-        **{name: partial(_unpack_iq4, name) for name in ("iq4_nl", "iq4_xs")},
+        "iq4_xs": _unpack_iq4_xs,
         **{name: partial(_unpack_codebook, name) for name in CODEBOOKS},
     }
 )

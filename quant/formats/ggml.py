@@ -49,9 +49,9 @@ Q5_0 = Format("q5_0", 32, 22, 5, HALF, zero=16, ggml_type=6)  # scale f16, 32 hi
 Q5_1 = Format("q5_1", 32, 24, 5, HALVES, zero=0, ggml_type=7)
 Q8_0 = Format("q8_0", 32, 34, 8, HALF, zero=128, ggml_type=8)  # scale f16, 32 int8
 # 16 nibbles each of scales and minima, pairs of bits, two f16
-Q2_K = Format("q2_k", 256, 84, 2, ((80, 82), (82, 84), *_bytes(0)), zero=0, ggml_type=10)
+Q2_K = Format("q2_k", 256, 84, 2, ((80, 82), (82, 84), *_bytes(0)), ggml_type=10)
 # 256 high bits, pairs of bits, 16 six-bit scales, f16
-Q3_K = Format("q3_k", 256, 110, 3, ((108, 110), (96, 108)), zero=4, ggml_type=11)
+Q3_K = Format("q3_k", 256, 110, 3, ((108, 110), (96, 108)), ggml_type=11)
 # two f16, 8 six-bit scales and minima, nibbles
 Q4_K = Format("q4_k", 256, 144, 4, (*HALVES, (4, 16)), zero=0, ggml_type=12)
 # as Q4_K, and 256 high bits

@@ -31,7 +31,7 @@ class Format:
     A code has ``bits``. ``head`` are the byte ranges of a block's scales, which a tile has first;
     empty without a tiled layout, and for codebook types, whose tiles are ``codebook.py``'s. Of
     GGUF's formats, ``ggml_type`` is the number in files, and ``zero`` the code of zero where levels
-    are even.
+    are even and there is no codec.
     """
 
     name: str
@@ -151,15 +151,17 @@ def unpack_blocks_of(codec: GroupCodec) -> Callable[[Bytes, Floats], None]:
 
 
 def join_nibbles(codes: Bytes) -> Bytes:
-    """4-bit codes (n, m) as (n, m / 2): code j is byte j's low nibble, code j + m / 2 its high."""
-    half = codes.shape[1] // 2
-    low: Bytes = codes[:, :half] & np.uint8(15)
-    return low | (codes[:, half:] << np.uint8(4))
+    """Codes' low four bits (..., m) as bytes (..., m / 2): code j is byte j's low nibble, code
+    j + m / 2 its high one.
+    """
+    half = codes.shape[-1] // 2
+    low: Bytes = codes[..., :half] & np.uint8(15)
+    return low | (codes[..., half:] << np.uint8(4))
 
 
 def split_nibbles(packed: Bytes) -> Bytes:
     """The inverse of ``join_nibbles``."""
-    return np.concatenate([packed & 15, packed >> 4], axis=1)
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def half_bytes(values: Floats) -> Bytes:
