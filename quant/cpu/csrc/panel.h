@@ -1,5 +1,5 @@
 // Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and multiplied with all rows
-// run by run. Sums have the order and the bits of `direct_rows` in matmul.h.
+// run by run. Sums have the order and the bits of `direct_rows` in products.h.
 #pragma once
 
 namespace {
