@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import tracemalloc
 from collections.abc import Iterator, Mapping
@@ -37,6 +36,7 @@ from tests.models.test_heads import IDS, block_logits
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.models.tiny_heads import TinyBlock
 from tests.store.synthetic import SyntheticCheckpoint
+from tests.store.test_writer import KilledError, contents, fail_at
 
 TEXT = tokens(64 * 40, seed=9)
 QKV = "model.layers.{}.self_attn.{}_proj.{}"
@@ -77,10 +77,6 @@ def logits(checkpoint: Checkpoint | Path, ops: Any = None) -> np.ndarray:
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def stored(folder: Path) -> StoreCheckpoint:
@@ -204,10 +200,6 @@ def test_shared_factors(folders: Mapping[str, Path], tmp_path: Path) -> None:
                 assert blocks[0].scale != 1
 
 
-class KilledError(BaseException):
-    """Nothing in the code expects it."""
-
-
 @pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
 def test_killed(
     folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -215,20 +207,10 @@ def test_killed(
     run(folders["llama"], tmp_path / "whole", method=method)
     wanted = contents(tmp_path / "whole")
     out = tmp_path / "ended"
-    fsync = os.fsync
     endings = 0
     while not out.exists():
-        count = 0
-
-        def counted(descriptor: int) -> None:
-            nonlocal count
-            count += 1
-            if count == 9:  # one file is finished by then
-                raise KilledError
-            fsync(descriptor)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", counted)
+            fail_at(patch, 9, KilledError())  # one file is finished by then
             try:
                 run(folders["llama"], out, method=method)
             except KilledError:
