@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
 _FOLDER = Path(__file__).parent
-_CPP = Declarations(
+CPP = Declarations(
     "".join((_FOLDER / "csrc" / name).read_text("utf-8") for name in ("abi.h", "library.cpp"))
 )
-_VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", _CPP.text)[0])
+_VERSION = int(re.findall(r"lrt_abi_version\(\) { return (\d+); }", CPP.text)[0])
 _FUNCTION = re.compile(r"LRT_API ([\w *]+?)(\w+)\(([^)]*)\)")
 
-CONSTANTS = _CPP.constants
-_LAYOUTS = _CPP.numbers(
+CONSTANTS = CPP.constants
+_LAYOUTS = CPP.numbers(
     "Layout",
     "f32 f16 bf16 int4 int4m int5 int5m int6 int8 int8m q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k"
     " iq4_nl iq4_xs tq2_0 iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m"
     " int4b int8b int4z int8z nf4-f32 e4m3",
 )
-ACTIVATIONS = _CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2")
-CACHE_FORMATS = _CPP.numbers("KvFormat", "bf16 int8 int4 latent-bf16 latent-int8")
-VISION_STEPS = _CPP.numbers("VisionStep", "linear norm rotate gate add attention")
-VISION_ACTIVATIONS = _CPP.numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
-RECURRENT_KINDS = _CPP.numbers("RecurrentKind", "delta ssm conv ngram")
-SCORINGS = _CPP.numbers("Scoring", "softmax sigmoid softmax-chosen")
+ACTIVATIONS = CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2")
+CACHE_FORMATS = CPP.numbers("KvFormat", "bf16 int8 int4 latent-bf16 latent-int8")
+VISION_STEPS = CPP.numbers("VisionStep", "linear norm rotate gate add attention")
+VISION_ACTIVATIONS = CPP.numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
+RECURRENT_KINDS = CPP.numbers("RecurrentKind", "delta ssm conv ngram")
+SCORINGS = CPP.numbers("Scoring", "softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
-FAMILIES = _CPP.numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
-STEP_KINDS = _CPP.numbers(
+FAMILIES = CPP.numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
+STEP_KINDS = CPP.numbers(
     "StepKind",
     "lrt_read_rows lrt_norm_qkv_rope_append lrt_attention_output lrt_norm_gated_mlp lrt_head add",
 )
@@ -62,125 +62,125 @@ def layout_of(format_: Format) -> int | None:
     return _LAYOUTS.get(kind + group.lstrip("0123456789") if dash else name)
 
 
-@_CPP.struct("Matrix")
+@CPP.struct("Matrix")
 class Matrix(Structure):
     """A tiled weight matrix."""
 
 
-@_CPP.struct("LowRank")
+@CPP.struct("LowRank")
 class LowRankArgs(Structure):
     """What an adapter set adds to the products of one matrix."""
 
 
-@_CPP.struct("LowRankPack")
+@CPP.struct("LowRankPack")
 class LowRankPack(Structure):
     """The inputs for packing a ``LowRankArgs``."""
 
 
-@_CPP.struct("AdapterArgs")
+@CPP.struct("AdapterArgs")
 class AdapterArgs(Structure):
     """The adapters of a pass's rows."""
 
 
-@_CPP.struct("Stack")
+@CPP.struct("Stack")
 class Stack(Structure):
     """Row-stacked matrices of one input."""
 
 
-@_CPP.struct("Span")
+@CPP.struct("Span")
 class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
 
-@_CPP.struct("AttentionArgs")
+@CPP.struct("AttentionArgs")
 class AttentionArgs(Structure):
     """Both attention steps of a layer."""
 
 
-@_CPP.struct("IndexArgs")
+@CPP.struct("IndexArgs")
 class IndexArgs(Structure):
     """An indexer that chooses tokens."""
 
 
-@_CPP.struct("LatentArgs")
+@CPP.struct("LatentArgs")
 class LatentArgs(Structure):
     """Both steps of a layer of latent attention."""
 
 
-@_CPP.struct("StateSpan")
+@CPP.struct("StateSpan")
 class StateSpanArgs(Structure):
     """One sequence of a pass in one recurrent layer."""
 
 
-@_CPP.struct("RecurrentArgs")
+@CPP.struct("RecurrentArgs")
 class RecurrentArgs(Structure):
     """A recurrent layer."""
 
 
-@_CPP.struct("MlpArgs")
+@CPP.struct("MlpArgs")
 class MlpArgs(Structure):
     """The gated MLP step."""
 
 
-@_CPP.struct("InputArgs")
+@CPP.struct("InputArgs")
 class InputArgs(Structure):
     """A layer's gate on its own inputs."""
 
 
-@_CPP.struct("StreamArgs")
+@CPP.struct("StreamArgs")
 class StreamArgs(Structure):
     """Predicting or correcting residual streams."""
 
 
-@_CPP.struct("ConnectionArgs")
+@CPP.struct("ConnectionArgs")
 class ConnectionArgs(Structure):
     """Reading several residual streams."""
 
 
-@_CPP.struct("NgramArgs")
+@CPP.struct("NgramArgs")
 class NgramArgs(Structure):
     """A layer's hashed n-grams."""
 
 
-@_CPP.struct("RouteArgs")
+@CPP.struct("RouteArgs")
 class RouteArgs(Structure):
     """A mixture's norm and router."""
 
 
-@_CPP.struct("Expert")
+@CPP.struct("Expert")
 class ExpertParts(Structure):
     """An expert of a table; one without parts is not there."""
 
 
-@_CPP.struct("ExpertArgs")
+@CPP.struct("ExpertArgs")
 class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
 
 
-@_CPP.struct("SearchArgs")
+@CPP.struct("SearchArgs")
 class SearchArgs(Structure):
     """A search for the scales of groups."""
 
 
-@_CPP.struct("HeadArgs")
+@CPP.struct("HeadArgs")
 class HeadArgs(Structure):
     """The final norm and vocabulary projection."""
 
 
-@_CPP.struct("VisionArgs")
+@CPP.struct("VisionArgs")
 class VisionArgs(Structure):
     """A step of a vision encoder."""
 
 
-@_CPP.struct("Step")
+@CPP.struct("Step")
 class Step(Structure):
     """A step of a list that ``lrt_run`` runs: a kernel's arguments, or two rows that are added."""
 
 
 def _parameter(declaration: str) -> object:
     """A parameter's type: where a pointer to a struct is declared, the struct itself is passed."""
-    struct = _CPP.structs.get(declaration.replace("const ", "").strip().partition("*")[0])
-    return POINTER(struct) if struct else _CPP.declared(declaration)[0][1]
+    struct = CPP.structs.get(declaration.replace("const ", "").strip().partition("*")[0])
+    return POINTER(struct) if struct else CPP.declared(declaration)[0][1]
 
 
 def find_library() -> Path | None:
@@ -198,9 +198,9 @@ def load_library(path: Path) -> ctypes.CDLL:
     """
     try:
         library = ctypes.CDLL(str(path))
-        for result, name, parameters in _FUNCTION.findall(_CPP.text):
+        for result, name, parameters in _FUNCTION.findall(CPP.text):
             function = getattr(library, name)
-            function.restype = _CPP.declared(f"{result} result")[0][1]
+            function.restype = CPP.declared(f"{result} result")[0][1]
             each = parameters.split(",") if parameters else []
             function.argtypes = list(map(_parameter, each))
     except (OSError, AttributeError) as error:

@@ -24,7 +24,7 @@ def test_layout_is_the_compilers(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    structs = abi._CPP.structs
+    structs = abi.CPP.structs
     lines = [f'#include "{HEADER}"', "#include <cstddef>", "#include <cstdio>", "int main() {"]
     for name, struct in structs.items():
         offsets = "".join(f", (int)offsetof({name}, {field[0]})" for field in struct._fields_)

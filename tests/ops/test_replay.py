@@ -119,7 +119,8 @@ def test_other_results(tiny: Callable[[str], tuple[Path, Any]]) -> None:
 def test_features(tiny_folder: Path) -> None:
     decoder = load(tiny_folder)
     plain, width = Counted(decoder), decoder.config.hidden_size
-    replayed = ReplayedForward(decoder.ops, Counted(decoder))
+    recorded = Counted(decoder)
+    replayed = ReplayedForward(decoder.ops, recorded)
     caches = [decoder.cache(CAPACITY) for _ in range(2)]
     for turn, layers in enumerate(((0, 1, AFTER_LAST), (), (AFTER_LAST,), (1,), (0, AFTER_LAST))):
         seen = []
@@ -131,4 +132,4 @@ def test_features(tiny_folder: Path) -> None:
         np.testing.assert_array_equal(seen[0], seen[2])
         np.testing.assert_array_equal(seen[1], seen[3])
     assert plain.calls == 5
-    assert replayed._forward.calls == 1
+    assert recorded.calls == 1
