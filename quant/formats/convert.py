@@ -227,9 +227,8 @@ def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
 def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
     if name in ("q4_k", "q5_k"):
         six = six_bit_scales(name, blocks[:, 4:16]).astype(np.float32)
-        return (_f16(blocks, 0) * six[:, :8])[:, :, None], (_f16(blocks, 2) * six[:, 8:])[
-            :, :, None
-        ]
+        scales, least = _f16(blocks, 0) * six[:, :8], _f16(blocks, 2) * six[:, 8:]
+        return scales[:, :, None], least[:, :, None]
     if name == "tq2_0":
         return _f16(blocks, 64)[:, None], None
     if name == "q6_k":

@@ -74,13 +74,9 @@ _CODEBOOKS = (  # indices of codebooks, signs, scales: see codebook.py
     Format("iq1_m", 256, 56, ggml_type=29),
 )
 _PLAIN = (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
-GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
-    {
-        format_.ggml_type: format_
-        for format_ in (*_PLAIN, IQ4_NL, IQ4_XS, TQ2_0, MXFP4, *_CODEBOOKS)
-        if format_.ggml_type is not None
-    }
-)
+_READ = (*_PLAIN, IQ4_NL, IQ4_XS, TQ2_0, MXFP4, *_CODEBOOKS)
+_NUMBERS = {format_.ggml_type: format_ for format_ in _READ if format_.ggml_type is not None}
+GGML_FORMATS: Mapping[int, Format] = MappingProxyType(dict(sorted(_NUMBERS.items())))
 """What localrt reads, by ggml's type number."""
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
@@ -200,7 +196,7 @@ class KQuantCodec(BlockCodec):
             least = half_bytes(of_groups[:, 0, 2:3])
             return np.concatenate([nibbles, low, d, least], axis=1)
         high = np.packbits(codes.reshape(-1, 8, 32) >> 2, axis=1, bitorder="little")[:, 0]
-        six = join_six_bits("q3_k", (scale + 32).astype(np.uint8))
+        six = join_six_bits((scale + 32).astype(np.uint8))
         return np.concatenate([high, low, six, d], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:

@@ -63,12 +63,11 @@ def _k_bytes(words: Codes) -> Codes:
 
 def _q3_k_bytes(words: Codes) -> Codes:
     """The inverse, of Q3_K."""
-    return join_six_bits("q3_k", _of_words(words))
+    return join_six_bits(_of_words(words))
 
 
-def join_six_bits(name: str, numbers: Codes) -> Codes:
+def join_six_bits(numbers: Codes) -> Codes:
     """The inverse of ``six_bit_scales`` of Q3_K: (..., 16) to (..., 12)."""
-    assert name == "q3_k", "others are never made here"
     low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 4, 4) << _SHIFTS[:, None]
     return np.concatenate(
         [low[..., :8] | low[..., 8:] << 4, np.bitwise_or.reduce(high, axis=-2)], axis=-1
