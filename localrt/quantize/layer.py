@@ -28,8 +28,9 @@ from localrt.models.config import (
 )
 from localrt.models.layers.attention import latent_groups
 from localrt.models.layers.recurrent import recurrent_groups
-from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
+from localrt.offload.store.pack import stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
+from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.formats.convert import require_finite
 from localrt.quant.formats.packed import Floats
@@ -73,11 +74,10 @@ class LayerQuantizer:
         source: Checkpoint,
         config: DecoderConfig,
         infos: Mapping[str, TensorInfo],
-        *,
-        method: str,
-        folded: int,
-        tiler: Tiler,
         search: ScaleSearch,
+        *,
+        method: str = "rtn",
+        folded: int = 0,
     ) -> None:
         self.source = source
         self.config = config
@@ -85,7 +85,7 @@ class LayerQuantizer:
         self.infos = infos
         self._method = method
         self._folded = folded
-        self._tiler = tiler
+        self._tiler = fast_tiler()
         self._search = search
         first = next(iter(config.attending), None)
         states = config.recurrent

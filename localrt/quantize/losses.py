@@ -23,7 +23,6 @@ from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.offload.store.pack import fingerprint, stored_infos
 from localrt.planning.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
-from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import CODECS, Format
 from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
@@ -58,15 +57,8 @@ def model_losses(
         table = known_losses(folder, mark)
         if table is not None and table.calibration == calibration.digest:
             return table
-    rounding = LayerQuantizer(
-        source,
-        calibration.config,
-        stored_infos(source.tensors, trial),
-        method="rtn",
-        folded=0,
-        tiler=fast_tiler(),
-        search=search,
-    )
+    infos = stored_infos(source.tensors, trial)
+    rounding = LayerQuantizer(source, calibration.config, infos, search)
     windows = calibration.windows[:: -(-len(calibration.windows) // _WINDOWS)]
     groups = measure_losses(calibration.states(windows), rounding, report=report)
     table = LossTable(mark, calibration.digest, sum(map(len, windows)), groups)

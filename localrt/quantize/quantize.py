@@ -29,7 +29,6 @@ from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
 from localrt.offload.store.writer import FilePlan, plan_files
 from localrt.planning.mix import MIX_FORMATS, MIX_METHOD, LossTable
-from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cpu.scales import fast_search
 from localrt.quant.formats import CODECS, FORMATS, Format
 from localrt.quant.methods import (
@@ -116,7 +115,6 @@ def quantize_model(
     name: str | None = None,
     revision: str | None = None,
     threads: int | None = None,
-    search: ScaleSearch | None = None,
     losses: Path | None = None,
     projectors: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
@@ -132,7 +130,6 @@ def quantize_model(
         recipe: formats, method and text.
         name, revision: name and revision of the source in the manifest.
         threads: CPU threads of the calibration passes and of the search for scales.
-        search: finds the scales of groups; None takes the fastest one on this machine.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
         projectors: the model's vision encoders that do not lie beside it.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix first
@@ -150,7 +147,7 @@ def quantize_model(
     """
     target = None if recipe.format is None else quantized_format(recipe.format)
     method = method_of(recipe)
-    search = search or fast_search(threads)
+    search = fast_search(threads)
 
     def show(done: int, total: int, detail: str) -> None:
         if progress is not None:
@@ -205,9 +202,7 @@ def quantize_model(
                 folded=rotated,
             ),
         )
-        weights = LayerQuantizer(
-            source, config, infos, method=method, folded=rotated, tiler=fast_tiler(), search=search
-        )
+        weights = LayerQuantizer(source, config, infos, search, method=method, folded=rotated)
         own: dict[str, TensorInfo] = {}
         if (block := _prediction_block(source, config, search)) is not None:
             opened.callback(block.source.close)
@@ -280,9 +275,7 @@ def _prediction_block(
         formats = {name: kept_format(info) for name, info in block.tensors.items()}
         infos = stored_infos(block.tensors, formats)
         opened.pop_all()
-        return LayerQuantizer(
-            block, decoder, infos, method="rtn", folded=0, tiler=fast_tiler(), search=search
-        )
+        return LayerQuantizer(block, decoder, infos, search)
     return None
 
 
