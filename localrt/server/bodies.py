@@ -21,13 +21,9 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.common.free_memory import return_free_memory
-from localrt.server.anthropic import schemas as anthropic
 from localrt.server.errors import ApiError, invalid
-from localrt.server.ollama import schemas as ollama
-from localrt.server.openai import schemas as openai
 from localrt.server.options import ServeOptions
-from localrt.server.responses import schemas as responses
-from localrt.server.schema_parts import Schema
+from localrt.server.schemas import REQUESTS
 
 _ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
 _ZSTD_WINDOW = 23  # 8 MiB, which every decoder must support
@@ -102,14 +98,6 @@ def encodings() -> dict[str, Callable[[], object]]:
 
 
 # -- the body --------------------------------------------------------------------------------------
-
-
-REQUESTS: Mapping[str, Schema] = {
-    name: schema
-    for dialect in (openai, responses, anthropic, ollama)
-    for name, schema in dialect.REQUESTS.items()
-}
-"""Schemas of requests."""
 
 _SMALL = 64 << 10
 # The memory of parsed values, in words of about 30 bytes: a number takes one, a text two, a list or

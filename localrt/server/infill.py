@@ -28,7 +28,7 @@ from localrt.server.generating import answer
 from localrt.server.messages import Fields
 from localrt.server.openai.calls import completion_call
 from localrt.server.openai.reply import ChatReply
-from localrt.server.openai.schemas import REQUESTS
+from localrt.server.schemas import REQUESTS
 from localrt.server.service import read_request
 
 _FILE = "tmp"  # llama.cpp's name for a file without a name

@@ -6,11 +6,8 @@ import re
 from collections.abc import Iterable
 
 from localrt.common.version import __version__
-from localrt.server.anthropic import schemas as anthropic
 from localrt.server.dialect import Endpoint
-from localrt.server.ollama import schemas as ollama
-from localrt.server.openai import schemas as openai
-from localrt.server.responses import schemas as responses
+from localrt.server.schemas import SCHEMAS
 
 _ERRORS = {
     "400": "a field is wrong",
@@ -53,11 +50,7 @@ def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str,
         },
         "paths": paths,
         "components": {
-            "schemas": {
-                name: schema
-                for dialect in (openai, responses, anthropic, ollama)
-                for name, schema in (*dialect.REQUESTS.items(), *dialect.RESPONSES.items())
-            },
+            "schemas": dict(SCHEMAS),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -24,7 +24,7 @@ from localrt.server.messages import (
     thought,
     unnoted,
 )
-from localrt.server.openai.schemas import THINKING_LIMITS
+from localrt.server.schemas.openai import THINKING_LIMITS
 
 _KEPT = ("name", "tool_call_id", "prefix")  # of a message
 _SAME_NAMES = (

@@ -4,7 +4,7 @@ that are not listed are ignored.
 
 from __future__ import annotations
 
-from localrt.server.schema_parts import (
+from localrt.server.schemas.parts import (
     ARGUMENTS,
     CONTENT,
     COUNT,

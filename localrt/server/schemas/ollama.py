@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localrt.server.schema_parts import (
+from localrt.server.schemas.parts import (
     ARGUMENTS,
     CONTENT,
     COUNT,
