@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from localrt.common.errors import CancelledError, OptionError
 from localrt.engine.protocol import Logits
 from localrt.engine.types import Message
 from localrt.server.about import known_facts
-from localrt.server.dialect import JSON, Endpoint
+from localrt.server.dialect import JSON, Endpoint, prompts_of
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import computed, rendered
 from localrt.server.openai.calls import chat_call
@@ -138,6 +139,24 @@ def _judged(
 # -- endpoints -------------------------------------------------------------------------------------
 
 
+async def embeddings(request: Request) -> Response:
+    """Vectors of texts."""
+    asked = await read_request(request, "EMBEDDINGS")
+    fields = asked.fields
+    name, vectors, read = await embedded(
+        asked, prompts_of(fields["input"]), dimensions=fields.get("dimensions")
+    )
+    if fields.get("encoding_format") == "base64":
+        rows: list[object] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
+    else:
+        rows = vectors.tolist()
+    data = [
+        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
+    ]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return JsonResponse({"object": "list", "data": data, "model": name, "usage": usage})
+
+
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
     asked = await read_request(request, "TOKENIZE")
@@ -235,6 +254,7 @@ async def rerank(request: Request) -> Response:
 
 
 ROUTES = (
+    Endpoint("/v1/embeddings", "POST", embeddings, "EMBEDDINGS_RESPONSE", "EMBEDDINGS"),
     Endpoint("/tokenize", "POST", tokenize, "TOKENIZED", "TOKENIZE"),
     Endpoint("/detokenize", "POST", detokenize, "DETOKENIZED", "DETOKENIZE"),
     Endpoint("/tokenizer_info", "GET", tokenizer_info, JSON),
