@@ -5,12 +5,12 @@ Read ``app.py`` (the application), ``dialect.py`` (what dialects have in common)
 and ``generating.py`` (answers).
 
 A request passes ``guard.py``, which normalizes the path and checks the key, and ``bodies.py``,
-which checks the body against its schema in ``schemas``. A dialect is a folder: ``calls`` that turn
-a body into a ``Generation``, a ``reply`` that puts chunks into its objects and events, ``routes``.
-``messages.py`` reads messages and tools for all of them, and refuses nothing. ``generating.answer``
-runs a call on the requested model and sends its reply. If the model or prompt is not ready after 15
-s, a stream begins without them, so a ``Reply`` may use its tokenizer only once chunks come. An
-echoed prompt is a ``Chunk`` before those of its answer.
+which checks the body against its schema in ``schemas``. A dialect is a folder, or a file if it is
+short: ``calls`` turn a body into a ``Generation``, ``reply`` puts chunks into its objects and
+events and has the endpoints. ``messages.py`` reads messages and tools for all of them, and refuses
+nothing. ``generating.answer`` runs a call on the requested model and sends its reply. If the model
+or prompt is not ready after 15 s, a stream begins without them, so a ``Reply`` may use its
+tokenizer only once chunks come. An echoed prompt is a ``Chunk`` before those of its answer.
 
 A ``Service`` is a running server: its access rules and its counts. ``Models`` lists the models and
 lends one as a ``ServedModel``, which stays loaded until its response has been sent. ``OneModel``

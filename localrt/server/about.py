@@ -26,7 +26,7 @@ from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.vision.cost import PictureCost, picture_cost
 from localrt.models.weight_files import model_stamp
-from localrt.server.anthropic import routes as anthropic
+from localrt.server import anthropic
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
 from localrt.server.models import Offered

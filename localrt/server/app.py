@@ -20,18 +20,18 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.common.errors import LocalrtError
-from localrt.server import about, infill, texts
-from localrt.server.anthropic import routes as anthropic
+from localrt.server import about, anthropic, infill, texts
 from localrt.server.bodies import prepare_checks
 from localrt.server.dialect import JSON, Endpoint, Handler
 from localrt.server.errors import ApiError, JsonResponse, failure
 from localrt.server.guard import Guard, LogLine
 from localrt.server.models import Models, OneModel
-from localrt.server.ollama import routes as ollama
-from localrt.server.openai import routes as openai
+from localrt.server.ollama import models as ollama_models
+from localrt.server.ollama import reply as ollama
+from localrt.server.openai import reply as openai
 from localrt.server.openapi import describe
 from localrt.server.options import ServeOptions
-from localrt.server.responses import routes as responses
+from localrt.server.responses import reply as responses
 from localrt.server.service import Service, service_of
 
 _WORKERS = 4
@@ -71,6 +71,7 @@ ROUTES = (
     *infill.ROUTES,
     *anthropic.ROUTES,
     *ollama.ROUTES,
+    *ollama_models.ROUTES,
 )
 
 # -- the application -----------------------------------------------------------------------------

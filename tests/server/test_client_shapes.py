@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.server.anthropic.calls import messages_call
+from localrt.server.anthropic import messages_call
 from localrt.server.bodies import check_fields
 from localrt.server.dialect import Generation
 from localrt.server.errors import ApiError

@@ -1,7 +1,4 @@
-"""Turn chunks into OpenAI's completions: choices, deltas, log-probabilities, usage.
-
-It does not know HTTP, or where chunks come from.
-"""
+"""Turn chunks into OpenAI's completions: choices, deltas, log-probabilities, usage."""
 
 from __future__ import annotations
 
@@ -12,11 +9,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import isnan
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.dialect import LEAST_LOGPROB, Generation, Payload, Reply, TokenBytes, event
+from localrt.server.dialect import (
+    EVENT_STREAM,
+    LEAST_LOGPROB,
+    Endpoint,
+    Generation,
+    Payload,
+    Reply,
+    TokenBytes,
+    event,
+)
+from localrt.server.generating import answer
 from localrt.server.messages import text_argument
+from localrt.server.openai.calls import chat_call, completion_call
+from localrt.server.service import read_request
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -230,3 +242,28 @@ class TextReply(Completion):
 
     def _text(self, token: int) -> str:
         return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    asked = await read_request(request, "CHAT")
+    return await answer(asked, chat_call(asked.fields, asked.service.note_once), ChatReply)
+
+
+async def completions(request: Request) -> Response:
+    """Write on from a text."""
+    asked = await read_request(request, "COMPLETION")
+    return await answer(asked, completion_call(asked.fields), TextReply)
+
+
+ROUTES = (
+    Endpoint(
+        "/v1/chat/completions", "POST", chat_completions, "CHAT_RESPONSE", "CHAT", EVENT_STREAM
+    ),
+    Endpoint(
+        "/v1/completions", "POST", completions, "COMPLETION_RESPONSE", "COMPLETION", EVENT_STREAM
+    ),
+)
