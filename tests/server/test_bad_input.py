@@ -8,8 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
@@ -371,13 +369,6 @@ def test_server_options() -> None:
         open_socket(ServeOptions(host="203.0.113.7"))
     for host, here in (("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)):
         assert is_loopback(host) is here
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=60))
-def test_any_bytes(data: bytes) -> None:
-    with suppress(ApiError):
-        json.dumps(parse_json(data)).encode("ascii")
 
 
 def test_checks_are_compiled_at_start(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,7 +435,12 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             result("Screen:\n[image left out]"),
         ],
     ),
-    # OpenRouter: thoughts as a list, some of which are encrypted.
+    # vLLM, and OpenRouter, which has thoughts as a list, some of them encrypted.
+    (
+        "CHAT",
+        [HI, says("So.", reasoning_content="Hm."), HI],
+        [HI, says("So.", reasoning_content="Hm."), HI],
+    ),
     (
         "CHAT",
         [
@@ -600,7 +605,7 @@ def _things(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 THING = _things(_things(_JSON))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.sampled_from(list(PATHS)), THING, THING, THING)
 def test_any_content_and_tools(kind: str, content: Any, tool: Any, choice: Any) -> None:
     """Whatever a body holds, it is a call, or an error that names a field."""

@@ -204,6 +204,11 @@ def told(**variables: Any) -> dict[str, Any]:
         ("CHAT", {"thinking_budget_tokens": -1}, {}),
         ("CHAT", {"max_tokens": -1, "seed": -1, "top_k": -1}, {"top_k": 0}),  # as in llama.cpp
         ("CHAT", {"max_tokens": 5, "seed": 3}, {"max_tokens": 5, "seed": 3}),
+        (
+            "CHAT",
+            {"logit_bias": {"70": 9}, "presence_penalty": 2},
+            {"logit_bias": {70: 9}, "presence_penalty": 2},
+        ),
         ("CHAT", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ("CHAT", {"response_format": {"type": "json_object", "schema": AT}}, {"json_schema": AT}),
         ("MESSAGES", {"stop_sequences": [""]}, {"max_tokens": 9, "thinking": False}),

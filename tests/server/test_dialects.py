@@ -128,15 +128,6 @@ def test_thinking(thinker: Running, dialect: str) -> None:
     assert not plain.thought
 
 
-def test_prompt_that_does_not_fit(server: Running, dialect: str) -> None:
-    for stream in (False, True):
-        question = Question("x" * 600, system="x" * 600, stream=stream)
-        if dialect == "ollama":  # which leaves out what is old, but not a message that is too long
-            question = replace(question, system=None)
-        with pytest.raises(Exception, match="context"):
-            DIALECTS[dialect](server.url, server.name, question)
-
-
 @needs_kernels
 def test_several_at_once(server: Running, dialect: str) -> None:
     questions = [Question(text, stream=True) for text in ("hi", "why?", "Name rivers, " * 8)]

@@ -71,16 +71,6 @@ def given(prompts: list[Any]) -> list[Any]:
     return [(part["type"], part[part["type"]]) for part in content]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_client_sends_pictures(seeing: Any, dialect: str, stream: bool) -> None:
-    server, prompts = seeing
-    question = Question("Which colours?", pictures=(RED, BLUE), most=2, stream=stream)
-    answer = DIALECTS[dialect](server.url, server.name, question)
-    assert answer.tokens == 2
-    assert given(prompts) == [("image", RED), ("image", BLUE), ("text", "Which colours?")]
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_model_that_reads_text_only(server: Running, dialect: str) -> None:
     server.service._noted.clear()

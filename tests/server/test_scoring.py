@@ -20,12 +20,6 @@ def own_scores(model: localrt.Model, ids: list[int]) -> list[float]:
     return found
 
 
-def lm_eval_score(choice: dict[str, Any], context: int, written: int) -> float:
-    """What lm-eval reads: the sum behind the context, without the tokens that it asks for."""
-    values = choice["logprobs"]["token_logprobs"]
-    return float(sum(values[context : len(values) - written]))
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("form", ["ids", "lists of ids", "text", "texts"])
 def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int) -> None:
@@ -91,16 +85,3 @@ def test_end_token_is_counted(server: Running) -> None:
     (choice,) = got["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("hi", "stop")
     assert len(choice["logprobs"]["tokens"]) == len(server.model.tokenize("hi")) + 1
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_lm_eval_scores(server: Running, max_tokens: int) -> None:
-    context = server.model.tokenize("It started to rain, so the people in the street")
-    ends = (" opened their umbrellas.", " umbrella started the.", " were eaten.")
-    prompts = [context + server.model.tokenize(end, add_special=False) for end in ends]
-    fields = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
-    body = {"model": "any", "prompt": prompts, "seed": 1234, **fields}
-    _, got, _ = server.request("POST", "/v1/completions", body)
-    scores = [lm_eval_score(choice, len(context), max_tokens) for choice in got["choices"]]
-    expected = [sum(own_scores(server.model, ids)[len(context) - 1 :]) for ids in prompts]
-    assert scores == pytest.approx(expected, abs=1e-3)
