@@ -33,4 +33,7 @@ schema = schemathesis.openapi.from_dict(describe(ROUTES))
 def test_openapi(case: Any, server: Running) -> None:
     if isinstance(case.body, dict) and case.body.get("n") in range(3, 1025):
         case.body["n"] = 2  # many answers prove nothing more
+    texts = case.body.get("input") if isinstance(case.body, dict) else None
+    if isinstance(texts, list) and len(texts) in range(1000, 16385):
+        del texts[8:]  # nor do many vectors
     case.call_and_validate(base_url=server.url, excluded_checks=EXCLUDED, timeout=120)
