@@ -29,8 +29,8 @@ from localrt.server.errors import ApiError, JsonResponse, anthropic_error, inval
 from localrt.server.generating import answer, prompt_tokens
 from localrt.server.messages import (
     Fields,
-    Message,
     Note,
+    PromptMessage,
     chosen,
     joined,
     messages_of,
@@ -67,7 +67,7 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     if choice != "auto":
         options["tool_choice"] = choice
     system = without_billing(text_of(fields.get("system"), note))
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages: list[PromptMessage] = [{"role": "system", "content": system}] if system else []
     for message in fields["messages"]:
         found = messages_of(message["role"], message.get("content"), note)
         messages += [each for each in found if each["role"] != "system" or each["content"]]
@@ -99,9 +99,9 @@ def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
     return options
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
+def _merged(messages: Sequence[PromptMessage]) -> list[PromptMessage]:
     """Join neighbours with one role, as templates require; tool messages stay separate."""
-    found: list[Message] = []
+    found: list[PromptMessage] = []
     for message in messages:
         last = found[-1] if found else None
         plain = message.keys() == {"role", "content"}

@@ -20,7 +20,8 @@ from localrt.chat_format.thinking import THOUGHT_FIELDS
 from localrt.server.errors import invalid
 
 Fields = Mapping[str, Any]
-Message = dict[str, Any]
+PromptMessage = dict[str, Any]
+"""A message as chat templates take it, but for its content, which may be ``Mixed``."""
 Note = Callable[[str, str], None]
 """Takes a kind, and a line for the log that is said once a kind."""
 
@@ -95,7 +96,7 @@ def flat_name(name: str, namespace: object) -> str:
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def made_call(call_id: object, name: str, arguments: object) -> Message:
+def made_call(call_id: object, name: str, arguments: object) -> PromptMessage:
     """Return a call in an assistant's form; ``arguments`` is their text, or a value."""
     if arguments is None:
         arguments = {}
@@ -105,7 +106,9 @@ def made_call(call_id: object, name: str, arguments: object) -> Message:
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
 
-def messages_of(role: str, content: object, note: Note, *, between: str = "\n\n") -> list[Message]:
+def messages_of(
+    role: str, content: object, note: Note, *, between: str = "\n\n"
+) -> list[PromptMessage]:
     """Return the messages for one of ``role`` with this ``content``: results become their own.
 
     ``between`` separates the texts of a message. Content without anything to show gives no message.
@@ -142,11 +145,11 @@ def _parts(content: object) -> list[Any]:
     return content if isinstance(content, list) else [] if content is None else [content]
 
 
-def _messages(role: str, content: object, note: Note, between: str) -> Iterator[Message]:
+def _messages(role: str, content: object, note: Note, between: str) -> Iterator[PromptMessage]:
     pieces: list[str | Media] = []
-    fields: Message = {}
+    fields: PromptMessage = {}
 
-    def gathered() -> Iterator[Message]:
+    def gathered() -> Iterator[PromptMessage]:
         if pieces or fields:
             found = Mixed(tuple(pieces), between)
             media = role == "user" and any(isinstance(piece, Media) for piece in pieces)
@@ -179,7 +182,7 @@ def _kind(part: object) -> str:
     return str(part.get("type") or "")[:_KIND] if isinstance(part, Mapping) else ""
 
 
-def _call(kind: str, part: Fields) -> Message | None:
+def _call(kind: str, part: Fields) -> PromptMessage | None:
     """Return the call in a part; None if it has no id, since it was run elsewhere."""
     own = kind.endswith("tool_use") or kind == "tool_call"
     call_id = part.get("call_id") or (part.get("id") if own else None)

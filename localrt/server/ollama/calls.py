@@ -11,8 +11,8 @@ from localrt.server.dialect import Generation, effort, sampling
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
-    Message,
     Note,
+    PromptMessage,
     content_of,
     made_call,
     offered,
@@ -119,15 +119,15 @@ def _options(fields: Fields) -> dict[str, Any]:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
+def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
     """Return messages as chat templates take them: calls get ids, by which results name them."""
-    messages: list[Message] = []
+    messages: list[PromptMessage] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result so far
     for number, message in enumerate(given, 1):
         role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
         read = content_of if role in ("user", "tool") else text_of
-        shown: Message = {"role": role, "content": read([*_images(message), *parts], note)}
+        shown: PromptMessage = {"role": role, "content": read([*_images(message), *parts], note)}
         if message.get("thinking"):
             shown |= thought(message["thinking"])
         if message.get("tool_calls"):
@@ -144,7 +144,7 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     return messages
 
 
-def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]]) -> Message:
+def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]]) -> PromptMessage:
     """Return the call of a result: the one with its id, else the first unanswered one with its
     name, else the first unanswered one.
     """

@@ -14,8 +14,8 @@ from localrt.server.dialect import Generation, effort, prompts_of, sampling, tie
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
-    Message,
     Note,
+    PromptMessage,
     chosen,
     content_of,
     made_call,
@@ -196,14 +196,14 @@ def _thinking(fields: Fields) -> dict[str, Any]:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
+def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
     """Return messages as chat templates take them."""
-    found: list[Message] = []
+    found: list[PromptMessage] = []
     called = ""  # the id of the last call that came without one
     for number, message in enumerate(given):
         role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
-            shown: Message = {"role": "tool", "content": content_of(content, note, "\n")}
+            shown: PromptMessage = {"role": "tool", "content": content_of(content, note, "\n")}
             shown |= {"tool_call_id": called} if role == "function" else {}
         else:
             parts = messages_of(role, content, note, between="\n")
@@ -233,7 +233,7 @@ def _detail(detail: Fields) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _called(call: Fields) -> Message:
+def _called(call: Fields) -> PromptMessage:
     """Return a message's call; for a tool that takes a text, the text is its argument."""
     if isinstance(custom := call.get("custom"), Mapping):
         argument = {"input": custom.get("input") or ""}

@@ -14,8 +14,8 @@ from localrt.server.dialect import Generation, effort, sampling, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
-    Message,
     Note,
+    PromptMessage,
     chosen,
     messages_of,
     offered,
@@ -96,9 +96,9 @@ def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
     return found
 
 
-def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]:
+def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[PromptMessage]:
     """Return ``items`` as messages: thoughts and calls go into the assistant's message."""
-    messages: list[Message] = []
+    messages: list[PromptMessage] = []
     for item in items:
         kind = item.get("type") or "message"
         if kind == "message":
@@ -132,7 +132,7 @@ def tools_in(items: Sequence[Fields]) -> list[Fields]:
     ]
 
 
-def _joined(last: Message, message: Message) -> bool:
+def _joined(last: PromptMessage, message: PromptMessage) -> bool:
     """Merge a message into ``last`` if both are of one assistant turn; return whether they are."""
     if not last["role"] == message["role"] == "assistant":
         return False
