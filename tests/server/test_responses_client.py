@@ -121,7 +121,9 @@ def test_reasoning_item(thinker: Running) -> None:
 def test_input_items(client: Any) -> None:
     first = client.responses.create(input="hi", **GREEDY)
     second = client.responses.create(input="why?", previous_response_id=first.id, **GREEDY)
-    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    page = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert (len(page.data), page.has_more) == (2, True)
+    items = list(page)
     said = [item.content[0].text for item in items]
     assert said == ["hi", first.output_text, "why?"]
     assert [item.id for item in client.responses.input_items.list(second.id)] == [
