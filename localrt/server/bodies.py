@@ -117,11 +117,11 @@ def prepare_checks() -> None:
 
 
 class BodyRoom:
-    """The bytes that incoming bodies hold together; small ones always have room."""
+    """The bytes that incoming bodies hold together, ``taken``; small ones always have room."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._taken = 0
+        self.taken = 0
 
     def take(self, nbytes: int) -> None:
         """Add bytes of a large body, or give them back (below zero).
@@ -129,14 +129,14 @@ class BodyRoom:
         Raises:
             ApiError: 503, there is no room; nothing was added.
         """
-        if nbytes > 0 and self._taken + nbytes > self._most:
+        if nbytes > 0 and self.taken + nbytes > self._most:
             raise ApiError(
                 503,
                 "too many large requests arrive at once: try again later",
                 code="overloaded",
                 headers={"Connection": "close", "Retry-After": "1"},
             )
-        self._taken += nbytes
+        self.taken += nbytes
 
 
 async def read_fields(

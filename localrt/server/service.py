@@ -207,7 +207,7 @@ class Service:
         self.started = int(time.time())
         self.draining = False  # no new requests; those that run may finish
         self.stopping = False
-        self._inside = 0
+        self.open_answers = 0  # running or queued
         self._note = note
         self._noted: set[str] = set()
 
@@ -234,20 +234,20 @@ class Service:
         """
         options = self.options
         most = options.max_running + options.max_queued
-        if self._inside + count > most:
+        if self.open_answers + count > most:
             self.metrics.count("localrt_rejected_requests_total")
             raise ApiError(
                 429,
-                f"{self._inside} answers are running or queued, and the limit is {most}: try again "
-                "later",
+                f"{self.open_answers} answers are running or queued, and the limit is {most}: try "
+                "again later",
                 code="overloaded",
                 headers={"Retry-After": str(self._retry_after())},
             )
-        self._inside += count
+        self.open_answers += count
         try:
             yield
         finally:
-            self._inside -= count
+            self.open_answers -= count
 
     def sample(self) -> None:
         """Record the tokens so far, and tend the models; called once a second."""

@@ -94,7 +94,7 @@ class Running:
     def idle(self) -> bool:
         """Whether nothing runs, waits or is inside."""
         stats = self.live.stats()
-        return stats.running == stats.waiting == stats.paused == self.service._inside == 0
+        return stats.running == stats.waiting == stats.paused == self.service.open_answers == 0
 
 
 def connected(port: int, sent: bytes = b"") -> socket.socket:

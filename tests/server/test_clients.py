@@ -383,10 +383,10 @@ def test_stream_while_loading(loading: Running, path: str) -> None:
     status, text, _ = loading.request("POST", path, {**fields, "model": "tiny"})
     assert status == 200
     assert text.count(SIGNS[path]) > 2
-    wait_for(lambda: not loading.service._inside)
+    wait_for(lambda: not loading.service.open_answers)
     _, text, _ = loading.request("POST", path, {**fields, "model": "broken"})
     assert "damaged" in text
-    wait_for(lambda: not loading.service._inside)
+    wait_for(lambda: not loading.service.open_answers)
 
 
 def test_disconnect_while_loading(loading: Running) -> None:
@@ -394,7 +394,7 @@ def test_disconnect_while_loading(loading: Running) -> None:
     connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
     assert connection.getresponse().status == 200
     connection.close()
-    wait_for(lambda: not loading.service._inside)
+    wait_for(lambda: not loading.service.open_answers)
 
 
 def test_facts_of_replaced_file(tmp_path: Path) -> None:

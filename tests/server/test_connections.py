@@ -231,11 +231,11 @@ def test_room_for_large_bodies(model: Any) -> None:
             raw = stack.enter_context(connected(running.port, head))
             raw.sendall(b" " * ((1 << 20) - 1))
         large = {"prompt": "a", "user": "x" * 900_000, "max_tokens": 1}
-        wait_for(lambda: running.service.bodies._taken > 7 << 20)
+        wait_for(lambda: running.service.bodies.taken > 7 << 20)
         refused(running.request("POST", "/v1/completions", large), 503, "large requests")
         assert running.chat(max_tokens=1)[0] == 200
         stack.close()
-        wait_for(lambda: running.service.bodies._taken == 0)
+        wait_for(lambda: running.service.bodies.taken == 0)
         assert running.request("POST", "/v1/completions", large)[0] == 200
 
 

@@ -10,6 +10,7 @@ import pytest
 import localrt
 from localrt.server.dialect import Generation
 from localrt.server.infill import InfillReply
+from tests.inside import core_of
 from tests.server.conftest import Running, needs_kernels
 from tests.server.dialects import events_in
 
@@ -37,7 +38,7 @@ def filling(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Three of the tiny model's tokens mark the parts."""
     monkeypatch.setattr(model.tokenizer, "infill_ids", {"pre": 10, "suf": 11, "mid": 12})
     yield
-    model._core.requests.__dict__.pop("_infill", None)
+    core_of(model).requests.__dict__.pop("_infill", None)
 
 
 def test_completion_with_suffix(server: Running) -> None:

@@ -171,7 +171,7 @@ def test_signs_of_life_within_call(
 def test_queue_is_full(slow: None, model: Any) -> None:
     with serving(model, max_running=1, max_queued=1) as running:
         inside = [send(running, LONG), send(running, LONG)]
-        wait_for(lambda: running.service._inside == 2)
+        wait_for(lambda: running.service.open_answers == 2)
         status, body, headers = running.chat()
         assert status == 429
         assert body["error"]["type"] == "rate_limit_error"

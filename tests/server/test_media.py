@@ -458,7 +458,7 @@ def test_fetched_pictures(seeing: Any, web: Web) -> None:
     assert ask(server, of_web(url, data_uri(RED64), url))[0] == 200
     assert given(prompts) == [("image", b"a picture"), ("image", RED), ("image", b"a picture")]
     assert len(web.asked) == 1
-    assert server.service.bodies._taken == 0
+    assert server.service.bodies.taken == 0
 
 
 def test_fetched_pictures_are_bounded_together(seeing: Any, web: Web) -> None:
@@ -470,7 +470,7 @@ def test_fetched_pictures_are_bounded_together(seeing: Any, web: Web) -> None:
         400,
         f"picture 2 is larger than {left}: send a smaller one",
     )
-    assert server.service.bodies._taken == 0
+    assert server.service.bodies.taken == 0
     assert not prompts
 
 
