@@ -325,6 +325,14 @@ def test_keys(model: Any) -> None:
         for right in ({"Authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
             assert running.request("GET", "/v1/models", headers=right)[0] == 200
         assert running.request("GET", "/health")[0] == 200
+        _, described, _ = running.request("GET", "/openapi.json")
+        assert described["security"] == [{"key": []}, {"x-api-key": []}]
+        open_paths = [
+            path
+            for path, methods in described["paths"].items()
+            if methods.get("get", {}).get("security") == []
+        ]
+        assert open_paths == ["/health"]  # the description does not list itself
         assert "s3cret" not in repr(running.service.options)
 
 
