@@ -11,28 +11,22 @@ import pytest
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
 from localrt.quant.formats import F16, unpack
 from localrt.quant.ops.attention import LatentSpec, Rope
-from localrt.quant.ops.protocol import Batch
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import CONFIGS, edited, load_ours, oracle, relative_error, save_tiny, tokens
+from tests.models.tiny import (
+    CONFIGS,
+    edited,
+    load_ours,
+    logits_of,
+    oracle,
+    relative_error,
+    save_tiny,
+    tokens,
+)
 
 IDS = tokens(40)
-
-
-def whole(decoder: Decoder, ids: list[int] = IDS) -> np.ndarray:
-    return decoder.forward(Batch.extend([(decoder.cache(len(ids)), ids)]))
-
-
-@pytest.mark.parametrize(
-    "name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"]
-)
-def test_older_gguf_files(name: str, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path / "hf")
-    path = write_tiny_gguf(tmp_path / "hf", tmp_path / "model.gguf", name, absorbed=False)
-    assert relative_error(whole(load_ours(path)), oracle(theirs, IDS)) < 1e-4
 
 
 @pytest.mark.llamacpp
@@ -61,7 +55,7 @@ def test_llama_cpp(
         logits = session.extend(IDS).copy()
     finally:
         engine.close()
-    assert relative_error(whole(load_ours(path))[-1], logits) < 0.01
+    assert relative_error(logits_of(path, IDS)[-1], logits) < 0.01
 
 
 def test_quantized_kv_b(tmp_path: Path) -> None:
@@ -99,7 +93,7 @@ def test_quantized_kv_b(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, both[:, :nope].swapaxes(1, 2), atol=0.01)
         got = unpack(checkpoint.read(values.name)).reshape(heads, value, 32)
         np.testing.assert_allclose(got, both[:, nope:], atol=0.01)
-    assert relative_error(whole(load_ours(path)), oracle(theirs, IDS)) < 0.05
+    assert relative_error(logits_of(path, IDS), oracle(theirs, IDS)) < 0.05
 
 
 def test_prediction_layers(tmp_path: Path) -> None:
@@ -107,11 +101,11 @@ def test_prediction_layers(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     save_tiny("deepseek-v3", tmp_path)
-    expected = whole(load_ours(tmp_path))
+    expected = logits_of(tmp_path, IDS)
     path = tmp_path / "model.safetensors"
     extra = {"model.layers.3.enorm.weight": np.ones(64, np.float32)}
     save_file({**load_file(path), **extra}, path)
-    assert np.array_equal(whole(load_ours(tmp_path)), expected)
+    assert np.array_equal(logits_of(tmp_path, IDS), expected)
     edited(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedModelError, match="not part of"):
         load_ours(tmp_path)

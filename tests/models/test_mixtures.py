@@ -20,7 +20,6 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
-from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import (
     edited,
     load_ours,
@@ -76,13 +75,6 @@ def test_routing(name: str, tmp_path: Path) -> None:
         shares = torch.tensor(logits).softmax(-1).numpy()
         expected_scores = np.take_along_axis(shares, ranked, 1)
         np.testing.assert_allclose(routing.scores, expected_scores, atol=1e-5)
-
-
-def test_gguf_of_single_experts(tmp_path: Path) -> None:
-    theirs = save_tiny("mixtral", tmp_path)
-    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "mixtral", stacked=False)
-    ids = tokens(LENGTH)
-    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
 
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
