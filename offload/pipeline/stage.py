@@ -320,9 +320,10 @@ class Segment:
 
     def forget(self) -> None:
         """Drop its recordings."""
-        for segment in (self, *self.__dict__.get("_apart", ())):
-            if self._lane.recorder is not None:
-                self._lane.recorder.forget(segment)
+        recorder = self._lane.recorder
+        if recorder is not None:
+            for segment in (self, *self.__dict__.get("_pieces", ())):  # if they were ever made
+                recorder.forget(segment)
 
     def _replay(self, state: StreamedState) -> None:
         recorder = self._lane.recorder
