@@ -111,6 +111,12 @@ def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, An
         for key, ours in _SCALING.items():
             if (value := rope.get(key)) is not None:
                 found[f"rope.scaling.{ours}"] = value if "length" in ours else float(value)
+    if rope.get("rope_type") == "longrope":
+        original, whole = config.original_max_position_embeddings, config.max_position_embeddings
+        found["rope.scaling.original_context_length"] = original
+        found["rope.scaling.attn_factor"] = math.sqrt(
+            1 + math.log(whole / original) / math.log(original)
+        )
     if "mrope_section" in rope:
         found["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     kinds = [
@@ -123,41 +129,6 @@ def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, An
     if absorbed and architecture == "deepseek2":
         found |= _absorbed(found, config)
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _mixture(config: Any, rope: Any, kinds: Any) -> Any:
-    inner = getattr(config, "moe_intermediate_size", None)
-    return {"expert_feed_forward_length": inner or config.intermediate_size}
-
-
-def _temperature(config: Any, rope: Any, kinds: Any) -> Any:
-    return {"attention.temperature_scale": rope.get("llama_4_scaling_beta")}
-
-
-def _granite_swa(config: Any, rope: Any, kinds: Any) -> Any:
-    return {"attention.rope_pattern": [base != 0 for base in config.layer_rope_theta]}
-
-
-def _ernie(config: Any, rope: Any, kinds: Any) -> Any:
-    shared = config.moe_num_shared_experts * config.moe_intermediate_size
-    return {"expert_shared_feed_forward_length": shared}
-
-
-def _deepstack(config: Any, rope: Any, kinds: Any) -> Any:
-    return {"n_deepstack_layers": 1}
-
-
-def _sigmoid(config: Any, rope: Any, kinds: Any) -> Any:
-    return {"expert_gating_func": 2}
-
-
-def _gemma3n(config: Any, rope: Any, kinds: Any) -> Any:
-    return {
-        "activation_sparsity_scale": [
-            NormalDist().inv_cdf(share) if share else -math.inf
-            for share in config.activation_sparsity_pattern
-        ],
-    }
 
 
 def _gemma4(config: Any, rope: Any, kinds: Any) -> Any:
@@ -180,10 +151,6 @@ def _gemma4(config: Any, rope: Any, kinds: Any) -> Any:
         first, inner = len(kinds) - config.num_kv_shared_layers, config.intermediate_size
         own["feed_forward_length"] = [inner * (1 + (n >= first)) for n in range(len(kinds))]
     return own
-
-
-def _assistant(config: Any, rope: Any, kinds: Any) -> Any:
-    return {**_gemma4(config, rope, kinds), "nextn_predict_layers": config.num_hidden_layers}
 
 
 def _deepseek(config: Any, rope: Any, kinds: Any) -> Any:
@@ -286,10 +253,6 @@ def _granite_hybrid(config: Any, rope: Any, kinds: Any) -> Any:
     return {**own, **none, "feed_forward_length": shared}
 
 
-def _falcon(config: Any, rope: Any, kinds: Any) -> Any:
-    return {"ssm.inner_size": falcon_inner(config), "embedding_scale": None}
-
-
 def _nemotron(config: Any, rope: Any, kinds: Any) -> Any:
     kinds = config.layers_block_type
     width = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
@@ -306,17 +269,34 @@ def _nemotron(config: Any, rope: Any, kinds: Any) -> Any:
 
 
 _CHANGES: Mapping[str, Any] = {
-    "mistral3": _temperature,
-    "granite_swa": _granite_swa,
-    "ernie4_5-moe": _ernie,
-    "qwen3vl": _deepstack,
-    "qwen3vlmoe": _deepstack,
-    "glm4moe": _sigmoid,
-    "granitemoe": _mixture,
-    "gpt-oss": _mixture,
-    "gemma3n": _gemma3n,
+    "mistral3": lambda config, rope, kinds: {
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta")
+    },
+    "granite_swa": lambda config, rope, kinds: {
+        "attention.rope_pattern": [base != 0 for base in config.layer_rope_theta]
+    },
+    "ernie4_5-moe": lambda config, rope, kinds: {
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts
+        * config.moe_intermediate_size
+    },
+    "qwen3vl": lambda config, rope, kinds: {"n_deepstack_layers": 1},
+    "qwen3vlmoe": lambda config, rope, kinds: {"n_deepstack_layers": 1},
+    "glm4moe": lambda config, rope, kinds: {"expert_gating_func": 2},
+    "granitemoe": lambda config, rope, kinds: {
+        "expert_feed_forward_length": config.intermediate_size
+    },
+    "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
+    "gemma3n": lambda config, rope, kinds: {
+        "activation_sparsity_scale": [
+            NormalDist().inv_cdf(share) if share else -math.inf
+            for share in config.activation_sparsity_pattern
+        ]
+    },
     "gemma4": _gemma4,
-    "gemma4-assistant": _assistant,
+    "gemma4-assistant": lambda config, rope, kinds: {
+        **_gemma4(config, rope, kinds),
+        "nextn_predict_layers": config.num_hidden_layers,
+    },
     "deepseek2": _deepseek,
     "qwen3next": _delta,
     "qwen35": _delta,
@@ -326,7 +306,10 @@ _CHANGES: Mapping[str, Any] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "granitehybrid": _granite_hybrid,
-    "falcon-h1": _falcon,
+    "falcon-h1": lambda config, rope, kinds: {
+        "ssm.inner_size": falcon_inner(config),
+        "embedding_scale": None,
+    },
     "nemotron_h": _nemotron,
     "nemotron_h_moe": _nemotron,
 }

@@ -24,7 +24,7 @@ _NAMES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3": "gemma3",
-    "phi3": "phi3",
+    "phi3": "phi3 phi3-longrope",
     "smollm3": "smollm3",
     "mistral3": "ministral3 mistral3",
     "olmo2": "olmo2 olmo3 olmo3-yarn",
@@ -243,6 +243,10 @@ class _Model:
                 found |= {f"{stem}.{n}.weight": value for n, value in enumerate(ordered)}
         if self.architecture.startswith("gemma4"):
             found["rope_freqs.weight"] = self._divisors()
+        rope = vars(self.config).get("rope_parameters") or {}
+        for length in ("long", "short"):
+            if factors := rope.get(f"{length}_factor"):
+                found[f"rope_factors_{length}.weight"] = np.array(factors, np.float32)
         return found
 
     def _tensor(self, key: str, value: Array) -> Mapping[str, Array]:

@@ -15,10 +15,12 @@ from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.ops.protocol import Batch, Span
+from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import (
     CONFIGS,
     MIXTURES,
     load_ours,
+    logits_of,
     oracle,
     relative_error,
     save_tiny,
@@ -132,15 +134,14 @@ def test_cache_growth(llama: Decoder) -> None:
         llama.forward(Batch.extend([(cache, tokens(900))]), rows=[])
 
 
-@pytest.mark.parametrize("name", ["longrope-short", "longrope-long"])
-def test_longrope(name: str, tmp_path: Path) -> None:
-    """Up to the original context the short factors hold, beyond it the long ones."""
-    theirs = save_tiny("phi3-longrope", tmp_path)
-    count = 40 if name == "longrope-short" else 60
-    ours = load_ours(tmp_path, context=count)
-    ids = tokens(count)
-    logits = ours.forward(Batch.extend([(ours.cache(count), ids)]))
-    assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
+@pytest.mark.parametrize("count", [40, 60])
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_longrope(form: str, count: int, tmp_path: Path) -> None:
+    """Up to the original context of 48 the short factors hold, beyond it the long ones."""
+    theirs, path, ids = save_tiny("phi3-longrope", tmp_path), tmp_path, tokens(count)
+    if form == "gguf":
+        path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "phi3-longrope")
+    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
