@@ -6,7 +6,8 @@ rotary scaling). The architecture supplies defaults for keys that a file leaves 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from localrt.common.errors import CheckpointError
@@ -42,66 +43,63 @@ def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
     return blocks if type(blocks) is int else 0, predicting if type(predicting) is int else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a config is made of: metadata, and tensors by Hugging Face's names, of which only shapes
+    and small rotary vectors are used.
+    """
+
+    architecture: str
+    metadata: GgufMetadata
+    tensors: Mapping[str, StoredTensor]
+
+    def integer(self, key: str) -> int | None:
+        """A whole number of the architecture's own keys."""
+        return self.metadata.integer(f"{self.architecture}.{key}")
+
+    def listed(self, key: str) -> list[Any] | None:
+        """An array of about one entry per layer; None if it is missing or too long."""
+        key = f"{self.architecture}.{key}"
+        listed = key in self.metadata and self.metadata.is_array(key)
+        short = listed and self.metadata.count(key) <= _MOST_LAYERS
+        return list(self.metadata[key]) if short else None
+
+
 def model_config(
     architecture: str,
     metadata: GgufMetadata,
     tensors: Mapping[str, StoredTensor],
     predicting: Collection[int] = (),
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the model's parameters under Hugging Face's keys.
 
-    ``tensors`` has Hugging Face's names; only shapes and small rotary vectors are used.
-    ``predicting`` are the blocks that are not layers of the decoder.
+    ``tensors`` has Hugging Face's names. ``predicting`` are the blocks that are not layers of the
+    decoder.
 
     Raises:
         CheckpointError: a parameter is of a wrong type.
     """
-    config: dict[str, object] = {}
+    config: dict[str, Any] = {}
+    file = _File(architecture, metadata, tensors)
     for key, name in CONFIG_KEYS.items():
         value = _numbers(metadata, f"{architecture}.{key}")
         if value is not None:
             config[name] = value
-    _add_routing(config, architecture, metadata)
+    _add_routing(config, file)
     config["tie_word_embeddings"] = HEAD not in tensors
     config["sliding_window"] = config.get("sliding_window") or None  # 0 means none
-    _add_vocabulary(config, metadata, tensors)
+    _add_vocabulary(config, file)
     _add_partial_rotary(config)
-    _add_rope_scaling(config, architecture, metadata, tensors)
-    _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    _add_rope_scaling(config, file)
+    _add_layer_types(config, file)
     if architecture.startswith("nemotron_h"):
-        _add_kinds(config, metadata, architecture)
-    _add_recurrent(config, architecture, metadata)
+        _add_kinds(config, file)
+    _add_recurrent(config, file)
     _leave_out(config, predicting, metadata)
     if architecture in GEMMA or architecture in QWEN_DELTA:
         config["norm_weights_include_one"] = True
-    if architecture == "gemma3":
-        # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
-        scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
-        config["query_pre_attn_scalar"] = scale or config.get("head_dim")
-    if architecture == "kimi-linear":
-        _add_kimi(config, metadata)
-    if architecture in ("deepseek2", "glm4moe", "kimi-linear"):
-        _add_choice(config, tensors)
-    if architecture in ("gemma3n", "gemma4", "gemma4-assistant"):
-        _add_gemma(config, architecture, metadata, tensors)
-    if architecture in ("deepseek2", "kimi-linear"):
-        _add_deepseek(config, architecture, metadata)
-    if architecture == "mistral3":
-        _add_temperature(config)
-    if architecture == "granite_swa":
-        _add_bases(config, metadata)
-    if architecture == "eagle3":
-        for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
-            config[name] = metadata.get(f"eagle3.{name}")
-        config["eagle_aux_hidden_state_layer_ids"] = _listed(metadata, "eagle3.target_layers") or []
-    if architecture == "gemma4-assistant":
-        config["backbone_hidden_size"] = metadata.integer(f"{architecture}.embedding_length_out")
-        if (clusters := tensors.get("model.masked_embedding.centroids.weight")) is not None:
-            config["num_centroids"] = clusters.rows
-    if architecture == "dflash":
-        _add_dflash(config, metadata, tensors)
-    if architecture == "qwen4exp":
-        _add_connections(config, metadata, tensors)
+    for add in _FAMILIES.get(architecture, ()):
+        add(config, file)
     return config
 
 
@@ -127,9 +125,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     return config
 
 
-def _leave_out(
-    config: dict[str, object], predicting: Collection[int], metadata: GgufMetadata
-) -> None:
+def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
     """Leave the prediction blocks out of the layer count and of per-block lists.
 
     Raises:
@@ -163,17 +159,12 @@ def _numbers(metadata: GgufMetadata, key: str) -> object:
     return values[0] if values.count(values[0]) == len(values) else values
 
 
-def _listed(metadata: GgufMetadata, key: str) -> list[Any] | None:
-    """Return an array of about one entry per layer; None if it is missing or too long."""
-    listed = key in metadata and metadata.is_array(key)
-    return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else None
-
-
-def _add_routing(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
+def _add_routing(config: dict[str, Any], file: _File) -> None:
     """Add the router's scoring. The architecture refuses an unknown number."""
-    if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
+    normalized = file.metadata.flag(f"{file.architecture}.expert_weights_norm")
+    if normalized is not None:
         config["norm_topk_prob"] = normalized
-    function = metadata.integer(f"{architecture}.expert_gating_func")
+    function = file.integer("expert_gating_func")
     if function:  # 0: not given
         config["scoring_func"] = SCORING.get(function, str(function))
 
@@ -186,34 +177,28 @@ def _head_size(config: Mapping[str, object]) -> int | None:
     return None
 
 
-def _add_vocabulary(
-    config: dict[str, object], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
-) -> None:
+def _add_vocabulary(config: dict[str, Any], file: _File) -> None:
     """Add the vocabulary size, from the embedding's rows if the file does not say it."""
     if "vocab_size" in config:
         return
-    if (embedding := tensors.get(EMBEDDING)) is not None:
+    if (embedding := file.tensors.get(EMBEDDING)) is not None:
         config["vocab_size"] = embedding.rows
-    elif "tokenizer.ggml.tokens" in metadata:
-        config["vocab_size"] = metadata.count("tokenizer.ggml.tokens")
+    elif "tokenizer.ggml.tokens" in file.metadata:
+        config["vocab_size"] = file.metadata.count("tokenizer.ggml.tokens")
 
 
-def _add_partial_rotary(config: dict[str, object]) -> None:
+def _add_partial_rotary(config: dict[str, Any]) -> None:
     """Add partial rotation as Hugging Face gives it: a fraction of each head."""
     head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
 
 
-def _add_rope_scaling(
-    config: dict[str, object],
-    architecture: str,
-    metadata: GgufMetadata,
-    tensors: Mapping[str, StoredTensor],
-) -> None:
+def _add_rope_scaling(config: dict[str, Any], file: _File) -> None:
+    architecture, metadata = file.architecture, file.metadata
     prefix = f"{architecture}.rope.scaling."
     kind = metadata.text(f"{prefix}type")
-    scaling: dict[str, object] = {}
+    scaling: dict[str, Any] = {}
     for key, name in ROPE_SCALING_KEYS.items():
         value = metadata.number(prefix + key)
         if value is not None:
@@ -221,11 +206,11 @@ def _add_rope_scaling(
     if "original_max_position_embeddings" in scaling and architecture == "phi3":
         config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     for length in ("long", "short"):
-        factors = tensors.get(f"rope_factors_{length}.weight")
+        factors = file.tensors.get(f"rope_factors_{length}.weight")
         if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
             kind = "longrope"
             scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
-    sections = _listed(metadata, f"{architecture}.rope.dimension_sections")
+    sections = file.listed("rope.dimension_sections")
     if sections and architecture.startswith("qwen"):
         scaling["mrope_section"] = sections[:3]  # a fourth is always 0
         kind = "default" if kind in (None, "none") else kind
@@ -237,22 +222,24 @@ def _add_rope_scaling(
     config["rope_scaling"] = {"rope_type": kind, **scaling}
 
 
-def _add_layer_types(config: dict[str, object], key: str, metadata: GgufMetadata) -> None:
+def _add_layer_types(config: dict[str, Any], file: _File) -> None:
     """Add which layers have a window: all but every n-th, or by one flag per layer."""
-    if key in metadata and not metadata.is_array(key):
-        config["sliding_window_pattern"] = metadata.integer(key)
-    elif (flags := _listed(metadata, key)) is not None:
+    key = "attention.sliding_window_pattern"
+    whole = f"{file.architecture}.{key}"
+    if whole in file.metadata and not file.metadata.is_array(whole):
+        config["sliding_window_pattern"] = file.integer(key)
+    elif (flags := file.listed(key)) is not None:
         config["layer_types"] = [
             "sliding_attention" if flag else "full_attention" for flag in flags
         ]
 
 
-def _add_choice(config: dict[str, object], tensors: Mapping[str, StoredTensor]) -> None:
+def _add_choice(config: dict[str, Any], file: _File) -> None:
     """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
 
     The file names no method. It ranks groups by their best expert, with sigmoids by their best two.
     """
-    biased = any(name.endswith("e_score_correction_bias") for name in tensors)
+    biased = any(name.endswith("e_score_correction_bias") for name in file.tensors)
     scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
     config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
     config["n_routed_experts"] = config.pop("num_local_experts", None)
@@ -261,7 +248,7 @@ def _add_choice(config: dict[str, object], tensors: Mapping[str, StoredTensor]) 
         config.pop("routed_scaling_factor", None)
 
 
-def _add_temperature(config: dict[str, object]) -> None:
+def _add_temperature(config: dict[str, Any], file: _File) -> None:
     """Add Mistral 3's rotary scaling, which does not change the size of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
@@ -270,7 +257,7 @@ def _add_temperature(config: dict[str, object]) -> None:
             scaling["mscale"] = scaling["mscale_all_dim"]
 
 
-def _add_kinds(config: dict[str, object], metadata: GgufMetadata, architecture: str) -> None:
+def _add_kinds(config: dict[str, Any], file: _File) -> None:
     """What each layer of Nemotron-H is: one with key/value heads attends, and one with a width is
     an MLP or a mixture.
     """
@@ -287,22 +274,21 @@ def _add_kinds(config: dict[str, object], metadata: GgufMetadata, architecture: 
         for count, width in zip(heads, widths, strict=False)
     ]
     config["num_key_value_heads"], config["intermediate_size"] = max(heads), max(widths)
-    config["moe_latent_size"] = metadata.integer(f"{architecture}.moe_latent_size")
+    config["moe_latent_size"] = file.integer("moe_latent_size")
 
 
-def _add_recurrent(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
+def _add_recurrent(config: dict[str, Any], file: _File) -> None:
     """Sizes of recurrent layers, and which layers attend: those that have key/value heads."""
     groups = config.get("num_key_value_heads")
     if isinstance(groups, list) and 0 in groups:
-        other = "conv" if architecture.startswith("lfm2") else "linear_attention"
+        other = "conv" if file.architecture.startswith("lfm2") else "linear_attention"
         config["layer_types"] = ["full_attention" if count else other for count in groups]
         config["num_key_value_heads"] = max(groups)
-    sizes = {
-        name: metadata.integer(f"{architecture}.{key}") for key, name in RECURRENT_KEYS.items()
-    }
+    sizes = {name: file.integer(key) for key, name in RECURRENT_KEYS.items()}
     if not sizes["heads"] or not sizes["inner"]:
         return
-    if not metadata.flag(f"{architecture}.rope.scaling.finetuned"):  # Granite's flag
+    finetuned = f"{file.architecture}.rope.scaling.finetuned"
+    if not file.metadata.flag(finetuned):  # Granite's flag
         config["position_embedding_type"] = "nope"
     value = sizes["inner"] // sizes["heads"]
     config |= {
@@ -320,64 +306,68 @@ def _add_recurrent(config: dict[str, object], architecture: str, metadata: GgufM
     }
 
 
-def _add_kimi(config: dict[str, object], metadata: GgufMetadata) -> None:
+def _add_kimi(config: dict[str, Any], file: _File) -> None:
     """Add sizes of delta layers (as many heads as others); expert weights sum to 1."""
-    config["linear_head_dim"] = metadata.integer("kimi-linear.kda.head_dim")
+    config["linear_head_dim"] = file.integer("kda.head_dim")
     config["linear_num_heads"] = config.get("num_attention_heads")
-    config["linear_conv_kernel_dim"] = metadata.integer("kimi-linear.ssm.conv_kernel")
+    config["linear_conv_kernel_dim"] = file.integer("ssm.conv_kernel")
     config.setdefault("norm_topk_prob", True)
 
 
-def _add_connections(
-    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
-) -> None:
+def _add_connections(config: dict[str, Any], file: _File) -> None:
     """Add Qwen3.8-Flash-Next's streams, indexer and n-grams, with the file's hash constants."""
     config["output_gate_type"] = "sigmoid"
     for key, name in CONNECTION_KEYS.items():
-        config[name] = metadata.integer(f"qwen4exp.{key}")
-    ratios = _listed(metadata, "qwen4exp.attention.compress_ratios")
+        config[name] = file.integer(key)
+    ratios = file.listed("attention.compress_ratios")
     config["indexer_compress_ratio"] = max(ratios or (), default=None)
-    layers = _listed(metadata, "qwen4exp.ple.layers") or ()
+    layers = file.listed("ple.layers") or ()
     config["ple_layer_ids"] = [layer + 1 for layer in layers]
     for key in ("layer_multipliers", "head_vocab_sizes"):
-        config[f"ngram_{key}"] = _listed(metadata, f"qwen4exp.ple.{key}") or []
-    if (table := tensors.get("model.ngram_embedding.weight")) is not None:
+        config[f"ngram_{key}"] = file.listed(f"ple.{key}") or []
+    if (table := file.tensors.get("model.ngram_embedding.weight")) is not None:
         config["ngram_rows"] = table.rows
     width = config.pop("hidden_size_per_layer_input", None)
     if isinstance(width, int):
         config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
 
 
-def _add_bases(config: dict[str, object], metadata: GgufMetadata) -> None:
+def _add_bases(config: dict[str, Any], file: _File) -> None:
     """Add which layers have a rotary embedding: in Hugging Face configs others have base 0."""
-    if (flags := _listed(metadata, "granite_swa.attention.rope_pattern")) is not None:
+    if (flags := file.listed("attention.rope_pattern")) is not None:
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
 
-def _add_gemma(
-    config: dict[str, Any],
-    architecture: str,
-    metadata: GgufMetadata,
-    tensors: Mapping[str, StoredTensor],
-) -> None:
-    """Add Gemma 3n's and Gemma 4's own keys, and values that follow from their tensors.
-
-    The plain key has the head size of full layers. Their rotary divisors say which pairs rotate.
+def _add_query_scale(config: dict[str, Any], file: _File) -> None:
+    """Add Gemma 3's factor of queries: by the head's size, in the 27B model by hidden size over
+    heads.
     """
+    scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
+    config["query_pre_attn_scalar"] = scale or config.get("head_dim")
+
+
+def _add_streams(config: dict[str, Any], file: _File) -> None:
+    """Add what Gemma 3n's and Gemma 4's layers have of their own, some of it from tensors."""
+    tensors = file.tensors
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
         config["vocab_size_per_layer_input"] = table.rows
-    deviations = _listed(metadata, f"{architecture}.activation_sparsity_scale")
+    deviations = file.listed("activation_sparsity_scale")
     if deviations is not None:
         config["activation_sparsity_scale"] = [n if n > 0 else None for n in deviations]
     if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
         config["laurel_rank"] = left.rows
-    if architecture == "gemma3n":
-        return
+
+
+def _add_full_layers(config: dict[str, Any], file: _File) -> None:
+    """Add the head size of Gemma 4's full layers, which the plain key has. Their rotary divisors
+    say which pairs rotate.
+    """
+    tensors = file.tensors
     config.pop("rope_dim", None)
     config.pop("partial_rotary_factor", None)
     full = {"head_dim": config.pop("head_dim", None)}
-    config["head_dim"] = metadata.integer(f"{architecture}.attention.key_length_swa")
+    config["head_dim"] = file.integer("attention.key_length_swa")
     types, heads = config.get("layer_types"), config.get("num_key_value_heads")
     first = types.index("full_attention") if types and "full_attention" in types else 0
     if isinstance(heads, list) and types and len(heads) == len(types):
@@ -395,28 +385,38 @@ def _add_gemma(
     config["top_k_experts"] = config.get("num_experts_per_tok")
 
 
-def _add_dflash(
-    config: dict[str, object], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
-) -> None:
+def _add_eagle(config: dict[str, Any], file: _File) -> None:
+    for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
+        config[name] = file.metadata.get(f"eagle3.{name}")
+    config["eagle_aux_hidden_state_layer_ids"] = file.listed("target_layers") or []
+
+
+def _add_assistant(config: dict[str, Any], file: _File) -> None:
+    config["backbone_hidden_size"] = file.integer("embedding_length_out")
+    if (clusters := file.tensors.get("model.masked_embedding.centroids.weight")) is not None:
+        config["num_centroids"] = clusters.rows
+
+
+def _add_dflash(config: dict[str, Any], file: _File) -> None:
     """Add DFlash's options, and which it has that are not known. A file counts layers' inputs, a
     folder their outputs.
     """
-    layers = _listed(metadata, "dflash.target_layers") or ()
+    layers = file.listed("target_layers") or ()
     config["use_sliding_window"] = config["sliding_window"] is not None
-    config["is_causal"] = metadata.flag("dflash.attention.causal")
+    config["is_causal"] = file.metadata.flag("dflash.attention.causal")
     if "embedding_multiplier" in config:
         config["input_embedding_scale"] = config["embedding_multiplier"]
     config["dflash_config"] = {
-        "block_size": metadata.integer("dflash.block_size"),
-        "mask_token_id": metadata.integer("tokenizer.ggml.mask_token_id"),
+        "block_size": file.integer("block_size"),
+        "mask_token_id": file.metadata.integer("tokenizer.ggml.mask_token_id"),
         "target_layer_ids": [n - 1 if type(n) is int else n for n in layers],
-        "selector_rank": metadata.integer("dflash.selector_rank"),
-        "hyper_connection": metadata.integer("dflash.hyper_connection.count"),
-        "markov_head": any(name.startswith("markov_") for name in tensors),
+        "selector_rank": file.integer("selector_rank"),
+        "hyper_connection": file.integer("hyper_connection.count"),
+        "markov_head": any(name.startswith("markov_") for name in file.tensors),
     }
 
 
-def _add_deepseek(config: dict[str, object], architecture: str, metadata: GgufMetadata) -> None:
+def _add_latents(config: dict[str, Any], file: _File) -> None:
     """DeepSeek-V2's and V3's own keys.
 
     Newer files hold latent attention in its absorbed form: the plain keys have the size of the one
@@ -424,13 +424,13 @@ def _add_deepseek(config: dict[str, object], architecture: str, metadata: GgufMe
     under the plain keys.
     """
     for key, name in DEEPSEEK_KEYS.items():
-        value = metadata.number(f"{architecture}.{key}")
+        value = file.metadata.number(f"{file.architecture}.{key}")
         if value:
             config[name] = value
 
     def head_size(kind: str) -> int | None:
-        stem = f"{architecture}.attention.{kind}_length"
-        return metadata.integer(f"{stem}_mla") or metadata.integer(stem)
+        stem = f"attention.{kind}_length"
+        return file.integer(f"{stem}_mla") or file.integer(stem)
 
     size, rotary = head_size("key"), config.get("qk_rope_head_dim")
     if size is not None and isinstance(rotary, int):
@@ -444,3 +444,20 @@ def _add_deepseek(config: dict[str, object], architecture: str, metadata: GgufMe
     if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
         # GGUF stores a tenth of the factor; both factors are equal in all published models.
         scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]
+
+
+_FAMILIES: Mapping[str, tuple[Callable[[dict[str, Any], _File], None], ...]] = {
+    "deepseek2": (_add_choice, _add_latents),
+    "dflash": (_add_dflash,),
+    "eagle3": (_add_eagle,),
+    "gemma3": (_add_query_scale,),
+    "gemma3n": (_add_streams,),
+    "gemma4": (_add_streams, _add_full_layers),
+    "gemma4-assistant": (_add_streams, _add_full_layers, _add_assistant),
+    "glm4moe": (_add_choice,),
+    "granite_swa": (_add_bases,),
+    "kimi-linear": (_add_kimi, _add_choice, _add_latents),
+    "mistral3": (_add_temperature,),
+    "qwen4exp": (_add_connections,),
+}
+"""What is special to an architecture's files, in order."""
