@@ -18,61 +18,51 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-_FILES = {
-    "llama": "llama seed_oss llava mixtral ministral3",
-    "qwen": "qwen2 qwen3 qwen2_moe qwen3_moe",
-    "granite": "granite granite_moe granite_swa granite_hybrid",
-    "olmo": "olmo2 olmoe olmo_hybrid",
-    "gemma": "gemma2 gemma3",
-    "lfm": "lfm2 lfm3",
-    "deepseek": "deepseek glm4_moe",
-    "mamba": "falcon_h1 nemotron_h",
-}
-"""The files of several architectures; others have one of their name."""
-
-# Of each architecture the published names: GGUF's general.architecture, config.json's architectures
+# Of each architecture, after its file if that has several, the published names: GGUF's
+# general.architecture and config.json's architectures
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
-    "llava": "LlavaForConditionalGeneration Idefics3ForConditionalGeneration "
+    "llama.llava": "LlavaForConditionalGeneration Idefics3ForConditionalGeneration "
     "SmolVLMForConditionalGeneration",
-    "ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "
+    "llama.ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
+    "llama.mixtral": "MixtralForCausalLM",
+    "qwen.qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "
     "Qwen2_5_VLForConditionalGeneration",
-    "qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
-    "gemma2": "gemma2 Gemma2ForCausalLM",
-    "gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+    "qwen.qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
+    "gemma.gemma2": "gemma2 Gemma2ForCausalLM",
+    "gemma.gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
     "gemma3n": "gemma3n Gemma3nForCausalLM Gemma3nForConditionalGeneration",
     "gemma4": "gemma4 Gemma4ForCausalLM Gemma4ForConditionalGeneration",
     "phi3": "phi3 Phi3ForCausalLM",
     "smollm3": "smollm3 SmolLM3ForCausalLM",
-    "qwen2_moe": "qwen2moe Qwen2MoeForCausalLM",
-    "qwen3_moe": "qwen3moe Qwen3MoeForCausalLM qwen3vlmoe Qwen3VLMoeForConditionalGeneration",
-    "olmoe": "olmoe OlmoeForCausalLM",
-    "olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
-    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "qwen.qwen2_moe": "qwen2moe Qwen2MoeForCausalLM",
+    "qwen.qwen3_moe": "qwen3moe Qwen3MoeForCausalLM qwen3vlmoe Qwen3VLMoeForConditionalGeneration",
+    "olmo.olmoe": "olmoe OlmoeForCausalLM",
+    "olmo.olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
+    "olmo.olmo_hybrid": "OlmoHybridForCausalLM",
     "hunyuan": "hunyuan-dense HunYuanDenseV1ForCausalLM",
     "exaone4": "exaone4 Exaone4ForCausalLM",
-    "seed_oss": "seed_oss SeedOssForCausalLM",
+    "llama.seed_oss": "seed_oss SeedOssForCausalLM",
     "ernie": "ernie4_5 Ernie4_5ForCausalLM ernie4_5-moe Ernie4_5_MoeForCausalLM",
     "granite": "granite GraniteForCausalLM",
-    "granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
-    "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
+    "granite.granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
+    "granite.granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
-    "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
-    "lfm3": "Lfm3ForCausalLM Lfm3VlForConditionalGeneration",
-    "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
+    "lfm.lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+    "lfm.lfm3": "Lfm3ForCausalLM Lfm3VlForConditionalGeneration",
+    "granite.granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
     "qwen4_exp": "qwen4exp Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
     "kimi_linear": "kimi-linear KimiLinearForCausalLM",
-    "falcon_h1": "falcon-h1 FalconH1ForCausalLM",
-    "nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM NemotronH_Omni_Reasoning_V3 "
-    "NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2",
+    "mamba.falcon_h1": "falcon-h1 FalconH1ForCausalLM",
+    "mamba.nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM "
+    "NemotronH_Omni_Reasoning_V3 NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
-    "glm4_moe": "glm4moe Glm4MoeForCausalLM",
+    "deepseek.glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }
-ARCHITECTURES = {name: module for module, names in _PUBLISHED.items() for name in names.split()}
+_PLACES = {name: place for place, names in _PUBLISHED.items() for name in names.split()}
+ARCHITECTURES = {name: place.rpartition(".")[2] for name, place in _PLACES.items()}
 
 
 def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
@@ -87,10 +77,9 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
             f"architecture {name!r:.60} is not known to the native engine (known: {known}); "
             f"a GGUF file may run with {option('engine', 'llamacpp')}"
         )
-    own = ARCHITECTURES[name]
-    file = next((file for file, several in _FILES.items() if own in several.split()), own)
+    file, _, own = _PLACES[name].partition(".")
     module = import_module(f"localrt.models.architectures.{file}")
-    function = "read_config" if file == own else f"read_{own}"
+    function = f"read_{own or 'config'}"
     read: Callable[[RawConfig], DecoderConfig] = getattr(module, function)
     return read
 
