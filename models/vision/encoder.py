@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -313,3 +314,24 @@ class Block:
 
     def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
         return steps.rms_norm(x, self.extra_norms[name], self.config.eps) if name else x
+
+
+def run_blocks(
+    config: BlockConfig,
+    prefix: str,
+    count: int,
+    x: Floats,
+    layout: PatchLayout,
+    units: Units,
+    steps: VisionSteps,
+    check: Check | None,
+) -> Floats:
+    """Patches (N, D) after ``count`` blocks, whose tensors' names begin with ``prefix`` and a
+    number; ``check`` is called before each.
+    """
+    x = steps.put(x)
+    for layer in range(count):
+        if check is not None:
+            check()
+        x = units.read(partial(Block.load, config, f"{prefix}{layer}."))(x, layout, steps)
+    return steps.get(x)

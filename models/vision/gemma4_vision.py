@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.encoder import (
-    Block,
     BlockConfig,
     BlockNames,
     EncodedPicture,
@@ -25,6 +23,7 @@ from localrt.models.vision.encoder import (
     PreparedPicture,
     Units,
     VisionEncoder,
+    run_blocks,
 )
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
@@ -54,28 +53,6 @@ _NAMES = BlockNames(
     post_norm1="post_attention_layernorm",
     post_norm2="post_feedforward_layernorm",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4VisionConfig:
-    """``pool`` patches in each direction become one row of the decoder with ``out`` columns; a
-    picture has at most ``rows`` of them. Each table has ``positions`` rows.
-    """
-
-    block: BlockConfig
-    layers: int
-    patch: int
-    positions: int
-    theta: float
-    pool: int
-    rows: int
-    standardize: bool
-    out: int
-
-    @property
-    def longest(self) -> int:
-        """The largest number of patches in one direction."""
-        return self.rows * self.pool
 
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Encoder:
@@ -108,7 +85,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
         axes=2,
         clipped=bool(vision.get("use_clipped_linears")),
     )
-    sizes = Gemma4VisionConfig(
+    encoder = Gemma4Encoder(
         block=block,
         layers=integer(vision, "num_hidden_layers", 16),
         patch=integer(vision, "patch_size", 16),
@@ -118,127 +95,118 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
         rows=integer(processor, "max_soft_tokens", 280),
         standardize=bool(vision.get("standardize")),
         out=integer(text, "hidden_size"),
+        bidirectional=text.get("use_bidirectional_attention") == "vision",
+        # Most processors of other models normalize by default; this one does not.
+        scaling=Scaling.read({"do_normalize": False, **processor}),
+        resample=resampling(processor, BICUBIC),
     )
-    if sizes.longest > sizes.positions:
+    if encoder.longest > encoder.positions:
         raise ValueError(
-            f"position_embedding_size must be at least {sizes.longest} for {sizes.rows} rows of a "
-            f"picture, is {sizes.positions}"
+            f"position_embedding_size must be at least {encoder.longest} for {encoder.rows} rows "
+            f"of a picture, is {encoder.positions}"
         )
-    largest = sizes.rows * (sizes.pool * sizes.patch) ** 2
+    largest = encoder.rows * (encoder.pool * encoder.patch) ** 2
     if largest > MOST_PIXELS:
         raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
-    return Gemma4Encoder(sizes, processor, text.get("use_bidirectional_attention") == "vision")
+    return encoder
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Encoder(VisionEncoder):
-    """See above. The ``grid`` of a picture is its (rows, columns) of patches."""
+    """See above. The ``grid`` of a picture is its (rows, columns) of patches.
+
+    ``pool`` patches in each direction become one row of the decoder with ``out`` columns; a picture
+    has at most ``rows`` of them. Each table has ``positions`` rows.
+    """
+
+    block: BlockConfig
+    layers: int
+    patch: int
+    positions: int
+    theta: float
+    pool: int
+    rows: int
+    standardize: bool
+    out: int
+    bidirectional: bool
+    scaling: Scaling
+    resample: int
 
     placeholder = _ROW
     row_token = "<pad>"  # a row has the per-layer inputs of padding
     full_layers_causal = True
 
-    def __init__(
-        self, config: Gemma4VisionConfig, processor: Mapping[str, object], bidirectional: bool
-    ) -> None:
-        self.config, self.bidirectional = config, bidirectional
-        # Most processors of other models normalize by default; this one does not.
-        self._scaling = Scaling.read({"do_normalize": False, **processor})
-        self._resample = resampling(processor, BICUBIC)
+    @property
+    def longest(self) -> int:
+        """The largest number of patches in one direction."""
+        return self.rows * self.pool
 
     def prepare(self, picture: Picture) -> PreparedPicture:
-        patch, pool = self.config.patch, self.config.pool
+        patch, pool = self.patch, self.pool
         lines, columns = self._squares(picture.height, picture.width)
         rows, across = lines * pool, columns * pool
-        pixels = resize(picture, rows * patch, across * patch, self._resample)
+        pixels = resize(picture, rows * patch, across * patch, self.resample)
         patches = pixels.reshape(rows, patch, across, patch, 3).swapaxes(1, 2)
         return PreparedPicture(
-            patches=self._scaling(patches.reshape(rows * across, -1), by_colour=False),
+            patches=self.scaling(patches.reshape(rows * across, -1), by_colour=False),
             grid=(rows, across),
             pieces=(_BEGIN, lines * columns, _END),
         )
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
         """The largest grid (rows, columns) of the picture's shape within the budget."""
-        config = self.config
-        factor = math.sqrt(config.rows * (config.pool * config.patch) ** 2 / (height * width))
-        side = config.pool * config.patch
+        side = self.pool * self.patch
+        factor = math.sqrt(self.rows * side**2 / (height * width))
         lines, columns = math.floor(factor * height / side), math.floor(factor * width / side)
         if not lines:
-            return 1, min(width // height, config.rows)
+            return 1, min(width // height, self.rows)
         if not columns:
-            return min(height // width, config.rows), 1
+            return min(height // width, self.rows), 1
         return lines, columns
 
     def encode(
         self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> EncodedPicture:
-        config = self.config
-        embed = units.read(partial(_Embedding.load, config))
-        rows, columns = picture.grid
+        embed, column_table, row_table = units.read(self._embedding)
+        (rows, columns), pool = picture.grid, self.pool
         row, column = np.divmod(np.arange(rows * columns), columns)
-        x = embed.patches(2 * picture.patches[:] - 1, steps)
-        x += embed.columns[column] + embed.rows[row]
-        layout = self._layout(row, column)
-        x = steps.put(x)
-        for layer in range(config.layers):
-            if check is not None:
-                check()
-            prefix = f"vision_tower.encoder.layers.{layer}."
-            x = units.read(partial(Block.load, config.block, prefix))(x, layout, steps)
-        project = units.read(partial(_Projector.load, config))
-        return EncodedPicture(project(steps.get(x), picture.grid, steps))
+        x = embed(2 * picture.patches[:] - 1, steps)
+        x += column_table[column] + row_table[row]
+        prefix, layout = "vision_tower.encoder.layers.", self._layout(row, column)
+        x = run_blocks(self.block, prefix, self.layers, x, layout, units, steps, check)
+        x = x.reshape(rows // pool, pool, columns // pool, pool, -1).mean((1, 3))
+        x = x.reshape(-1, x.shape[-1]) * np.float32(math.sqrt(x.shape[-1]))
+        if self.standardize:
+            mean, factor = units.read(self._standard)
+            x = (x - mean) * factor
+        out = units.read(self._projector)
+        return EncodedPicture(out(steps.rms_norm(x, None, self.block.eps), steps))
 
     def _layout(self, row: Any, column: Any) -> PatchLayout:
         """Rotary positions: the column rotates the first half of a head, the row the second."""
-        half = self.config.block.size // 2
-        frequencies = self.config.theta ** -(np.arange(0, half, 2, dtype=np.float32) / half)
+        half = self.block.size // 2
+        frequencies = self.theta ** -(np.arange(0, half, 2, dtype=np.float32) / half)
         angles = np.hstack(
             [each[:, None] * frequencies for each in (column, row)], dtype=np.float32
         )
         return PatchLayout(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Embedding:
-    patches: Linear
-    columns: Floats  # (longest, D)
-    rows: Floats
-
-    @classmethod
-    def load(cls, config: Gemma4VisionConfig, weights: WeightLoader) -> _Embedding:
-        prefix, hidden = "vision_tower.patch_embedder.", config.block.hidden
-        shape = (hidden, 3 * config.patch**2)
-        # The table of columns, then that of rows; only the part that pictures reach is read.
-        tables = (2 * config.positions, hidden), f"{prefix}position_embedding_table"
+    def _embedding(self, weights: WeightLoader) -> tuple[Linear, Floats, Floats]:
+        """The matrix of patches, and the tables of columns and of rows, (longest, D) each."""
+        prefix, hidden = "vision_tower.patch_embedder.", self.block.hidden
+        shape = (hidden, 3 * self.patch**2)
+        # One table holds both; only the part that pictures reach is read.
+        table = (2 * self.positions, hidden), f"{prefix}position_embedding_table"
         columns, rows = (
-            weights.array(*tables, first, first + config.longest) for first in (0, config.positions)
+            weights.array(*table, first, first + self.longest) for first in (0, self.positions)
         )
-        return cls(Linear.load(weights, shape, f"{prefix}input_proj", bias=False), columns, rows)
+        return Linear.load(weights, shape, f"{prefix}input_proj", bias=False), columns, rows
 
+    def _standard(self, weights: WeightLoader) -> tuple[Floats, Floats]:
+        shape = (self.block.hidden,)
+        mean, factor = (weights.array(shape, f"vision_tower.std_{n}") for n in ("bias", "scale"))
+        return mean, factor
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Projector:
-    config: Gemma4VisionConfig
-    mean: Floats | None
-    factor: Floats | None
-    out: Linear
-
-    @classmethod
-    def load(cls, config: Gemma4VisionConfig, weights: WeightLoader) -> _Projector:
-        hidden = config.block.hidden
-        mean = factor = None
-        if config.standardize:
-            mean = weights.array((hidden,), "vision_tower.std_bias")
-            factor = weights.array((hidden,), "vision_tower.std_scale")
+    def _projector(self, weights: WeightLoader) -> Linear:
         name = "embed_vision.embedding_projection"
-        out = Linear.load(weights, (config.out, hidden), name, bias=False)
-        return cls(config, mean, factor, out)
-
-    def __call__(self, x: Floats, grid: tuple[int, int], steps: VisionSteps) -> Floats:
-        """The decoder's rows from encoded patches (rows * columns, D)."""
-        (rows, columns), pool = grid, self.config.pool
-        x = x.reshape(rows // pool, pool, columns // pool, pool, -1).mean((1, 3))
-        x = x.reshape(-1, x.shape[-1]) * np.float32(math.sqrt(x.shape[-1]))
-        if self.mean is not None and self.factor is not None:
-            x = (x - self.mean) * self.factor
-        return self.out(steps.rms_norm(x, None, self.config.block.eps), steps)
+        return Linear.load(weights, (self.out, self.block.hidden), name, bias=False)
