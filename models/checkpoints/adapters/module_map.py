@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -174,6 +173,9 @@ class MergedCheckpoint:
 
     def __init__(self, base: Checkpoint, adapter: Adapter[LowRank]) -> None:
         self._base = base
+        self.path, self.stamp, self.notes = base.path, base.stamp, base.notes
+        self.kind, self.architecture = base.kind, base.architecture  # rules for text still hold
+        self.generation_config, self.metadata = base.generation_config, base.metadata
         self._changes: dict[str, LowRank] = dict(adapter.matrices)
         self._source = {name: name for name in base.tensors}
         self.config: Mapping[str, object] = base.config
@@ -188,35 +190,6 @@ class MergedCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {
             name: self._info(name, base.tensors[source]) for name, source in self._source.items()
         }
-
-    @property
-    def kind(self) -> str:
-        """The base's kind, whose rules for text and sampling still hold."""
-        return self._base.kind
-
-    @property
-    def path(self) -> Path:
-        return self._base.path
-
-    @property
-    def architecture(self) -> str:
-        return self._base.architecture
-
-    @property
-    def stamp(self) -> str:
-        return self._base.stamp
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._base.notes
-
-    @property
-    def generation_config(self) -> Mapping[str, object]:
-        return self._base.generation_config
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        return self._base.metadata
 
     def close(self) -> None:
         """Do nothing: the caller closes the base."""
