@@ -59,6 +59,21 @@ def family_tensors(
     return _ngram_tensors(tensors)
 
 
+def _sizes(config: Mapping[str, object], *keys: str) -> list[int]:
+    """The config's values of ``keys``.
+
+    Raises:
+        CheckpointError: one is not a positive integer.
+    """
+    found = []
+    for key in keys:
+        number = config.get(key)
+        if type(number) is not int or number < 1:
+            raise CheckpointError(f"config {key} must be a positive integer, is {number!r:.60}")
+        found.append(number)
+    return found
+
+
 _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
     # the published matrix and its parts in order: "v" stands for rows of values
     "linear_attn.in_proj_qkvz.weight": (("in_proj_qkv", "qkv"), ("in_proj_z", "z")),
@@ -93,15 +108,15 @@ def _split(
     contents: tuple[tuple[str, str], ...],
     config: Mapping[str, object],
 ) -> dict[str, RowSource]:
-    def size(key: str) -> int:
-        number = config.get(key)
-        if type(number) is not int or number < 1:
-            raise CheckpointError(f"config {key} must be a positive integer, is {number!r:.60}")
-        return number
-
-    groups, heads = size("linear_num_key_heads"), size("linear_num_value_heads")
-    key, each = size("linear_key_head_dim"), heads // groups
-    value = each * size("linear_value_head_dim")
+    groups, heads, key, value_size = _sizes(
+        config,
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    )
+    each = heads // groups
+    value = each * value_size
     sizes = {"q": key, "k": key, "v": value, "z": value, "b": each, "a": each}
     whole = sum(sizes[part] for _, parts in contents for part in parts)
     info = tensor.info
@@ -276,16 +291,7 @@ def _split_heads(
     tensor: RowSource, stem: str, config: Mapping[str, object]
 ) -> tuple[RowSource, RowSource]:
     """Split the published matrix into keys and values; ``stem`` begins their names."""
-
-    def size(key: str) -> int:
-        number = config.get(key)
-        if type(number) is not int or number < 1:
-            raise CheckpointError(
-                f"{tensor.info.name}: config {key} must be a positive integer, is {number!r}"
-            )
-        return number
-
-    heads, nope, value = size("num_attention_heads"), size("qk_nope_head_dim"), size("v_head_dim")
+    heads, nope, value = _sizes(config, "num_attention_heads", "qk_nope_head_dim", "v_head_dim")
     info = tensor.info
     if len(info.shape) != 2 or info.shape[0] != heads * (nope + value):
         raise CheckpointError(
