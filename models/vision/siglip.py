@@ -74,7 +74,12 @@ class SiglipEncoder:
             rows[:] = steps.add(embedded, self._positions(table, grid))
         on_device = [steps.put(rows) for rows in encoded]
         for layer in range(self.layers):
-            _pass(units.read(partial(self._block, layer)), on_device, steps, check)
+            block = units.read(partial(self._block, layer))
+            for rows in on_device:
+                if check is not None:
+                    check()
+                rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
+            del block  # before the next one is read
         norm = units.read(self._norm)
         for rows, x in zip(encoded, on_device, strict=True):
             rows[:] = steps.get(norm(x, steps))
@@ -108,13 +113,6 @@ class SiglipEncoder:
             table = table[np.arange(rows) * self.side // rows]
             table = table[:, np.arange(columns) * self.side // columns]
         return table.reshape(rows * columns, -1)
-
-
-def _pass(block: Block, encoded: Sequence[Floats], steps: VisionSteps, check: Check | None) -> None:
-    for rows in encoded:
-        if check is not None:
-            check()
-        rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
 
 
 def _stretch(size: int, count: int) -> Floats:
