@@ -15,6 +15,7 @@ from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import (
     CONFIGS,
@@ -142,6 +143,16 @@ def test_longrope(form: str, count: int, tmp_path: Path) -> None:
     if form == "gguf":
         path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "phi3-longrope")
     assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
+
+
+def test_shared_keys_and_values_take_no_memory(tmp_path: Path) -> None:
+    save_tiny("gemma4", tmp_path)  # whose last three layers of six read those of others
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        specs = read_config(checkpoint).attention
+    ops = TorchOps(compute_format="f32")
+    assert (
+        ops.kv_nbytes(specs, 256) == ops.kv_nbytes(specs[:3], 256) > ops.kv_nbytes(specs[:2], 256)
+    )
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("compressed_tensors")
 
 from localrt.cli import main
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, untile
@@ -244,34 +244,24 @@ def test_stacked_fp8_experts(tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_store(name: str, tmp_path: Path) -> None:
-    folder, _, formats = publish(tmp_path, "llama", SMALL[name])
-    with closing(open_checkpoint(folder)) as source:
-        path = pack_store(source, tmp_path / "store")
-        with closing(open_checkpoint(path)) as store:
-            assert isinstance(store, StoreCheckpoint)
-            for key in formats:
-                (block,) = store.blocks(key)
-                assert isinstance(block, TiledTensor)
-                want = unpack(source.read(key))
-                np.testing.assert_array_equal(unpack(untile(block)), want)
-
-
 @needs_kernels
 @pytest.mark.parametrize("name", SMALL)
-def test_streamed(name: str, tmp_path: Path) -> None:
-    folder, _, _ = publish(tmp_path, "qwen3-moe", SMALL[name])
+def test_packed_and_streamed(name: str, tmp_path: Path) -> None:
+    folder, _, formats = publish(tmp_path, "qwen3-moe", SMALL[name])
     with closing(open_checkpoint(folder)) as source:
         path = pack_store(source, tmp_path / "store")
-    with closing(Model(path)) as model:
-        here = model.resident.cache(64)
-        streamed = [n for n in passing(model.store) if not n.endswith(("expert.0", "expert.1"))]
-        with model.placed(streamed) as placed:
-            there = placed.cache(64)
-            for part in (tokens(20), [5], [9]):
-                want = extend(model.resident, here, part)
-                np.testing.assert_array_equal(extend(placed, there, part), want)
+        with closing(Model(path)) as model:
+            for key in formats:
+                (block,) = model.store.blocks(key)
+                assert isinstance(block, TiledTensor)
+                np.testing.assert_array_equal(unpack(untile(block)), unpack(source.read(key)))
+            here = model.resident.cache(64)
+            streamed = [n for n in passing(model.store) if not n.endswith(("expert.0", "expert.1"))]
+            with model.placed(streamed) as placed:
+                there = placed.cache(64)
+                for part in (tokens(20), [5], [9]):
+                    want = extend(model.resident, here, part)
+                    np.testing.assert_array_equal(extend(placed, there, part), want)
 
 
 @pytest.mark.usefixtures("quiet_machine")

@@ -19,11 +19,10 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.attention import AttentionSpec, Rope
+from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny import load_ours, relative_error, tokens
 from tests.models.vision.tiny_qwen import TINY
 
 TEXT, GRIDS = 5, [(3, 4), (2, 7)]
@@ -88,35 +87,6 @@ def test_native(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
     whole = run(decoder)
     assert usual_error(whole, wanted(model)) < 0.01
     np.testing.assert_array_equal(whole, run(decoder, (9, 11, 23, 37, 38)))
-
-
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "qwen3.5"])
-def test_gguf(name: str, tmp_path: Path) -> None:
-    """A file says the same as the folder that it is made of."""
-    folder = tmp_path / "folder"
-    save_tiny(name, folder)
-    ropes = []
-    for path in (folder, write_tiny_gguf(folder, tmp_path / "m.gguf", name)):
-        with closing(open_checkpoint(path)) as checkpoint:
-            ropes.append(read_config(checkpoint).attending[-1].rope)
-    assert ropes[0] is not None
-    assert ropes[0] == ropes[1]
-    assert ropes[0].sections
-
-
-def test_sections(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
-    found = {}
-    for kind in ("qwen2_vl", "qwen3_vl", "qwen3_5"):
-        with closing(open_checkpoint(tiny_vl(kind)[0])) as checkpoint:
-            spec = read_config(checkpoint).attending[-1]
-        assert isinstance(spec, AttentionSpec)
-        assert spec.rope is not None
-        found[kind] = spec.rope.sections
-    assert found == {
-        "qwen2_vl": (0, 0, 0, 1, 1, 2, 2, 2),
-        "qwen3_vl": (0, 1, 2, 0, 1, 2, 0, 0),
-        "qwen3_5": (0, 1, 2, 0),
-    }
 
 
 def test_saved_caches_keep_their_name() -> None:

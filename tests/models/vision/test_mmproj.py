@@ -218,6 +218,7 @@ def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
     [
         ("qwen2_5_vl", "qwen2.5-vl"),
         ("qwen3_vl", "qwen3-vl"),
+        ("qwen3_5", "qwen3.5"),
         ("gemma3", "gemma3"),
         ("gemma4", "gemma4"),
         ("mistral3", "mistral3"),

@@ -36,7 +36,7 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 TINY: dict[str, Callable[[], Any]] = {
     "qwen2_vl": lambda: hf.Qwen2VLConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -10,7 +11,7 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
 from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places
-from tests.offload.placed import Model, assert_same, conversation, needs_kernels, pack_tiny
+from tests.offload.placed import Model, assert_same, conversation, needs_kernels, wide_mixture
 from tests.offload.test_placed_experts import answers, experts
 
 
@@ -39,20 +40,10 @@ def test_size_classes(sizes: list[int], classes: list[list[int]]) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """A mixture of many experts in a store, whose layers are taken to differ."""
-    from transformers import Qwen3MoeConfig
-
-    from tests.models import tiny
-
-    def wide() -> Qwen3MoeConfig:
-        sizes = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_memory, "size_classes", lambda units: [[0, 2], [1]])
-        patch.setitem(tiny.MIXTURES, "wide", wide)
-        opened = Model(pack_tiny("wide", tmp_path_factory.mktemp("moe")))
-        yield opened
-    opened.close()
+        with closing(wide_mixture(tmp_path_factory.mktemp("moe"), 2)) as opened:
+            yield opened
 
 
 @needs_kernels
