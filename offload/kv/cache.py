@@ -303,7 +303,7 @@ class SsdKVCache(NativeKVCache):
             stored.tail[:] = blocks[full * stride : (full + 1) * stride]
         stored.saved = end // BLOCK_TOKENS * BLOCK_TOKENS
 
-    # -- parts -----------------------------------------------------------------------------------
+    # -- one layer -------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
         """Clean up after an abandoned pass: wait for its saves and do not count them."""
@@ -358,8 +358,8 @@ class SsdKVCache(NativeKVCache):
             slot.data[at : at + stored.stride] = stored.tail
 
     def _read(self, slot: Slot, stored: _Stored, first: int, stop: int) -> None:
-        part = slot.data[first * stored.stride : stop * stored.stride]
-        self._file.read_into(stored.offset + first * stored.stride, part)
+        blocks = slot.data[first * stored.stride : stop * stored.stride]
+        self._file.read_into(stored.offset + first * stored.stride, blocks)
 
     def _save(self, slot: Slot, stored: _Stored, end: int) -> None:
         """Save the full blocks of a layer whose buffer has rows up to ``end``."""
@@ -371,9 +371,9 @@ class SsdKVCache(NativeKVCache):
         if full == first:
             stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
             return
-        part = slot.data[first * stride : full * stride]
+        blocks = slot.data[first * stride : full * stride]
         offset = stored.offset + first * stride
-        slot.task = self._io.start(lambda: self._file.write(offset, part))
+        slot.task = self._io.start(lambda: self._file.write(offset, blocks))
         stored.saves.append(slot.task)
         if end > full * BLOCK_TOKENS:
             stored.next_tail[:] = slot.data[full * stride : (full + 1) * stride]

@@ -456,7 +456,7 @@ class Balance(WeightMemory):
 
 
 def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stage]) -> list[Stage]:
-    """Choose units of ``able`` with at least ``nbytes`` in all, in order; none if all are too few.
+    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if all are too few.
 
     The choice exceeds ``nbytes`` by little and is spread over the pass. ``stages`` is the whole
     pass, including what it streams already.

@@ -233,8 +233,8 @@ class QueuedCopies:
             return False
         while (found := self._ring.next_chunk(copy.lease)) is not None:
             piece, after = found
-            part = slice(piece.start, piece.start + piece.nbytes)
-            self._gpu.queue_copy(name, copy.source[part], memory[part], after)
+            span = slice(piece.start, piece.start + piece.nbytes)
+            self._gpu.queue_copy(name, copy.source[span], memory[span], after)
         if copy.lease.waiting:
             return False
         self._end(copy)

@@ -124,7 +124,7 @@ class Verifier:
 
 GGUF_TEXT_NAME = "metadata.gguf"
 """Key-value pairs of the GGUF file that was packed, with its tokenizer and chat template."""
-_Part = tuple[StoredUnit, UnitTensor]
+_Slice = tuple[StoredUnit, UnitTensor]
 
 
 class StoreCheckpoint:
@@ -166,14 +166,14 @@ class StoreCheckpoint:
             if self.kind == "gguf":
                 self._text = GgufFile(path / GGUF_TEXT_NAME)
             self._open_files()
-            self._parts = self._locate()
+            self._slices = self._locate()
         except BaseException:
             self.close()
             raise
         self.notes: tuple[str, ...] = ()
         self.metadata: Mapping[str, object] = self._text.metadata if self._text else {}
         self.tensors: Mapping[str, TensorInfo] = {
-            name: _info(name, parts) for name, parts in self._parts.items()
+            name: _info(name, slices) for name, slices in self._slices.items()
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
@@ -185,8 +185,8 @@ class StoreCheckpoint:
             CheckpointError: no such tensor, the files are closed, or the bytes are damaged.
             ValueError: the tensor has no such rows, or they are stored rotated.
         """
-        parts = self._find(name)
-        info, (unit, tensor) = self.tensors[name], parts[0]
+        slices = self._find(name)
+        info, (unit, tensor) = self.tensors[name], slices[0]
         rows = info.shape[0] if len(info.shape) == 2 else 1
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
@@ -198,7 +198,7 @@ class StoreCheckpoint:
         row_bytes = info.format.row_bytes(info.shape[1])
         first = start // TILE_ROWS * TILE_ROWS
         last = min(-(-stop // TILE_ROWS) * TILE_ROWS, rows)
-        # The parts of a matrix are consecutive in their file.
+        # The slices of a matrix are consecutive in their file.
         at = unit.offset + tensor.offset + first * row_bytes
         count = -(-(last - first) // TILE_ROWS) * TILE_ROWS * row_bytes
         tiles = self._files[unit.file].read(at, count)
@@ -212,12 +212,12 @@ class StoreCheckpoint:
         Raises:
             CheckpointError: as for ``read``.
         """
-        parts = self._find(name)
-        info, (unit, tensor) = self.tensors[name], parts[0]
-        if len(parts) == 1:
+        slices = self._find(name)
+        info, (unit, tensor) = self.tensors[name], slices[0]
+        if len(slices) == 1:
             yield from self._unit(unit).blocks(name)
             return
-        data = self._read_slices([unit for unit, _ in parts])[: info.nbytes]
+        data = self._read_slices([unit for unit, _ in slices])[: info.nbytes]
         shape = (info.shape[0], info.shape[1])
         yield TiledTensor(name, info.format, shape, data, tensor.scale, tensor.hadamard)
 
@@ -237,10 +237,10 @@ class StoreCheckpoint:
         if self._text is not None:
             self._text.close()
 
-    def _find(self, name: str) -> tuple[_Part, ...]:
-        if name not in self._parts:
+    def _find(self, name: str) -> tuple[_Slice, ...]:
+        if name not in self._slices:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        return self._parts[name]
+        return self._slices[name]
 
     def _read_slices(self, units: list[StoredUnit]) -> Bytes:
         """Read the ranges of consecutive units as one."""
@@ -265,16 +265,16 @@ class StoreCheckpoint:
                     "again"
                 )
 
-    def _locate(self) -> dict[str, tuple[_Part, ...]]:
-        """Where each tensor lies; the parts of a sliced matrix are in order."""
-        found: dict[str, list[_Part]] = {}
+    def _locate(self) -> dict[str, tuple[_Slice, ...]]:
+        """Where each tensor lies; the slices of a sliced matrix are in order."""
+        found: dict[str, list[_Slice]] = {}
         for unit in self.manifest.units:
             for tensor in unit.tensors:
                 found.setdefault(tensor.name, []).append((unit, tensor))
-        for name, parts in found.items():
-            if parts[0][1].row or not all(_follows(a, b) for a, b in pairwise(parts)):
+        for name, slices in found.items():
+            if slices[0][1].row or not all(_follows(a, b) for a, b in pairwise(slices)):
                 raise CheckpointError(f"{self.path}: the parts of tensor {name!r} do not fit")
-        return {name: tuple(parts) for name, parts in found.items()}
+        return {name: tuple(slices) for name, slices in found.items()}
 
 
 def _plain(unit: StoredUnit) -> StoredUnit:
@@ -285,7 +285,7 @@ def _plain(unit: StoredUnit) -> StoredUnit:
     return replace(unit, tensors=tuple(tensors))
 
 
-def _follows(before: _Part, after: _Part) -> bool:
+def _follows(before: _Slice, after: _Slice) -> bool:
     (unit, tensor), (next_unit, next_tensor) = before, after
     return (
         len(tensor.shape) == len(next_tensor.shape) == 2
@@ -301,8 +301,8 @@ def _follows(before: _Part, after: _Part) -> bool:
     )
 
 
-def _info(name: str, parts: tuple[_Part, ...]) -> TensorInfo:
-    last = parts[-1][1]
+def _info(name: str, slices: tuple[_Slice, ...]) -> TensorInfo:
+    last = slices[-1][1]
     shape = (last.row + last.shape[0], *last.shape[1:])
-    nbytes = sum(tensor.nbytes for _, tensor in parts)
+    nbytes = sum(tensor.nbytes for _, tensor in slices)
     return TensorInfo(name, shape, last.format, nbytes)
