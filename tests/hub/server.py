@@ -46,7 +46,9 @@ class FakeHub:
     ignore_range: bool = False
     extra_names: list[str] = field(default_factory=list)
     html: bool = False
+    busy: bool = False
     published: list[dict[str, Any]] = field(default_factory=list)  # what searches find
+    searches: list[str] = field(default_factory=list)  # the words that were searched for
     endpoint: str = ""
 
     def add(self, repo: str, files: dict[str, bytes], *, revision: str = COMMIT) -> None:
@@ -85,14 +87,10 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             )
             if hub.html:
                 self.answer(200, b"<html>please log in to the network</html>", "text/html")
-            elif path == "/api/models" and hub.published:
-                words = parse_qs(urlsplit(self.path).query)["search"][0].split()
-                found = [
-                    each
-                    for each in hub.published
-                    if all(word in each["id"].lower() for word in words)
-                ]
-                self.answer(200, json.dumps(found).encode(), "application/json")
+            elif hub.busy:
+                self.fail(503, "")
+            elif path == "/api/models":
+                self.search(parse_qs(urlsplit(self.path).query)["search"][0])
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
                 self.tree(match[1], match[2])
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
@@ -101,6 +99,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.file(match[1], match[2], match[3])
             else:
                 self.fail(404, "EntryNotFound")
+
+        def search(self, words: str) -> None:
+            hub.searches.append(words)
+            wanted = words.split()
+            found = [
+                each for each in hub.published if all(word in each["id"].lower() for word in wanted)
+            ]
+            self.answer(200, json.dumps(found).encode(), "application/json")
 
         def info(self, repo: str, revision: str) -> None:
             if (files := self.lookup(repo, revision)) is None:

@@ -114,10 +114,6 @@ def test_pull_of_a_model_that_sees(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["models"][0]["projector"] == encoder
 
 
-def searches(hub: FakeHub) -> int:
-    return sum(each.path == "/api/models" for each in hub.requests)
-
-
 def published(name: str, **more: object) -> dict[str, object]:
     return {"id": name, "tags": ["safetensors"], **more}
 
@@ -132,7 +128,7 @@ def test_pull_offers_the_head_of_the_repository(
         assert call(pull_command, f"org/mtp:{label}") == 0
         _, offer = capsys.readouterr().out.splitlines()
         assert offer == f"{offers}{label}.gguf`"
-    assert not searches(hub)
+    assert hub.searches == []
     assert call(pull_command, "org/mtp:MTP/mtp-tiny-F16.gguf") == 0  # nothing drafts for a head
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert call(pull_command, "org/mtp:Q8_0", "--draft", "--json") == 0
@@ -166,7 +162,7 @@ def test_pull_offers_a_published_head(hub: FakeHub, capsys: pytest.CaptureFixtur
     assert call(pull_command, "org/Some-1B-GGUF") == 0
     _, offer = capsys.readouterr().out.splitlines()
     assert offer.endswith("with `localrt pull me/some_1b_EAGLE3`")
-    assert searches(hub) == 1
+    assert len(hub.searches) == 1
     hub.published = [published("org/other")]
     assert call(pull_command, "org/Some-1B-GGUF", "--json") == 0
     assert json.loads(capsys.readouterr().out)["draft"] is None
@@ -189,11 +185,12 @@ def test_a_hub_that_does_not_search_is_no_error(
 ) -> None:
     call(pull_command, "org/quants:Q8_0")
     found = pull("org/quants:Q8_0", refresh=False)
-    hub.html, before = answer == "html", searches(hub)
+    hub.html = answer == "html"
+    hub.requests.clear()
     if answer == "offline":
         monkeypatch.setenv("LOCALRT_OFFLINE", "1")
     assert find_draft(found) is None
-    assert searches(hub) - before == (answer == "html")
+    assert len(hub.requests) == (answer == "html")
 
 
 def test_pull_needs_a_model() -> None:

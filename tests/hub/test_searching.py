@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError
 from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known
-from localrt.hub.searching import list_variants, search_models
+from localrt.hub.searching import FoundModel, list_variants, search_models
 from tests.hub.server import FakeHub
 
 MODELS: list[dict[str, Any]] = [
@@ -28,85 +22,56 @@ MODELS: list[dict[str, Any]] = [
         "gated": False,
         "lastModified": "2026-02-17T10:00:00.000Z",
     },
-    {"id": "org/pictures", "downloads": 800, "likes": 1, "tags": ["diffusers"], "gated": False},
+    {
+        "id": "org/chat-pictures",
+        "downloads": 800,
+        "likes": 1,
+        "tags": ["diffusers"],
+        "gated": False,
+    },
     {"id": "org/chat", "downloads": 9, "tags": ["safetensors"], "gated": "manual", "likes": 0},
 ]
 
 
-@contextmanager
-def search_server(answer: bytes, status: int = 200) -> Iterator[tuple[str, list[str]]]:
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_models_by_words(settings: Settings) -> None:
-    with search_server(json.dumps(MODELS).encode()) as (endpoint, asked):
-        found = search_models("chat ", settings=replace(settings, hub_endpoint=endpoint))
+def test_models_by_words(hub: FakeHub, settings: Settings) -> None:
+    hub.published = MODELS
+    found = search_models("chat ", settings=settings)
     assert [model.name for model in found] == ["org/chat-GGUF", "org/chat"]
-    assert found[0].kinds == ("gguf",)
-    assert found[0].downloads == 900
-    assert not found[0].gated
-    assert found[0].updated == "2026-02-17"
+    assert found[0] == FoundModel("org/chat-GGUF", 900, 7, ("gguf",), False, "2026-02-17")
     assert found[1].gated
-    assert len(asked) == 1
-    assert "search=chat" in asked[0]
+    assert hub.searches == ["chat"]
 
 
-def test_short_name(settings: Settings) -> None:
-    with search_server(b"[]") as (endpoint, asked):
-        search_models(" qwen3:30b", settings=replace(settings, hub_endpoint=endpoint))
+def test_short_name(hub: FakeHub, settings: Settings) -> None:
+    search_models(" qwen3:30b", settings=settings)
     known = find_known("qwen3:30b")
     assert known is not None
-    assert parse_qs(urlsplit(asked[0]).query)["search"] == [known.repo]
+    assert hub.searches == [known.repo]
 
 
-@pytest.mark.parametrize(("answer", "status"), [(b"<html>log in</html>", 200), (b"{}", 503)])
-def test_a_strange_hub_is_one_line(settings: Settings, answer: bytes, status: int) -> None:
-    with (
-        search_server(answer, status) as (endpoint, _),
-        pytest.raises(HubError) as raised,
-    ):
-        search_models("chat", settings=replace(settings, hub_endpoint=endpoint))
+@pytest.mark.parametrize("fault", [{"html": True}, {"busy": True}])
+def test_a_strange_hub_is_one_line(
+    fault: dict[str, bool], hub: FakeHub, settings: Settings
+) -> None:
+    for name, value in fault.items():
+        setattr(hub, name, value)
+    with pytest.raises(HubError) as raised:
+        search_models("chat", settings=settings)
     assert "\n" not in str(raised.value)
 
 
-def test_no_network_is_asked_offline(settings: Settings) -> None:
-    with search_server(b"[]") as (endpoint, asked):
-        offline = replace(settings, hub_endpoint=endpoint, offline=True)
-        with pytest.raises(OfflineError):
-            search_models("chat", settings=offline)
-        with pytest.raises(OfflineError):
-            list_variants("org/chat", settings=offline)
-    assert not asked
+def test_no_network_is_asked_offline(hub: FakeHub, settings: Settings) -> None:
+    offline = replace(settings, offline=True)
+    with pytest.raises(OfflineError):
+        search_models("chat", settings=offline)
+    with pytest.raises(OfflineError):
+        list_variants("org/chat", settings=offline)
+    assert hub.requests == []
 
 
 def test_variants_with_sizes(hub: FakeHub, settings: Settings) -> None:
-    found = list_variants("org/quants", settings=settings)
-    assert [variant.label for variant in found] == sorted(
-        (v.label for v in found), key=lambda label: next(v.bytes for v in found if v.label == label)
-    )
-    names = {variant.label: variant.name for variant in found}
-    assert names["Q4_K_M"] == "org/quants:Q4_K_M"
-    assert all(variant.bytes > 0 for variant in found)
+    found = [(each.label, each.name) for each in list_variants("org/quants", settings=settings)]
+    assert found == [(label, f"org/quants:{label}") for label in ("Q8_0", "Q4_K_M", "F16")]
     (whole,) = list_variants("org/tiny", settings=settings)
     assert whole.name == "org/tiny"
     assert whole.label == "safetensors"
