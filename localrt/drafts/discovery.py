@@ -164,8 +164,7 @@ def _beside(target: Path) -> Iterator[FamilyDraft]:
         return
     for variant in gguf_variants(names):
         files = [target.parent / name for name in variant.files]
-        if variant.complete:
-            yield FamilyDraft(str(files[0]), files[0], sum(_size(file) for file in files))
+        yield FamilyDraft(str(files[0]), files[0], sum(_size(file) for file in files))
 
 
 def _nbytes(model: Path) -> int:

@@ -158,7 +158,7 @@ def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
     snapshot = repo.snapshot(commit)
     if ref.variant is None and repo.has_safetensors(commit, files):
         return CachedModel(snapshot, commit, None)
-    variants = [variant for variant in gguf_variants(files) if variant.complete]
+    variants = gguf_variants(files)
     try:
         variant = choose_variant(variants, ref.variant, ref.repo)
     except ModelNotFoundError:

@@ -53,7 +53,6 @@ class GgufVariant:
     label: str
     stem: str
     files: tuple[str, ...]
-    complete: bool
     drafts: bool = False
 
     @property
@@ -79,7 +78,9 @@ def name_words(name: str) -> list[str]:
 
 
 def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
-    """The GGUF models among ``paths``, with split files grouped; projectors are left out."""
+    """The GGUF models among ``paths``, with split files grouped. Projectors are left out, as are
+    split files of which a part is missing.
+    """
     groups: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
@@ -94,19 +95,20 @@ def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
     for (base, parts), members in sorted(groups.items()):
         stem = base.rpartition("/")[2]
         members.sort()
-        complete = [part for part, _ in members] == list(range(1, parts + 1))
+        if [part for part, _ in members] != list(range(1, parts + 1)):
+            continue
         folder = base.rpartition("/")[0].rpartition("/")[2]
         label = quantization_label(stem) or quantization_label(folder) or stem
         files = tuple(path for _, path in members)
-        variants.append(GgufVariant(label, stem, files, complete, is_draft_file(base)))
+        variants.append(GgufVariant(label, stem, files, is_draft_file(base)))
     return variants
 
 
 def models_among(variants: Iterable[GgufVariant], repo: str) -> list[GgufVariant]:
-    """The complete variants to choose from: no heads, except in a repository named as a head."""
-    complete = [each for each in variants if each.complete]
-    models = [each for each in complete if not each.drafts]
-    return models or (complete if is_draft_file(repo) else [])
+    """The variants to choose from: no heads, except in a repository named as a head."""
+    every = list(variants)
+    models = [each for each in every if not each.drafts]
+    return models or (every if is_draft_file(repo) else [])
 
 
 def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: str) -> GgufVariant:
@@ -117,14 +119,14 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
     Raises:
         ModelNotFoundError: none or several fit; the message lists the variants.
     """
-    complete = models_among(variants, repo)
-    heads = [each for each in variants if each.complete and each.drafts]
-    there = ", ".join(dict.fromkeys(variant.label for variant in complete))
+    models = models_among(variants, repo)
+    heads = [each for each in variants if each.drafts]
+    there = ", ".join(dict.fromkeys(variant.label for variant in models))
     if wanted is None:
-        if len(complete) == 1:
-            return complete[0]
-        fitting = [variant for variant in complete if variant.label == DEFAULT_LABEL]
-        if not complete and heads:
+        if len(models) == 1:
+            return models[0]
+        fitting = [variant for variant in models if variant.label == DEFAULT_LABEL]
+        if not models and heads:
             names = ", ".join(head.files[0] for head in heads)
             raise ModelNotFoundError(f"{repo} holds only what drafts for a model ({names})")
         if not fitting:
@@ -132,7 +134,7 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
                 f"{repo} holds several GGUF files: choose one as {repo}:LABEL (there: {there})"
             )
     else:
-        fitting = _matching(complete, wanted) or _named(heads, wanted)
+        fitting = _matching(models, wanted) or _named(heads, wanted)
     if not fitting:
         raise ModelNotFoundError(f"{repo} has no GGUF file {wanted!r} (there: {there or 'none'})")
     if len(fitting) > 1:
@@ -147,7 +149,7 @@ def head_variant(variants: Iterable[GgufVariant], label: str) -> str:
     """The file of the head that drafts for a repository's model: the one with the quantization
     ``label``, else of 8 bits, else any; empty if there is none.
     """
-    heads = [each for each in variants if each.drafts and each.complete]
+    heads = [each for each in variants if each.drafts]
     ranked = sorted(heads, key=lambda each: (each.label != label, each.label != "Q8_0"))
     return ranked[0].files[0] if ranked else ""
 

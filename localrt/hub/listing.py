@@ -157,7 +157,7 @@ def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
         if repo.has_safetensors(commit, files):
             others = [snapshot / file for file in files if not file.lower().endswith(".gguf")]
             yield _local(name, snapshot, others, "safetensors", None, "hub cache")
-        variants = [variant for variant in gguf_variants(files) if variant.complete]
+        variants = gguf_variants(files)
         for variant in variants:
             paths = [snapshot / file for file in variant.files]
             full_name = f"{name}:{variant_name(variant, variants)}"
@@ -326,7 +326,7 @@ def variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
     if commit is None:
         return {}
     snapshot = repo.snapshot(commit)
-    variants = [each for each in gguf_variants(repo.files(commit)) if each.complete]
+    variants = gguf_variants(repo.files(commit))
     return {
         variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
         for each in models_among(variants, ref.repo)

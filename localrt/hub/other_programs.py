@@ -250,7 +250,7 @@ def _lm_studio_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
             if has_safetensors(names, index_shards(home)):
                 own = [each for each in names if not each.lower().endswith(".gguf")]
                 yield _in_folder("lmstudio", name, home, own)
-            variants = [each for each in gguf_variants(names) if each.complete]
+            variants = gguf_variants(names)
             for variant in variants:
                 own = [*variant.files, *variant_projectors(variant, names)[:1]]
                 full = f"{name}:{variant_name(variant, variants)}"
@@ -263,9 +263,8 @@ def _llama_cpp_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
         names = [path.name for path in _files(folder)]
         known = _noted(folder, names)
         for variant in gguf_variants(names):
-            if variant.complete:
-                name = f"llamacpp:{known.get(variant.files[0], variant.stem)}"
-                yield _in_folder("llamacpp", name, folder, variant.files, variant)
+            name = f"llamacpp:{known.get(variant.files[0], variant.stem)}"
+            yield _in_folder("llamacpp", name, folder, variant.files, variant)
 
 
 def _in_folder(

@@ -136,8 +136,8 @@ def resolve(
     online = not (settings.offline if offline is None else offline)
     fetch = _Fetch(
         settings,
+        online,
         download=download,
-        online=online,
         choose=choose,
         progress=progress,
         cancel=cancel,
@@ -180,9 +180,8 @@ def offer_of(repo: str, settings: Settings) -> Offer:
     from localrt.hub.download import list_repo  # imports huggingface_hub, which is slow
 
     online = not settings.offline
-    fetch = _Fetch(settings, download=True, online=online, choose=None, progress=None, cancel=None)
     remote = list_repo(repo, None, settings)
-    return fetch.offer(HubRef(repo), remote, gguf_variants(remote.files))
+    return _Fetch(settings, online).offer(HubRef(repo), remote, gguf_variants(remote.files))
 
 
 def resolve_adapter(
@@ -213,9 +212,7 @@ def resolve_adapter(
     here = set() if commit is None else set(repo.files(commit))
     if commit is None or not any(set(names) <= here for names in ADAPTER_FILES):
         online = not (settings.offline if offline is None else offline)
-        fetch = _Fetch(
-            settings, download=True, online=online, choose=None, progress=progress, cancel=cancel
-        )
+        fetch = _Fetch(settings, online, progress=progress, cancel=cancel)
         commit = fetch.files(ref, *ADAPTER_FILES)
     return repo.snapshot(commit)
 
@@ -225,11 +222,11 @@ class _Fetch:
     """What one call of ``resolve`` may do to get files."""
 
     settings: Settings
-    download: bool
     online: bool
-    choose: Chooser | None
-    progress: ProgressCallback | None
-    cancel: Event | None
+    download: bool = True
+    choose: Chooser | None = None
+    progress: ProgressCallback | None = None
+    cancel: Event | None = None
     name: str = ""  # as the user wrote it
     vision: bool = True
 
@@ -300,13 +297,13 @@ class _Fetch:
         self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]
     ) -> str | None:
         """Return the name of the wanted GGUF file; None means the usual one."""
-        complete = models_among(variants, ref.repo)
-        if ref.variant is not None or self.choose is None or len(complete) < 2:
+        models = models_among(variants, ref.repo)
+        if ref.variant is not None or self.choose is None or len(models) < 2:
             return ref.variant
         return self.choose(self.offer(ref, remote, variants))
 
     def offer(self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]) -> Offer:
-        """Return the repository's complete GGUF files, and the model's config."""
+        """Return the repository's GGUF files to choose from, and the model's config."""
         sizes = {
             variant_name(each, variants): sum(remote.files[name].size for name in each.files)
             for each in models_among(variants, ref.repo)
@@ -343,10 +340,13 @@ class _Fetch:
     def _download(self, remote: RemoteRepo, names: Sequence[str], ref: HubRef) -> None:
         from localrt.hub.download import download  # as above
 
-        settings, progress, cancel = self.settings, self.progress, self.cancel
-        revision = ref.revision
         download(
-            remote, names, revision=revision, settings=settings, progress=progress, cancel=cancel
+            remote,
+            names,
+            revision=ref.revision,
+            settings=self.settings,
+            progress=self.progress,
+            cancel=self.cancel,
         )
 
     def demo(self) -> ResolvedModel:

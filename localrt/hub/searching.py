@@ -141,11 +141,11 @@ def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
     _check_online(settings)
     remote = list_repo(repo, None, settings)
     found = []
-    names = safetensors_model_files(list(remote.files))
+    names = safetensors_model_files(remote.files)
     if names:
         size = sum(remote.files[name].size for name in names)
         found.append(Variant(repo, "safetensors", size))
-    variants = [variant for variant in gguf_variants(list(remote.files)) if variant.complete]
+    variants = gguf_variants(remote.files)
     for variant in variants:
         size = sum(remote.files[name].size for name in variant.files)
         name = str(HubRef(repo, variant=variant_name(variant, variants)))

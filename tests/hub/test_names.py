@@ -234,13 +234,12 @@ def test_draft_heads_beside_a_model(
 
 def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
     names = [f"sub/big-Q6_K-0000{part}-of-00003.gguf" for part in (3, 1)]
-    (variant,) = gguf_variants(names)
-    assert (variant.label, variant.complete) == ("Q6_K", False)
+    assert gguf_variants(names) == []
     (variant,) = gguf_variants([*names, "sub/big-Q6_K-00002-of-00003.gguf"])
-    assert variant.complete
-    (labelled,) = gguf_variants(f"Q4_K_M/model-0000{part}-of-00003.gguf" for part in (1, 2, 3))
-    assert (labelled.label, labelled.complete) == ("Q4_K_M", True)
+    assert (variant.label, len(variant.files)) == ("Q6_K", 3)
     assert variant.files[0].endswith("-00001-of-00003.gguf")
+    (labelled,) = gguf_variants(f"Q4_K_M/model-0000{part}-of-00003.gguf" for part in (1, 2, 3))
+    assert labelled.label == "Q4_K_M"
 
 
 def test_a_single_file_is_preferred_to_other_copies() -> None:
