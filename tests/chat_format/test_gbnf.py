@@ -198,21 +198,6 @@ def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
-        ({"grammar": ""}, "grammar must be a non-empty string"),
-        ({"grammar": 'root ::= "a"', "regex": "a"}, "regex and grammar cannot be combined"),
-    ],
-)
-def test_what_cannot_be_followed_is_one_line(
-    tiny: localrt.Model, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(OptionError, match=message):
-        tiny.generate("hi", temperature=1.0, max_tokens=600, ignore_eos=True, **options)
-
-
-@pytest.mark.parametrize(
     "grammar",
     [
         'root ::= ("x" | "xx"){0,3000} "y"',

@@ -134,6 +134,9 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
         ({"regex": 5}, "regex must be a non-empty string"),
         ({"regex": "[^\\s\\S]"}, "regex"),
         ({"regex": "a", "json_schema": {}}, "cannot be combined"),
+        ({"regex": "a", "grammar": 'root ::= "a"'}, "regex and grammar cannot be combined"),
+        ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
+        ({"grammar": ""}, "grammar must be a non-empty string"),
     ],
 )
 def test_what_cannot_be_followed_is_said_before_any_work(
