@@ -281,6 +281,11 @@ _CALLED = f'{_C} to=functions.weather <|constrain|>json<|message|>{{"city": "Osl
             [OSLO],
         ),
         (
+            f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>First this. {_NEXT}{_F}<|message|>Four.",
+            ("Hm.", "First this. Four."),
+            [],
+        ),
+        (
             f"{_A}<|message|>Hm.{_NEXT}{_A}<|message|>So.{_NEXT}{_F}<|message|>Yes.<|return|>",
             ("Hm.\n\nSo.", "Yes."),
             [],

@@ -50,7 +50,6 @@ _GLM = (
     "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
 )
-_SEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 # The mark or the name of a template, what its model writes, and what of it is shown.
 SPELLINGS: dict[str, tuple[str, str, str]] = {
@@ -82,15 +81,8 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
         f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{_PARIS}",
         "",
     ),
-    "deepseek": (
-        "DeepSeek V3, R1",
-        _SEEK.format(f"function<｜tool▁sep｜>weather\n```json\n{_PARIS}\n```"),
-        "",
-    ),
-    "deepseek 3.1": ("DeepSeek V3.1", _SEEK.format(f"weather<｜tool▁sep｜>{_PARIS}"), ""),
     "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
-    "functools": ("FireFunction, Phi", f"functools[{_JSON}]", ""),
     "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
 }
 
@@ -133,7 +125,6 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
         ("<|python_tag|>", f"{_LLAMA}; {_LLAMA}"),
         ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}, {_JSON}]"),
         ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}' * 2),
-        ("FireFunction, Phi", f"functools[{_JSON}, {_JSON}]"),
     ],
 )
 def test_several_calls(template: str, text: str) -> None:
@@ -179,40 +170,16 @@ def test_any_text_survives(text: str, cuts: list[int]) -> None:
         assert calls or shown == text
 
 
-HARMONY = (
-    "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant<|channel|>commentary "
-    'to=functions.weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}<|call|>'
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<|channel|>commentary to=functions.weather<|message|>{oops", "{oops"),
+        ('{"a": 1}', '{"a": 1}'),
+    ],
 )
-HARMONY_ROLE_FIRST = (
-    "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.weather"
-    '<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}'
-)
-
-
-@pytest.mark.parametrize("text", [HARMONY, HARMONY_ROLE_FIRST])
-@given(cuts=st.lists(st.integers(0, 400), max_size=12))
-def test_channels(text: str, cuts: list[int]) -> None:
-    shown, calls = read(HarmonyParser(), pieces(text, cuts))
-    assert calls == [("weather", PARIS)]
-    parts = localrt.split_thinking(shown)
-    assert (parts.thinking, parts.answer, parts.open) == ("I look it up.", "", False)
-
-
-@given(cuts=st.lists(st.integers(0, 400), max_size=12))
-def test_channels_of_an_answer(cuts: list[int]) -> None:
-    text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "First this. <|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-    )
-    shown, calls = read(HarmonyParser(), pieces(text, cuts))
-    assert calls == []
-    assert localrt.split_thinking(shown).answer == "First this. Four."
-    assert read(HarmonyParser(), pieces('{"a": 1}', cuts)) == ('{"a": 1}', [])
-
-
-def test_a_malformed_call_in_a_channel_stays_text() -> None:
-    text = "<|channel|>commentary to=functions.weather<|message|>{oops"
-    assert read(HarmonyParser(), iter(text)) == ("{oops", [])
+def test_what_is_no_call_in_a_channel_stays_text(text: str, shown: str) -> None:
+    for parts in (text, [text]):
+        assert read(HarmonyParser(), iter(parts)) == (shown, [])
 
 
 def test_thinking_that_the_prompt_has_opened() -> None:
