@@ -20,6 +20,7 @@ from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids_of, tool
 from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
+from tests.chat_format.test_gbnf import byte_tokenizer
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.scripted import with_template
@@ -53,24 +54,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 _PYTHON = ("Qwen Coder, Qwen 3.5, Nemotron 3", "Seed-OSS", "MiniCPM", "LFM 2.5", "Gemma 4")
 
 
-class _Bytes:
-    """A tokenizer of bytes, as llguidance takes one."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-    special_token_ids = (256,)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@cache
-def tokenizer() -> Any:
-    wrapper = llguidance.TokenizerWrapper(_Bytes())
-    return llguidance.LLTokenizer(wrapper, n_vocab=257, slices=[])
-
-
 @cache
 def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
     template = ChatTemplate(TEMPLATES[name])
@@ -81,7 +64,7 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
     grammar, left_out = call_grammar(spelling, functions, json.dumps, spaces=SPACES)
     assert not left_out - {"maxItems"}  # of PAINT's tags
     lark = llguidance.LLMatcher.grammar_from_lark(grammar)
-    matcher = llguidance.LLMatcher(tokenizer(), lark, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return template, syntax, matcher
 
@@ -173,7 +156,7 @@ def test_what_text_is_not_bound_by_is_told(
     grammar, found = grammar_of(name, parameters)
     assert found == left_out
     lark = llguidance.LLMatcher.grammar_from_lark(grammar)
-    assert not llguidance.LLMatcher(tokenizer(), lark, log_level=0).get_error()
+    assert not llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0).get_error()
 
 
 @pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
@@ -207,7 +190,7 @@ def test_quoted_values_are_of_their_types(kinds: list[str], value: str, allowed:
     schema = {"properties": {"a": {"type": kinds}}, "required": ["a"]}
     grammar, _ = grammar_of("Gemma 4", schema)
     lark = llguidance.LLMatcher.grammar_from_lark(grammar)
-    matcher = llguidance.LLMatcher(tokenizer(), lark, log_level=0)
+    matcher = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0)
     text = f"<|tool_call>call:f{{a:{value}}}<tool_call|>"
     assert all(map(matcher.consume_token, text.encode())) == allowed
     assert not allowed or matcher.is_accepting()

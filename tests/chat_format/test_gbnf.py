@@ -52,11 +52,16 @@ class Bytes:
 
 
 @cache
+def byte_tokenizer() -> Any:
+    wrapper = llguidance.TokenizerWrapper(Bytes())
+    return llguidance.LLTokenizer(wrapper, n_vocab=257, slices=[])
+
+
+@cache
 def matcher(grammar: str) -> Any:
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, slices=[])
     lark = gbnf_to_lark(grammar, TOKENS.get)
     made = llguidance.LLMatcher(
-        tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
+        byte_tokenizer(), llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
     )
     assert not made.is_error(), made.get_error()
     return made
@@ -139,10 +144,9 @@ def test_repetitions_of_repetitions_allow_what_they_say(grammar: str, expression
     ],
 )
 def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, slices=[])
     limits = llguidance.LLParserLimits(max_items_in_row=150, step_max_items=10_000)
     lark = llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(grammar, TOKENS.get))
-    made = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+    made = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0, limits=limits)
     for byte in b"a" * 900:
         made.compute_bitmask()
         assert made.consume_token(byte), made.get_error()
