@@ -146,10 +146,8 @@ class TaggedArguments:
                 end = text.find(after, end + 1)
         if end < 0:
             raise ValueError("a value without an end")
-        value = text[at:end]
         lead = mid.before[len(mid.before.rstrip()) :]
-        value = value.removeprefix(lead) if lead else value
-        return value.removesuffix(trail) if trail else value, end + len(after)
+        return text[at:end].removeprefix(lead).removesuffix(trail), end + len(after)
 
     def _typed(self, text: str, string: bool | None, accepted: Accepted) -> Any:
         if string:

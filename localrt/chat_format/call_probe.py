@@ -442,7 +442,10 @@ class _Probe:
                 mids[0] = replace(usual, string=True)
                 mids.append(Mid(before, usual.after, string=False, kind=kind))
         if _SPECIAL in self._special:
-            before, after = _around(self._special, _SPECIAL)
+            at = self._special.rindex(_SPECIAL)
+            key = self._special.rindex(_KEY, 0, at)
+            before = self._special[key + len(_KEY) : at]
+            after = self._special[at + len(_SPECIAL) :]
             if before != usual.before:  # such strings get other marks
                 end = after.find(usual.after) + len(usual.after)
                 mids.append(Mid(before, after[:end], string=True))
@@ -454,13 +457,6 @@ def _calls_in(text: str, syntax: CallSyntax) -> tuple[str, list[ProbeCall]]:
     parser = TextParser(syntax, _READ_BY)
     shown = parser.push(text) + parser.flush()
     return shown, [(call.name, json.loads(call.arguments)) for call in parser.calls]
-
-
-def _around(text: str, value: str) -> tuple[str, str]:
-    """The text between a key and ``value``, and the text after the value."""
-    at = text.rindex(value)
-    key = text.rindex(_KEY, 0, at)
-    return text[key + len(_KEY) : at], text[at + len(value) :]
 
 
 # -- JSON ------------------------------------------------------------------------------------------

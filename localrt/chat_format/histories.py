@@ -161,8 +161,7 @@ def _is_answer(message: _Message) -> bool:
 def _call_text(call: object) -> str:
     function = _function(call)
     arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-    name, spelling = function.get("name"), HERMES_CALL
-    return f"{spelling.before}{name}{spelling.middle}{arguments}{spelling.after}"
+    return HERMES_CALL.call(function.get("name"), arguments)
 
 
 def _function(call: object) -> Mapping[str, object]:

@@ -260,8 +260,7 @@ class Offers:
             if self._shows(form, own):
                 return Offer(functions, own, form)
         lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in functions)
-        spelling = HERMES_CALL
-        call = f"{spelling.before}NAME{spelling.middle}{{ARGUMENTS}}{spelling.after}"
+        call = HERMES_CALL.call("NAME", "{ARGUMENTS}")
         return Offer(functions, own, None, _PLAIN.format(lines, call))
 
     def _shows(self, tools: Sequence[_Tool], names: Mapping[str, str]) -> bool:

@@ -261,3 +261,7 @@ class Spelling:
     arguments: Arguments
     joint: str = ""
     later: str = ""
+
+    def call(self, name: object, arguments: str) -> str:
+        """The text of one call."""
+        return f"{self.before}{name}{self.middle}{arguments}{self.after}"

@@ -359,11 +359,7 @@ class TextParser:
         primed, self._primed = self._primed, ""
         if calls is None:
             self._has_text = True
-            opening = (
-                syntax.opening.removesuffix(syntax.call_start)
-                if syntax.call_start
-                else syntax.opening
-            )
+            opening = syntax.opening.removesuffix(syntax.call_start)
             return space + opening.removeprefix(primed) + body + closing
         self.calls += tuple(make_call(call, self._names) for call in calls)
         return ""
