@@ -358,6 +358,12 @@ def test_what_is_refused_is_one_line(
     assert [each for each in words if each not in text] == []
 
 
+def test_a_file_that_is_listed_and_missing(hub: FakeHub, settings: Settings) -> None:
+    hub.extra_names = ["lost-Q5_0.gguf"]
+    with pytest.raises(ModelNotFoundError, match="a file of org/quants is missing on the hub"):
+        resolve("org/quants:Q5_0", settings=settings)
+
+
 def test_a_login_page_instead_of_a_hub(hub: FakeHub, settings: Settings) -> None:
     hub.html = True
     with pytest.raises(HubError, match="does not answer like a model hub") as caught:
