@@ -178,7 +178,9 @@ def test_no_split_of_a_stream_changes_an_answer(name: str, ending: str) -> None:
         for cut in (False, True):
             whole = read([text], cut=cut)
             assert read(list(text), cut=cut) == whole
-            for at in range(1, len(text)):
+            # Earlier splits of a text that ends early are those of one that ends before it.
+            first = 1 if end == len(answer) else max(1, len(text) - 40)
+            for at in range(first, len(text)):
                 assert read([text[:at], text[at:]], cut=cut) == whole
 
 
