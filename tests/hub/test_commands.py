@@ -84,6 +84,11 @@ def test_pull_says_what_was_chosen_and_where(capsys: pytest.CaptureFixture[str])
     assert err == ""
 
 
+def test_pull_chooses_one_of_two_files_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(pull_command, "org/seeing") == 0
+    assert capsys.readouterr().err.startswith("localrt: org/seeing:Q4_K_M, 6 kB: the largest of")
+
+
 def test_of_several_files_the_one_to_take_says_why(hub: FakeHub) -> None:
     offered = {each.name: each.why for each in list_variants("org/quants")}
     assert offered["org/quants:Q4_K_M"].startswith("the largest of up to 8 bits")
