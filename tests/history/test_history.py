@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -352,7 +353,9 @@ def picture(color: str = "red", size: tuple[int, int] = (8, 4), kind: str = "PNG
 
 
 def files(history: History) -> list[bytes]:
-    return [row["data"] for row in history._database.rows("SELECT data FROM picture")]
+    assert history.path is not None
+    with closing(sqlite3.connect(history.path)) as connection:
+        return [data for (data,) in connection.execute("SELECT data FROM picture")]
 
 
 def asking(*content: str | bytes) -> list[dict[str, Any]]:
@@ -425,7 +428,8 @@ def test_bad_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None
 def test_file_from_before_pictures(tmp_path: Path) -> None:
     with History(tmp_path / "h.db") as history:
         history.new(model="m").add("user", "old")
-        history._database._connection.executescript(
+    with closing(sqlite3.connect(tmp_path / "h.db")) as connection:
+        connection.executescript(
             "DROP TABLE turn_picture; DROP TABLE picture; PRAGMA user_version = 1"
         )
     with History(tmp_path / "h.db") as history:
@@ -453,7 +457,9 @@ def test_pictures_go_on_in_memory(history: History) -> None:
 def test_lost_picture(history: History) -> None:
     talk = history.new(model="m")
     turn = talk.add("user", asking("What is ", picture()))
-    history._database.rows("DELETE FROM turn_picture")
+    assert history.path is not None
+    with closing(sqlite3.connect(history.path)) as connection, connection:
+        connection.execute("DELETE FROM turn_picture")
     with pytest.raises(StorageError, match="not in the history"):
         _ = turn.pictures[0].data
     assert "picture.png: this picture is lost" in str(talk.messages)
