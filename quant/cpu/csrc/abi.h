@@ -9,6 +9,9 @@
 #define LRT_API extern "C" __attribute__((visibility("default")))
 #endif
 
+// Instruction sets that this processor has, best first: the name at `at`, or null after the last.
+LRT_API const char* lrt_isa_here(int at);
+
 // Rows that `lrt_tile` converts, by the numbers of GGUF's types.
 enum Source : int32_t {
     FROM_F32, FROM_F16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0 = 6, FROM_Q5_1, FROM_Q8_0,

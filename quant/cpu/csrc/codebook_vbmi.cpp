@@ -1,16 +1,12 @@
 // Tables of codebooks and lookup of entries by byte permutations: x86-64 with AVX-512 VBMI.
 #include "codebook.h"
+#include "processor.h"
 
 Codebook codebooks[CODEBOOKS];
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")
-#endif
+TARGET_BEGIN(LRT_AVX512 ",avx512vbmi")
 
 namespace {
 
@@ -60,14 +56,10 @@ template <int WIDTH, int INDEX_BITS> void look_up_wide(const Codebook& book, con
 
 }  // namespace
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
 
 LookUp wide_look_up(int width, int index_bits) {
-    if (!__builtin_cpu_supports("avx512vbmi")) return nullptr;
+    if (!processor().vbmi) return nullptr;
     if (width == 4) return index_bits == 8 ? look_up_wide<4, 8> : look_up_wide<4, 9>;
     switch (index_bits) {
         case 8: return look_up_wide<8, 8>;

@@ -2,6 +2,7 @@
 #pragma once
 #include "abi.h"
 #include "pool.h"
+#include "processor.h"
 
 #ifndef LRT_AMX
 #define LRT_AMX 0  // whether AMX's products are compiled
@@ -10,14 +11,6 @@
 #define LRT_BF16_ONLY 0  // whether only the functions with bf16 products are compiled; the others are AVX-512's
 #endif
 #define LRT_BF16 (LRT_AMX || LRT_BF16_ONLY)
-#if defined(__x86_64__) && __GNUC__ >= 11 && !defined(__clang__)
-#define LRT_BF16_COMPILES 1
-#endif
-// AMX needs a compiler with its intrinsics, and Linux, which grants its registers.
-#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)
-#define LRT_AMX_COMPILES 1
-bool amx_works();
-#endif
 
 struct Kernels {
     void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);
@@ -54,3 +47,11 @@ struct Kernels {
 #if LRT_BF16_ONLY
 extern const Kernels kernels_avx512;
 #endif
+
+// The kernels of an instruction set. Each file adds its own as the library is loaded, on any processor: after TARGET_END.
+struct KernelSet {
+    KernelSet(const char* isa, const Kernels& kernels);
+    const char* isa;
+    const Kernels& kernels;
+    const KernelSet* next;
+};

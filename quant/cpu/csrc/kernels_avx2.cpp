@@ -5,19 +5,11 @@
 #include <immintrin.h>
 #include <type_traits>
 #include "kernels.h"
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+TARGET_BEGIN(LRT_AVX2)
 #define LRT_VNNI 0
 #include "vec_avx2.h"
 #define KERNELS kernels_avx2
 #include "steps.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
+static const KernelSet set("avx2", kernels_avx2);
 #endif

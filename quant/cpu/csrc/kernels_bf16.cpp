@@ -6,18 +6,16 @@
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,avx512bf16")
+TARGET_BEGIN(LRT_AVX512 ",avx512bf16")
 #include "vec_avx512.h"
 #include "steps.h"
-#pragma GCC pop_options
+TARGET_END
 
-// Runs when the library is loaded, on any processor: needs instructions that all of them have.
-extern const Kernels kernels_bf16;
-const Kernels kernels_bf16 = [] {
+static const Kernels kernels_bf16 = [] {
     Kernels kernels = kernels_avx512;
     kernels.vision[VISION_LINEAR] = vision_linear;
     kernels.vision[VISION_ATTENTION] = vision_attention;
     return kernels;
 }();
+static const KernelSet set("avx512bf16", kernels_bf16);
 #endif

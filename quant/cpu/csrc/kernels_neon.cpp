@@ -5,18 +5,10 @@
 #include <cmath>
 #include <type_traits>
 #include "kernels.h"
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod")
-#endif
+TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #include "vec_neon.h"
 #define KERNELS kernels_neon
 #include "steps.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
+static const KernelSet set("neon", kernels_neon);
 #endif

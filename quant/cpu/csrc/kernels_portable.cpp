@@ -9,3 +9,4 @@
 #include "vec_portable.h"
 #define KERNELS kernels_portable
 #include "steps.h"
+static const KernelSet set("portable", kernels_portable);

@@ -1,98 +1,36 @@
-// The C interface: selects the kernels by the processor's features, and nothing else.
+// The C interface: selects the kernels by what the processor has, and nothing else.
 #include "abi.h"
 #include "codebook.h"
 #include "kernels.h"
 #include <cstring>
 
-extern const Kernels kernels_portable;
-#if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_bf16, kernels_amx;
-#elif defined(__aarch64__)
-extern const Kernels kernels_neon;
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
-#endif
+static const KernelSet* sets = nullptr;  // of the files that were compiled, in no order
 
-namespace {
-
-struct Choice {
-    const char* name;
-    const Kernels* kernels;
-    bool (*usable)();
-};
-
-#if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-}
-#endif
-#if defined(__aarch64__)
-bool has_dot_product() {
-#if defined(__APPLE__)
-    return true;  // all Apple processors of this architecture have them
-#elif defined(__linux__)
-    return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
-#else
-    return false;
-#endif
-}
-#endif
-
-// Best first.
-const Choice* choices(int* count) {
-    static const Choice list[] = {
-#if defined(__x86_64__)
-#if LRT_AMX_COMPILES
-        {"amx", &kernels_amx, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_works(); }},
-#endif
-#if LRT_BF16_COMPILES
-        {"avx512bf16", &kernels_bf16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16") != 0; }},
-#endif
-        {"avx512", &kernels_avx512, has_avx512},
-#if defined(LRT_EVEX)
-        {"avxvnni", &kernels_avxvnni, has_avx512},
-#elif __GNUC__ >= 12 && !defined(__clang__)
-        {"avxvnni", &kernels_avxvnni, [] { return has_avx2() && __builtin_cpu_supports("avxvnni") != 0; }},
-#endif
-        {"avx2", &kernels_avx2, has_avx2},
-#endif
-#if defined(__aarch64__)
-        {"neon", &kernels_neon, has_dot_product},
-#endif
-        {"portable", &kernels_portable, [] { return true; }},
-    };
-    *count = (int)(sizeof list / sizeof *list);
-    return list;
-}
-
-}  // namespace
+KernelSet::KernelSet(const char* isa, const Kernels& kernels) : isa(isa), kernels(kernels), next(sets) { sets = this; }
 
 void tile_rows(Context& context, int source, int size, int bytes, const uint8_t* from, int rows, int cols, uint8_t* to);
 
 struct Runtime {
-    Runtime(int threads, const Choice& choice) : context(threads), kernels(*choice.kernels), name(choice.name) {}
+    Runtime(int threads, const KernelSet& set) : context(threads), kernels(set.kernels), isa(set.isa) {}
     Context context;
     const Kernels& kernels;
-    const char* name;
+    const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 27; }
+LRT_API int lrt_abi_version() { return 28; }
 
-// `isa` is a name of the list above, or empty for the best; returns null if the processor lacks it.
+// `isa` is such a name, or empty for the best that is compiled; returns null where the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
-    int count;
-    const Choice* list = choices(&count);
-    for (int i = 0; i < count; i++)
-        if ((!*isa || !std::strcmp(isa, list[i].name)) && list[i].usable()) return new Runtime(threads, list[i]);
+    const char* name;
+    for (int at = 0; (name = lrt_isa_here(at)); at++)
+        for (const KernelSet* set = sets; set; set = set->next)
+            if (!std::strcmp(set->isa, name) && (!*isa || !std::strcmp(isa, name))) return new Runtime(threads, *set);
     return nullptr;
 }
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
 // Sets the number of threads, between two calls of the calling thread. Returns the actual number.
 LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
-LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->name; }
+LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->isa; }
 
 LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }
 LRT_API void lrt_attention_output(Runtime* r, const AttentionArgs* args) { r->kernels.attention_output(r->context, *args); }
