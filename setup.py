@@ -38,9 +38,14 @@ def sources(isas):
 class BuildKernels(build_ext):
     """Compiles the files of the instruction sets asked for, side by side."""
 
+    def run(self):
+        """Note whether it is for a checkout, which setuptools forgets while it compiles."""
+        self.checkout = self.inplace or self.editable_mode
+        super().run()
+
     def build_extension(self, ext):
         """Compile and link; the compiler is asked for one file at a time, by several threads."""
-        isas = os.environ.get("LOCALRT_ISAS") or ("native" if self.inplace else "all")
+        isas = os.environ.get("LOCALRT_ISAS") or ("native" if self.checkout else "all")
         if isas == "native":
             ext.sources = sources([self.native_isa()])
         elif isas != "all":
