@@ -17,13 +17,13 @@ from setuptools.command.build_ext import build_ext
 CSRC = Path("quant/cpu/csrc")
 # Files of an instruction set, those that take longest first; all need the common ones.
 ISAS = {
-    "portable": ["kernels_portable"],
-    "amx": ["kernels_amx"],
-    "avx512": ["kernels_avx512"],
-    "avx512bf16": ["kernels_avx512", "kernels_bf16"],
-    "avx2": ["kernels_avx2"],
-    "avxvnni": ["kernels_avxvnni"],
-    "neon": ["kernels_neon"],
+    "portable": ["kernels_portable", "kernels_portable_2"],
+    "amx": ["kernels_amx", "kernels_amx_2"],
+    "avx512": ["kernels_avx512", "kernels_avx512_2"],
+    "avx512bf16": ["kernels_avx512", "kernels_avx512_2", "kernels_bf16"],
+    "avx2": ["kernels_avx2", "kernels_avx2_2"],
+    "avxvnni": ["kernels_avxvnni", "kernels_avxvnni_2"],
+    "neon": ["kernels_neon", "kernels_neon_2"],
 }
 COMMON = ["tile", "codebook_vbmi", "pool", "library", "processor"]
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]

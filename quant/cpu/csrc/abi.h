@@ -3,6 +3,11 @@
 #pragma once
 #include <cstdint>
 
+// The namespace of what is compiled for each instruction set anew; without a name where none is set.
+#ifndef LRT_SPACE
+#define LRT_SPACE
+#endif
+
 #if defined(_WIN32)
 #define LRT_API extern "C" __declspec(dllexport)
 #else

@@ -1,7 +1,7 @@
 // Functions of sixteen lanes: exp, tanh, and activations of MLPs and experts.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 inline F16L exp16(F16L x) {
     // 2^n * e^r with |r| <= ln(2) / 2; below -87 the result is 0 to float32.

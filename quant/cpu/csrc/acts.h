@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Rows form runs; a run of n rows is stored group by group, so that a kernel reaches all of them from one pointer:
 // codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS (1, 4 or 12) are one run, of one row or an

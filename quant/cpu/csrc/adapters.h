@@ -2,7 +2,7 @@
 // none, and gets the same bits as alone. See quant/ops/adapters.py for their contents.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // The entry for a matrix in a row's mix; null if there is none.
 inline const LowRank* low_rank_of(const AdapterArgs& adapters, int mix, const Matrix& m) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention_keys.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int MOST_QUERIES = 32;         // that share a block: of a long prompt, or of one row with gathered keys
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of partial results, if blocks are divided among threads

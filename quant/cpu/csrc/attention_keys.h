@@ -2,7 +2,7 @@
 #pragma once
 #include "kv.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 struct Query {
     const float* q;   // (E), already scaled

@@ -1,7 +1,7 @@
 // Products of dense float32 blocks: c (R, N) += a (R, K) b (K, N). Every sum is in the order of K for any R and N.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int BLOCK_ROWS = 6;  // rows times PANEL_TILES whose sums fit the registers
 

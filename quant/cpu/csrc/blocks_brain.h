@@ -1,7 +1,7 @@
 // Products of dense blocks of bf16, by AMX or AVX-512's own instruction, summed in float32 in the order of columns.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // A tile is 1 KB: sixteen rows and 32 columns of `a`; 32 rows (in pairs) and sixteen columns of `b`, (16, 16, 2).
 constexpr int TILE_NUMBERS = 512, TILE_COLUMNS = 32;

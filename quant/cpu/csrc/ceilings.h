@@ -1,7 +1,7 @@
 // Upper bounds of this machine's speed to compare kernels with: products in registers, sequential reads.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Runs `rounds` times twelve independent chains of multiply-adds on every thread; returns the number of operations, two
 // for each.

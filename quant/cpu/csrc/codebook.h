@@ -19,7 +19,7 @@ using LookUp = void (*)(const Codebook& book, const uint8_t* indices, const uint
 // Lookup by byte permutations of whole tables; null without AVX-512 VBMI.
 LookUp wide_look_up(int width, int index_bits);
 
-namespace {
+inline namespace LRT_SPACE {
 
 inline uint64_t mask64(const uint8_t* p) {
     uint64_t mask;

@@ -2,7 +2,7 @@
 // gates and ups are one queue of tasks, and all downs another. A row has the same bits as alone.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Acts of `rows` rows from row `at` on of a shared store.
 inline Acts rows_from(const Acts& all, size_t at, int rows) {

@@ -7,7 +7,7 @@
 #pragma once
 #include "codebook.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 // The codes of a step, BITS wide: `at(v)` are those of columns 4v to 4v + 3, decoded on use, so that all eight vectors
 // are never in registers at once.

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int SCORED_ROWS = 32;    // scored at once
 constexpr int SCORED_BLOCKS = 64;  // per task: four tiles

@@ -4,6 +4,9 @@
 #include "pool.h"
 #include "processor.h"
 
+#ifndef LRT_PART
+#define LRT_PART 1  // of the two files that an instruction set is compiled in
+#endif
 #ifndef LRT_AMX
 #define LRT_AMX 0  // whether AMX's products are compiled
 #endif
@@ -55,3 +58,8 @@ struct KernelSet {
     const Kernels& kernels;
     const KernelSet* next;
 };
+#if LRT_PART == 1
+#define ADD_KERNELS(isa, kernels) static const KernelSet set(isa, kernels);
+#else
+#define ADD_KERNELS(isa, kernels)
+#endif

@@ -1,5 +1,6 @@
 // x86-64 with AVX-512 VNNI and AMX's products of integers and of bf16.
 #define LRT_AMX 1
+#define LRT_SPACE amx
 #include "kernels.h"
 #if LRT_AMX_COMPILES
 // Standard headers first: their code must not be compiled for this instruction set.
@@ -11,5 +12,5 @@ TARGET_BEGIN(LRT_AVX512 ",amx-tile,amx-int8,amx-bf16,avx512bf16")
 #define KERNELS kernels_amx
 #include "steps.h"
 TARGET_END
-static const KernelSet set("amx", kernels_amx);
+ADD_KERNELS("amx", kernels_amx)
 #endif

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
+#define LRT_SPACE avx2
 #include "kernels.h"
 TARGET_BEGIN(LRT_AVX2)
 #define LRT_VNNI 0
@@ -11,5 +12,5 @@ TARGET_BEGIN(LRT_AVX2)
 #define KERNELS kernels_avx2
 #include "steps.h"
 TARGET_END
-static const KernelSet set("avx2", kernels_avx2);
+ADD_KERNELS("avx2", kernels_avx2)
 #endif

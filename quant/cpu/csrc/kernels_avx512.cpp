@@ -4,11 +4,12 @@
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
+#define LRT_SPACE avx512
 #include "kernels.h"
 TARGET_BEGIN(LRT_AVX512)
 #include "vec_avx512.h"
 #define KERNELS kernels_avx512
 #include "steps.h"
 TARGET_END
-static const KernelSet set("avx512", kernels_avx512);
+ADD_KERNELS("avx512", kernels_avx512)
 #endif

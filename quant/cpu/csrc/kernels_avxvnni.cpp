@@ -5,6 +5,7 @@
 #include <cmath>
 #include <immintrin.h>
 #include <type_traits>
+#define LRT_SPACE avxvnni
 #include "kernels.h"
 #if defined(LRT_EVEX)  // AVX-512's encoding of the same instructions, for tests: scripts/avxvnni
 TARGET_BEGIN(LRT_AVX2 ",avx512vl,avx512vnni")
@@ -18,5 +19,5 @@ TARGET_BEGIN(LRT_AVX2 ",avxvnni")
 #define KERNELS kernels_avxvnni
 #include "steps.h"
 TARGET_END
-static const KernelSet set("avxvnni", kernels_avxvnni);
+ADD_KERNELS("avxvnni", kernels_avxvnni)
 #endif

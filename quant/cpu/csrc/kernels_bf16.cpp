@@ -17,5 +17,5 @@ static const Kernels kernels_bf16 = [] {
     kernels.vision[VISION_ATTENTION] = vision_attention;
     return kernels;
 }();
-static const KernelSet set("avx512bf16", kernels_bf16);
+ADD_KERNELS("avx512bf16", kernels_bf16)
 #endif

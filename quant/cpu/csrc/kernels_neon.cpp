@@ -4,11 +4,12 @@
 #include <arm_neon.h>
 #include <cmath>
 #include <type_traits>
+#define LRT_SPACE neon
 #include "kernels.h"
 TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #include "vec_neon.h"
 #define KERNELS kernels_neon
 #include "steps.h"
 TARGET_END
-static const KernelSet set("neon", kernels_neon);
+ADD_KERNELS("neon", kernels_neon)
 #endif

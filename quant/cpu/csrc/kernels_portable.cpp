@@ -5,8 +5,9 @@
 #pragma GCC optimize("no-tree-loop-vectorize")
 #endif
 #endif
+#define LRT_SPACE portable
 #include "kernels.h"
 #include "vec_portable.h"
 #define KERNELS kernels_portable
 #include "steps.h"
-static const KernelSet set("portable", kernels_portable);
+ADD_KERNELS("portable", kernels_portable)

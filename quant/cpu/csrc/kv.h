@@ -4,7 +4,7 @@
 // quant/cpu/kv.py has the same sizes.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int KEYS = 256;      // tokens of a block
 constexpr int MAX_HEAD = 512;  // numbers of a key or value

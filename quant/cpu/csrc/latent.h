@@ -3,7 +3,7 @@
 // queries: keys are copied to tiles block by block, and values are used in place.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int LATENT_QUERIES = 32;          // queries that share a block's tiles
 constexpr size_t LATENT_FLOATS = 1u << 21;  // of latent queries at once, which limits the rows at a time

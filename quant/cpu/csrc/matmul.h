@@ -2,7 +2,7 @@
 #pragma once
 #include "products.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Number of runs in a chunk of rows, and number of chunks.
 struct Chunks {

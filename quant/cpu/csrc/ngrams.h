@@ -3,7 +3,7 @@
 #pragma once
 #include "recurrent.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr float LEAST_PRODUCT = 1e-6f;  // of a key with a stream
 

@@ -2,7 +2,7 @@
 // run by run. Sums have the order and the bits of `direct_rows` in products.h.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int PANEL_COLUMNS = 512;
 
@@ -167,7 +167,7 @@ inline void panel_run(int size, const Panel& panel, int groups, PanelRows<Codes>
 #if LRT_AMX
 }  // namespace
 #include "panel_amx.h"
-namespace {
+inline namespace LRT_SPACE {
 #else
 struct TileShape {};  // nothing to set
 #endif

@@ -2,7 +2,7 @@
 // and the rest is computed as in `panel_rows`: the bits are the same.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Tile registers: 0 and 1 hold sums of rows, 4 activations, 6 codes.
 struct TileShape {

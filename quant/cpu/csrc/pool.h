@@ -47,7 +47,7 @@ struct Context {
     AdapterArgs adapters = {};
 };
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Calls fn(task) for every task in [0, count); returns when all are done.
 template <class Fn> inline void parallel(Context& context, int count, Fn fn) {

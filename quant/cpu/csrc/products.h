@@ -6,7 +6,7 @@
 #include "formats.h"
 #include "acts.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int PREFETCH = 4096;  // bytes; farther ahead than the hardware prefetches: a third of decode speed
 // Prefetches into the second-level cache on processors with AMX, whose first level takes too few lines in flight (8 % of
@@ -121,7 +121,7 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 #include "blocks.h"
 #include "activation.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int FLOAT_PANEL_ROWS = 12, FLOAT_ROWS = 192, FLOAT_TILES = 4, FLOAT_COLUMNS = 256;  // for float matrices
 // Tiles of a task: with many rows, with few gated rows, and at most, if totals fit.
@@ -151,7 +151,7 @@ inline void store_some(F16L x, int count, float* to) {
 
 #include "adapters.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Applied to a product in place while it is in the cache: a bias, a vision encoder's activation.
 struct Finish {
@@ -241,66 +241,11 @@ template <class Layout> struct Packed {
             if (acts.rows > R) return direct_of<Codes, R == 1 ? 2 : R + 2>(m, tile, acts, sums);
         direct_rows<Layout, R, Codes>(at(m, tile), span(m), acts, sums);
     }
-    // Never inlined: in one frame, the totals of all layouts together would fill the stack.
-    static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
-                                      const Target& target) {
-        if (acts.rows <= DIRECT_ROWS) {
-            F16L sums[DIRECT_ROWS];
-            for (int t = tile; t < tile + count; t++) {
-                direct(m, t, acts, sums);
-                for (int row = 0; row < acts.rows; row++) target.put(sums[row], row, t);
-            }
-            return;
-        }
-        const uint8_t* tiles[MOST_TILES];
-        const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
-        for (int t = 0; t < whole; t++) tiles[t] = at(m, tile + least(t, count - 1));
-        F16L totals[TOTALS];
-        const int rows = range.rows(runs), start = runs[range.first].start;
-        if (acts.pairs) panel_tiles<Layout, PairCodes>(tiles, whole, span(m), acts, runs, range, totals);
-        else panel_tiles<Layout, ByteCodes>(tiles, whole, span(m), acts, runs, range, totals);
-        for (int row = 0; row < least(rows, acts.rows - start); row++)  // the run may end with a row of padding
-            for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
-    }
+    // Both are compiled in one of the instruction set's two files: see LAYOUTS_OF_PART_2.
+    static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range, const Target& target);
     // The gated product of two matrices of one layout, tile by tile side by side: rows of `out`.
-    static LRT_NOINLINE void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
-                                            const Runs& runs, RunRange range, const Gated& out) {
-        alignas(64) float values[PIECE_TILES * 16];
-        if (acts.rows <= DIRECT_ROWS) {
-            const int rows = runs.padded(), piece = least(PIECE_TILES, PIECE_TOTALS / rows) / unit * unit;
-            if (count > piece) {
-                for (int t = 0; t < count; t += piece)
-                    multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
-                return;
-            }
-            F16L gates[PIECE_TOTALS], ups[PIECE_TOTALS];
-            for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates + t * rows);
-            for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups + t * rows);
-            for (int t = 0; t < count; t++) out.adapt(gates + t * rows, ups + t * rows, 1, 0, acts.rows, gate, up, tile + t);
-            for (int row = 0; row < acts.rows; row++) {
-                for (int t = 0; t < count; t++)
-                    out.gated(gates[t * rows + row], ups[t * rows + row], gate, up, tile + t).store(values + 16 * t);
-                out.finish(runs, row, values, 16 * tile, 16 * count);
-            }
-            for (int row = acts.rows; row < rows; row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
-            return;
-        }
-        const uint8_t* tiles[MOST_TILES];
-        for (int t = 0; t < count; t++) {
-            tiles[2 * t] = at(gate, tile + t);
-            tiles[2 * t + 1] = at(up, tile + t);
-        }
-        F16L totals[TOTALS];
-        const int rows = range.rows(runs), start = runs[range.first].start;
-        panel_tiles<Layout, ByteCodes>(tiles, 2 * count, span(gate), acts, runs, range, totals);
-        auto gate_at = [&](int t, int row) { return totals + panel_index(2 * t, row, rows); };
-        auto up_at = [&](int t, int row) { return totals + panel_index(2 * t + 1, row, rows); };
-        for (int t = 0; t < count; t++) out.adapt(gate_at(t, 0), up_at(t, 0), PANEL_TILES, start, rows, gate, up, tile + t);
-        for (int row = 0; row < rows; row++) {
-            for (int t = 0; t < count; t++) out.gated(*gate_at(t, row), *up_at(t, row), gate, up, tile + t).store(values + 16 * t);
-            out.finish(runs, start + row, values, 16 * tile, 16 * count);
-        }
-    }
+    static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts, const Runs& runs,
+                               RunRange range, const Gated& out);
     // One row's values times `factor`.
     static void read(const Matrix& m, int row, float factor, float* out) {
         const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
@@ -330,6 +275,87 @@ template <class Layout> struct Packed {
         }
     }
 };
+
+// Never inlined: in one frame, the totals of all layouts together would fill the stack.
+template <class Layout>
+LRT_NOINLINE void Packed<Layout>::multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
+                                  const Target& target) {
+    if (acts.rows <= DIRECT_ROWS) {
+        F16L sums[DIRECT_ROWS];
+        for (int t = tile; t < tile + count; t++) {
+            direct(m, t, acts, sums);
+            for (int row = 0; row < acts.rows; row++) target.put(sums[row], row, t);
+        }
+        return;
+    }
+    const uint8_t* tiles[MOST_TILES];
+    const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
+    for (int t = 0; t < whole; t++) tiles[t] = at(m, tile + least(t, count - 1));
+    F16L totals[TOTALS];
+    const int rows = range.rows(runs), start = runs[range.first].start;
+    if (acts.pairs) panel_tiles<Layout, PairCodes>(tiles, whole, span(m), acts, runs, range, totals);
+    else panel_tiles<Layout, ByteCodes>(tiles, whole, span(m), acts, runs, range, totals);
+    for (int row = 0; row < least(rows, acts.rows - start); row++)  // the run may end with a row of padding
+        for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
+}
+
+template <class Layout>
+LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
+                                        const Runs& runs, RunRange range, const Gated& out) {
+    alignas(64) float values[PIECE_TILES * 16];
+    if (acts.rows <= DIRECT_ROWS) {
+        const int rows = runs.padded(), piece = least(PIECE_TILES, PIECE_TOTALS / rows) / unit * unit;
+        if (count > piece) {
+            for (int t = 0; t < count; t += piece)
+                multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
+            return;
+        }
+        F16L gates[PIECE_TOTALS], ups[PIECE_TOTALS];
+        for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates + t * rows);
+        for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups + t * rows);
+        for (int t = 0; t < count; t++) out.adapt(gates + t * rows, ups + t * rows, 1, 0, acts.rows, gate, up, tile + t);
+        for (int row = 0; row < acts.rows; row++) {
+            for (int t = 0; t < count; t++)
+                out.gated(gates[t * rows + row], ups[t * rows + row], gate, up, tile + t).store(values + 16 * t);
+            out.finish(runs, row, values, 16 * tile, 16 * count);
+        }
+        for (int row = acts.rows; row < rows; row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
+        return;
+    }
+    const uint8_t* tiles[MOST_TILES];
+    for (int t = 0; t < count; t++) {
+        tiles[2 * t] = at(gate, tile + t);
+        tiles[2 * t + 1] = at(up, tile + t);
+    }
+    F16L totals[TOTALS];
+    const int rows = range.rows(runs), start = runs[range.first].start;
+    panel_tiles<Layout, ByteCodes>(tiles, 2 * count, span(gate), acts, runs, range, totals);
+    auto gate_at = [&](int t, int row) { return totals + panel_index(2 * t, row, rows); };
+    auto up_at = [&](int t, int row) { return totals + panel_index(2 * t + 1, row, rows); };
+    for (int t = 0; t < count; t++) out.adapt(gate_at(t, 0), up_at(t, 0), PANEL_TILES, start, rows, gate, up, tile + t);
+    for (int row = 0; row < rows; row++) {
+        for (int t = 0; t < count; t++) out.gated(*gate_at(t, row), *up_at(t, row), gate, up, tile + t).store(values + 16 * t);
+        out.finish(runs, start + row, values, 16 * tile, 16 * count);
+    }
+}
+
+// An instruction set is compiled in two files, which take about as long: the second has these layouts' products.
+#define LAYOUTS_OF_PART_2(each)                                                                                      \
+    each(TwoLevel<false>) each(TwoLevel<true>) each(Six) each(Two) each(Three) each(Iq4Nl) each(Iq4Xs) each(Ternary) \
+    each(Iq3Xxs) each(Iq3S) each(Iq2Xxs) each(Iq2Xs) each(Iq2S) each(Iq1S) each(Iq1M) each(Mxfp4) each(Nvfp4)       \
+    each(Nf4<false>) each(Nf4<true>) each(ZeroPoints<4>) each(ZeroPoints<8>)
+#if LRT_PART == 2
+#define PRODUCTS_OF(...)                                                                                                     \
+    template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
+    template void Packed<__VA_ARGS__>::multiply_gated(const Matrix&, const Matrix&, int, int, int, const Acts&, const Runs&, \
+                                                      RunRange, const Gated&);
+#else
+#define PRODUCTS_OF(...)                                                                                                            \
+    extern template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
+    extern template void Packed<__VA_ARGS__>::multiply_gated(const Matrix&, const Matrix&, int, int, int, const Acts&, const Runs&, \
+                                                             RunRange, const Gated&);
+#endif
+LAYOUTS_OF_PART_2(PRODUCTS_OF)
 
 template <class Float> struct Plain {
     static constexpr bool PACKED = false;

@@ -5,7 +5,7 @@
 #pragma once
 #include "attention.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr int MAX_KEY = 256, MAX_TAPS = 8;  // also in quant/ops/recurrent.py
 constexpr float KEY_EPS = 1e-6f;            // added to the length of keys and queries

@@ -2,7 +2,7 @@
 // mathematics; ties go to the lower index.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Picks the numbers of a row in descending order; picked ones become minus infinity. The maximum of each sixteen is
 // cached, so that a pick compares few.

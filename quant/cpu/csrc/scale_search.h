@@ -2,7 +2,7 @@
 // quant/methods/scales.py, in numpy, ten times as fast.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // |e|^2.4 from e^2, within 1e-4: two Newton steps for the inverse fifth root.
 inline F16L power_of_error(F16L square) {
@@ -173,7 +173,7 @@ inline float scale_of_mxfp4(float farthest, double shrink) {
 
 #include "weighted_search.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 inline void search_weighted(const SearchArgs& args, int64_t index) {
     const float* from = args.groups + index * args.block;

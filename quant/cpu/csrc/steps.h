@@ -1,10 +1,11 @@
 // The fused steps of the Ops protocol, on float32 rows. Included once per instruction set.
 #pragma once
 #include "matmul.h"
+#if LRT_PART != 2
 #include "attention.h"
 #include "ceilings.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 inline float square_sum(const float* x, int n) {
     F16L sum = F16L::zero();
@@ -330,7 +331,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "scale_search.h"
 #include "vision.h"
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Rows of a tiled matrix as float32: the embedding, and the kernels' own reference.
 void read_rows(const Matrix& matrix, const int64_t* rows, int count, float factor, float* out) {
@@ -350,3 +351,4 @@ const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp,
                          add_ngrams, choose_tokens, pack_low_rank,
                          {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};
 #endif
+#endif  // LRT_PART

@@ -1,7 +1,7 @@
 // Per-layer inputs and several residual streams: see quant/ops/streams.py for the mathematics.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 // inputs (R, L * width) += each layer's part of a row's projections, normed.
 void project_inputs(Context& context, const Stack& stack, const float* x, int rows, int width, const float* norm, float eps,

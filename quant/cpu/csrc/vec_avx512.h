@@ -3,7 +3,7 @@
 #include <immintrin.h>
 #include <cstdint>
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Panels of two tiles and six rows: sums and products take 24 of the 32 registers.
 #define LRT_PANEL_ROWS 6

@@ -3,7 +3,7 @@
 #include <arm_neon.h>
 #include <cstdint>
 
-namespace {
+inline namespace LRT_SPACE {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;

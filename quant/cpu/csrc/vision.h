@@ -6,7 +6,7 @@
 #include "blocks_brain.h"
 #endif
 
-namespace {
+inline namespace LRT_SPACE {
 
 // Calls fn(row) for all rows.
 template <class Fn> inline void each_row(Context& context, int rows, Fn fn) {

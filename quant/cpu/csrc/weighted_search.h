@@ -2,7 +2,7 @@
 // quant/methods/scales.py, in numpy, much faster.
 #pragma once
 
-namespace {
+inline namespace LRT_SPACE {
 
 constexpr float TINY = 1e-30f;
 
