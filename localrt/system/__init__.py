@@ -1,0 +1,47 @@
+"""What operating systems do differently, behind one set of functions; a file a system.
+
+Nothing else in the package uses what only some systems have (``tests/test_system.py`` looks).
+
+A *descriptor* is what ``os.open`` returns. Offsets and sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.platform == "win32":
+    from localrt.system.windows import (
+        allocate,
+        drop_cached,
+        map_zeros,
+        open_file,
+        open_temporary,
+        quote,
+        read_at,
+        sync_folder,
+        write_at,
+    )
+else:
+    from localrt.system.posix import (
+        allocate,
+        drop_cached,
+        map_zeros,
+        open_file,
+        open_temporary,
+        quote,
+        read_at,
+        sync_folder,
+        write_at,
+    )
+
+__all__ = [
+    "allocate",
+    "drop_cached",
+    "map_zeros",
+    "open_file",
+    "open_temporary",
+    "quote",
+    "read_at",
+    "sync_folder",
+    "write_at",
+]

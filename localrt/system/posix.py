@@ -1,0 +1,120 @@
+"""Linux and macOS. See ``localrt.system``; other functions are documented here."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shlex
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_F_NOCACHE = 48  # of macOS
+# What a file system says that cannot allocate ahead.
+_NO_ALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+_LARGE_PAGE = 1 << 21
+
+
+def open_file(path: Path | str, *, write: bool = False, direct: bool = False) -> tuple[int, bool]:
+    """Open a file that exists; return its descriptor, and whether the page cache is left out.
+
+    Reads and writes without the cache begin and end at multiples of 4096, in memory too.
+    """
+    flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
+    if direct and _DIRECT:
+        with suppress(OSError):  # file systems in memory refuse; a missing file fails below
+            return os.open(path, flags | _DIRECT), True
+    descriptor = os.open(path, flags)
+    if direct and sys.platform == "darwin":
+        import fcntl
+
+        return descriptor, fcntl.fcntl(descriptor, _F_NOCACHE, 1) != -1
+    return descriptor, False
+
+
+def open_temporary(folder: Path, prefix: str) -> tuple[int, int]:
+    """Make a file in ``folder`` that is gone once it is closed, or its process has ended.
+
+    Returns:
+        Its descriptor, and a second one that leaves out the page cache, or -1.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+    try:
+        second, direct = open_file(name, write=True, direct=True)
+        if not direct:
+            os.close(second)
+        return descriptor, second if direct else -1
+    except OSError:
+        os.close(descriptor)
+        raise
+    finally:
+        Path(name).unlink()
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill ``view`` from ``offset`` on; return how many bytes were read, 0 at the file's end.
+
+    Several threads may read through one descriptor at once.
+    """
+    return os.preadv(descriptor, [view], offset)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write ``data`` from ``offset`` on; return how many bytes were written."""
+    return os.pwritev(descriptor, [data], offset)
+
+
+def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+    """Reserve room on the disk, where the file system can.
+
+    Raises:
+        OSError: there is none.
+    """
+    if nbytes <= 0 or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_ALLOCATION:
+            raise
+
+
+def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0, *, written: bool = False) -> None:
+    """Drop pages of a file from the page cache, where that can be asked for; 0 bytes mean all."""
+    if hasattr(os, "posix_fadvise"):
+        if written:
+            os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
+    """Memory of zeros at a page boundary, which takes RAM as it is touched.
+
+    It goes back to the system when the last view of it is gone.
+
+    Raises:
+        OSError, ValueError, OverflowError: the system refuses.
+    """
+    # Shared memory, the default, would count as page cache, and have small pages.
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if large_pages and hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _LARGE_PAGE:
+        with suppress(OSError):  # a kernel without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(region)
+
+
+def quote(argument: str) -> str:
+    """An argument as it is typed in the system's shell."""
+    return shlex.quote(argument)

@@ -1,0 +1,135 @@
+"""Windows. See ``localrt.system``, and ``posix`` for what each function promises."""
+
+from __future__ import annotations
+
+import sys
+
+if sys.platform == "win32":
+    import ctypes
+    import mmap
+    import msvcrt
+    import os
+    import subprocess
+    import tempfile
+    import threading
+    from ctypes import wintypes
+    from pathlib import Path
+
+    _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
+    _READ, _WRITE = 0x80000000, 0x40000000
+    _SHARE_ALL = 0x7
+    _OPEN_EXISTING = 3
+    _NO_BUFFERING, _OVERLAPPED, _DELETE_ON_CLOSE = 0x20000000, 0x40000000, 0x04000000
+    _IO_PENDING, _END_OF_FILE, _INVALID_PARAMETER = 997, 38, 87
+    _INVALID = ctypes.c_void_p(-1).value
+
+    class _Overlapped(ctypes.Structure):
+        _fields_ = [
+            ("internal", ctypes.c_void_p),
+            ("internal_high", ctypes.c_void_p),
+            ("offset", wintypes.DWORD),
+            ("offset_high", wintypes.DWORD),
+            ("event", wintypes.HANDLE),
+        ]
+
+    _KERNEL.CreateFileW.restype = wintypes.HANDLE
+    _KERNEL.CreateFileW.argtypes = [
+        wintypes.LPCWSTR,
+        wintypes.DWORD,
+        wintypes.DWORD,
+        ctypes.c_void_p,
+        wintypes.DWORD,
+        wintypes.DWORD,
+        wintypes.HANDLE,
+    ]
+    for _transfer in (_KERNEL.ReadFile, _KERNEL.WriteFile):
+        _transfer.argtypes = [
+            wintypes.HANDLE,
+            ctypes.c_void_p,
+            wintypes.DWORD,
+            ctypes.POINTER(wintypes.DWORD),
+            ctypes.POINTER(_Overlapped),
+        ]
+    _KERNEL.GetOverlappedResult.argtypes = [
+        wintypes.HANDLE,
+        ctypes.POINTER(_Overlapped),
+        ctypes.POINTER(wintypes.DWORD),
+        wintypes.BOOL,
+    ]
+    _KERNEL.CreateEventW.restype = wintypes.HANDLE
+
+    class _Thread(threading.local):
+        """An event of each thread, which its transfers wait for."""
+
+        def __init__(self) -> None:
+            self.event = _KERNEL.CreateEventW(None, True, False, None)
+
+    _thread = _Thread()
+
+    def open_file(
+        path: Path | str, *, write: bool = False, direct: bool = False
+    ) -> tuple[int, bool]:
+        access = os.O_RDWR if write else os.O_RDONLY
+        if direct:
+            # Overlapped: transfers of several threads do not wait for one another.
+            handle = _KERNEL.CreateFileW(
+                str(path),
+                _READ | (_WRITE if write else 0),
+                _SHARE_ALL,
+                None,
+                _OPEN_EXISTING,
+                _NO_BUFFERING | _OVERLAPPED,
+                None,
+            )
+            if handle != _INVALID:
+                return msvcrt.open_osfhandle(handle, access | os.O_NOINHERIT), True
+        return os.open(path, access | os.O_BINARY | os.O_NOINHERIT), False
+
+    def open_temporary(folder: Path, prefix: str) -> tuple[int, int]:
+        descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+        os.close(descriptor)
+        # The system deletes it when it is closed.
+        return os.open(name, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY), -1
+
+    def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+        return _transfer_at(_KERNEL.ReadFile, descriptor, view, offset)
+
+    def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+        return _transfer_at(_KERNEL.WriteFile, descriptor, data, offset)
+
+    def _transfer_at(call: object, descriptor: int, view: memoryview, offset: int) -> int:
+        if not view.nbytes:
+            return 0
+        handle = msvcrt.get_osfhandle(descriptor)
+        memory = (ctypes.c_char * view.nbytes).from_buffer(view)
+        done = wintypes.DWORD(0)
+        where = _Overlapped(offset=offset & 0xFFFFFFFF, offset_high=offset >> 32, event=_thread.event)
+        if not call(handle, memory, view.nbytes, ctypes.byref(done), ctypes.byref(where)):
+            error = ctypes.get_last_error()
+            if error == _IO_PENDING and _KERNEL.GetOverlappedResult(
+                handle, ctypes.byref(where), ctypes.byref(done), True
+            ):
+                return done.value
+            if error == _IO_PENDING:
+                error = ctypes.get_last_error()
+            if error == _END_OF_FILE:
+                return 0
+            raise ctypes.WinError(error)
+        return done.value
+
+    def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+        """A file that is written past its end grows; the system keeps no list of holes."""
+
+    def drop_cached(
+        descriptor: int, offset: int = 0, nbytes: int = 0, *, written: bool = False
+    ) -> None:
+        """The system takes no such advice: what should not be cached is opened as ``direct``."""
+
+    def sync_folder(folder: Path) -> None:
+        """Renames are durable with the file system's journal."""
+
+    def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def quote(argument: str) -> str:
+        return subprocess.list2cmdline([argument])

@@ -1,0 +1,92 @@
+"""What systems do differently, and that nobody else asks which system it is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt import system
+
+PAGE = 4096
+
+
+def pages(count: int) -> np.ndarray:
+    """So many pages of memory at a page boundary."""
+    return np.frombuffer(system.map_zeros(count * PAGE), np.uint8)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_reads_at_offsets_by_several_threads(tmp_path: Path, direct: bool) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 64 * PAGE, dtype=np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(content.tobytes())
+    descriptor, _ = system.open_file(path, direct=direct)
+    try:
+
+        def read(at: int) -> bool:
+            out = pages(1)
+            assert system.read_at(descriptor, memoryview(out), at * PAGE) == PAGE
+            return bool((out == content[at * PAGE : (at + 1) * PAGE]).all())
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read, [*range(64), *reversed(range(64))]))
+        assert system.read_at(descriptor, memoryview(pages(1)), 64 * PAGE) == 0
+    finally:
+        os.close(descriptor)
+
+
+def test_a_file_opened_by_python_is_read_at_offsets_too(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    with path.open("rb", buffering=0) as file:
+        out = bytearray(4)
+        assert system.read_at(file.fileno(), memoryview(out), 8) == 2
+        assert out[:2] == b"89"
+
+
+def test_a_temporary_file_is_written_and_gone(tmp_path: Path) -> None:
+    descriptor, direct = system.open_temporary(tmp_path, "kv-")
+    try:
+        system.allocate(descriptor, 0, 4 * PAGE)
+        data = pages(2)
+        data[:] = 7
+        assert system.write_at(descriptor, memoryview(data), 2 * PAGE) == 2 * PAGE
+        system.drop_cached(descriptor, written=True)
+        out = pages(2)
+        assert system.read_at(direct if direct >= 0 else descriptor, memoryview(out), 2 * PAGE) == 2 * PAGE
+        assert (out == 7).all()
+    finally:
+        for each in {descriptor, direct} - {-1}:
+            os.close(each)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    for direct in (False, True):
+        with pytest.raises(FileNotFoundError):
+            system.open_file(tmp_path / "nothing", direct=direct)
+
+
+def test_zeros_are_at_a_page_boundary_and_can_be_written() -> None:
+    memory = np.frombuffer(system.map_zeros(1 << 22, large_pages=True), np.uint8)
+    assert memory.ctypes.data % PAGE == 0
+    assert not memory[:: PAGE // 2].any()
+    memory[-1] = 1
+
+
+@pytest.mark.parametrize("argument", ["plain", "two words", r"C:\models\a b.gguf", 'say "x"', ""])
+def test_a_quoted_argument_arrives_as_it_is(argument: str) -> None:
+    command = f"{system.quote(sys.executable)} -c {system.quote('import sys; print(sys.argv[1:])')}"
+    command += f" {system.quote(argument)}"
+    words = command if os.name == "nt" else shlex.split(command)
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert ast.literal_eval(shown) == [argument]
