@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,7 +61,10 @@ def test_a_temporary_file_is_written_and_gone(tmp_path: Path) -> None:
         assert system.write_at(descriptor, memoryview(data), 2 * PAGE) == 2 * PAGE
         system.drop_cached(descriptor, written=True)
         out = pages(2)
-        assert system.read_at(direct if direct >= 0 else descriptor, memoryview(out), 2 * PAGE) == 2 * PAGE
+        assert (
+            system.read_at(direct if direct >= 0 else descriptor, memoryview(out), 2 * PAGE)
+            == 2 * PAGE
+        )
         assert (out == 7).all()
     finally:
         for each in {descriptor, direct} - {-1}:

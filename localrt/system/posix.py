@@ -82,7 +82,9 @@ def allocate(descriptor: int, offset: int, nbytes: int) -> None:
             raise
 
 
-def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0, *, written: bool = False) -> None:
+def drop_cached(
+    descriptor: int, offset: int = 0, nbytes: int = 0, *, written: bool = False
+) -> None:
     """Drop pages of a file from the page cache, where that can be asked for; 0 bytes mean all."""
     if hasattr(os, "posix_fadvise"):
         if written:

@@ -103,7 +103,9 @@ if sys.platform == "win32":
         handle = msvcrt.get_osfhandle(descriptor)
         memory = (ctypes.c_char * view.nbytes).from_buffer(view)
         done = wintypes.DWORD(0)
-        where = _Overlapped(offset=offset & 0xFFFFFFFF, offset_high=offset >> 32, event=_thread.event)
+        where = _Overlapped(
+            offset=offset & 0xFFFFFFFF, offset_high=offset >> 32, event=_thread.event
+        )
         if not call(handle, memory, view.nbytes, ctypes.byref(done), ctypes.byref(where)):
             error = ctypes.get_last_error()
             if error == _IO_PENDING and _KERNEL.GetOverlappedResult(

@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from localrt import system
 from localrt.common.errors import CheckpointError, reason_of
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
@@ -90,11 +91,7 @@ class RangedFile:
     def _read_into(self, view: memoryview, offset: int) -> int:
         if self._file.closed:
             raise CheckpointError(f"{self.path} is closed")
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [view], offset)
-        with self._lock:  # this system has no positioned reads
-            self._file.seek(offset)
-            return self._file.readinto(view) or 0
+        return system.read_at(self._file.fileno(), view, offset)
 
 
 def describe_start(file: RangedFile) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
+from localrt import system
 from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import PAGE
 from localrt.quant.formats.packed import Bytes
@@ -89,7 +89,6 @@ def _refuse(task: IoTask) -> None:
 
 
 _REQUEST = 8 << 20
-_NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class KvFile:
@@ -105,17 +104,7 @@ class KvFile:
         self._descriptor = self._direct = -1
         self.read_bytes = 0
         try:
-            flags = getattr(os, "O_TEMPORARY", 0)  # Windows deletes it when it is closed
-            self._descriptor, name = tempfile.mkstemp(prefix=".localrt-kv-", dir=folder)
-            try:
-                if flags:
-                    os.close(self._descriptor)
-                    self._descriptor = os.open(name, os.O_RDWR | flags | getattr(os, "O_BINARY", 0))
-                elif hasattr(os, "O_DIRECT"):
-                    self._direct = _open_direct(name)
-            finally:
-                if not flags:
-                    Path(name).unlink()
+            self._descriptor, self._direct = system.open_temporary(folder, ".localrt-kv-")
         except OSError as error:
             self.close()
             raise StorageError(
@@ -128,13 +117,10 @@ class KvFile:
         Raises:
             StorageError: the disk is full.
         """
-        if nbytes <= 0 or not hasattr(os, "posix_fallocate"):
-            return
         try:
-            os.posix_fallocate(self._descriptor, offset, nbytes)
+            system.allocate(self._descriptor, offset, nbytes)
         except OSError as error:
-            if error.errno not in _NO_PREALLOCATION:
-                raise self._failure("written", error) from error
+            raise self._failure("written", error) from error
 
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill ``out`` from byte ``offset``.
@@ -163,12 +149,13 @@ class KvFile:
         self._descriptor = self._direct = -1
 
     def _all(self, what: str, offset: int, data: Bytes) -> None:
+        transfer = system.read_at if what == "read" else system.write_at
         done = 0
         while done < len(data):
             direct = self._direct >= 0 and done % PAGE == 0
             descriptor = self._direct if direct else self._descriptor
             try:
-                count = self._transfer(what, descriptor, offset + done, data[done:].data)
+                count = transfer(descriptor, data[done:].data, offset + done)
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:
                     with self._lock:  # refused after all
@@ -180,33 +167,12 @@ class KvFile:
             if count == 0:
                 raise self._failure(what, OSError(errno.EIO, "it is shorter than it should be"))
             done += count
-        if self._direct < 0 and hasattr(os, "posix_fadvise"):
-            if what == "written":
-                os.fdatasync(self._descriptor)
-            os.posix_fadvise(self._descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
-
-    def _transfer(self, what: str, descriptor: int, offset: int, data: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            if what == "read":
-                return os.preadv(descriptor, [data], offset)
-            return os.pwritev(descriptor, [data], offset)
-        with self._lock:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            if what == "written":
-                return os.write(descriptor, data)
-            got = os.read(descriptor, len(data))
-        data[: len(got)] = got
-        return len(got)
+        if self._direct < 0:
+            written = what == "written"
+            system.drop_cached(self._descriptor, offset, len(data), written=written)
 
     def _failure(self, what: str, error: OSError) -> StorageError:
         return StorageError(
             f"keys and values in {self._folder} cannot be {what}: {reason_of(error)}; free some "
             "room there, or keep them in RAM"
         )
-
-
-def _open_direct(name: str) -> int:
-    try:
-        return os.open(name, os.O_RDWR | os.O_DIRECT)
-    except OSError:  # tmpfs and some network file systems
-        return -1

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from localrt import system
 from localrt.common.errors import CheckpointError, reason_of
 from localrt.common.files import PAGE
 from localrt.offload.reading.files import ReadMode, StoreFiles
@@ -141,11 +142,9 @@ def _time(folder: Path, jobs: Sequence[_Job], mode: ReadMode) -> tuple[float, fl
 
 def _forget(folder: Path, jobs: Sequence[_Job]) -> None:
     """Drop the files from the cache, where the system lets us."""
-    if not hasattr(os, "posix_fadvise"):
-        return
     for name in dict.fromkeys(name for name, _, _ in jobs):
         descriptor = os.open(folder / name, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            system.drop_cached(descriptor)
         finally:
             os.close(descriptor)

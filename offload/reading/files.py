@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt import system
 from localrt.common.errors import CheckpointError, reason_of
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Event
@@ -41,7 +42,7 @@ class StoreFiles:
         self._stamps: dict[str, tuple[int, int]] = {}
         try:
             for name in dict.fromkeys(names):
-                self._descriptors[name] = self._open(folder / name, direct)
+                self._descriptors[name] = system.open_file(folder / name, direct=direct)
                 self._stamps[name] = self._stamp(name)
         except OSError as error:
             self.close()
@@ -61,7 +62,7 @@ class StoreFiles:
             descriptor, direct = self._descriptors[name]
             try:
                 try:
-                    got = _read_at(descriptor, view[done:], offset + done, self._lock)
+                    got = system.read_at(descriptor, view[done:], offset + done)
                 except OSError:
                     if not direct:
                         raise
@@ -78,7 +79,7 @@ class StoreFiles:
                 )
             done += got
         if not self._descriptors[name][1]:
-            _drop(self._descriptors[name][0], offset, len(view))
+            system.drop_cached(self._descriptors[name][0], offset, len(view))
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file's size or modification time has changed."""
@@ -97,42 +98,17 @@ class StoreFiles:
     def __del__(self) -> None:
         self.close()
 
-    def _open(self, path: Path, direct: bool) -> tuple[int, bool]:
-        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-        if direct and hasattr(os, "O_DIRECT"):
-            try:
-                return os.open(path, flags | os.O_DIRECT), True
-            except OSError:  # file systems in memory refuse it; a missing file fails below
-                pass
-        return os.open(path, flags), False
-
     def _use_cache(self, name: str) -> None:
         with self._lock:
             old, direct = self._descriptors[name]
             if direct:
-                self._descriptors[name] = self._open(self._folder / name, False)
+                self._descriptors[name] = system.open_file(self._folder / name)
                 # The old one stays open until close: another thread may be reading through it.
                 self._descriptors[f"{name} (direct)"] = (old, False)
 
     def _stamp(self, name: str) -> tuple[int, int]:
         status = os.fstat(self._descriptors[name][0])
         return status.st_size, status.st_mtime_ns
-
-
-def _read_at(descriptor: int, view: memoryview, offset: int, lock: threading.Lock) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
-    with lock:  # no positioned reads on this system
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        data = os.read(descriptor, len(view))
-    view[: len(data)] = data
-    return len(data)
-
-
-def _drop(descriptor: int, offset: int, count: int) -> None:
-    """Tell the system to drop the pages from its cache."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 class DiskSource:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.files import PAGE, atomic_write
@@ -282,11 +282,11 @@ class StoreWriter(Closing):
             if (source := self._manifest.source).path is None:  # no copy that follows its source
                 self._manifest = replace(self._manifest, source=replace(source, stamp=None))
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
-            _sync_folder(self.folder)
+            system.sync_folder(self.folder)
             self.folder.rename(self.out)
             # Last: until then it has the stamp by which a killed run is continued.
             (self.out / PARTIAL_NAME).unlink(missing_ok=True)
-            _sync_folder(self.out.parent)
+            system.sync_folder(self.out.parent)
         self.close()
         return self.out
 
@@ -398,7 +398,7 @@ class StoreWriter(Closing):
         # All processes use one name, so leftovers of a killed one are overwritten.
         with atomic_write(self.folder / name, aside=aside) as stream:
             yield stream
-        _sync_folder(aside.parent)
+        system.sync_folder(aside.parent)
 
 
 class _Tiles:
@@ -483,14 +483,3 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
     finally:
         lock.release()
         path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` durable, where the system can."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

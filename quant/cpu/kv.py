@@ -9,7 +9,6 @@ tokens.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from localrt import system
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
@@ -139,10 +139,7 @@ def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
         MemoryBudgetError: the system refuses the allocation.
     """
     try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            memory = mmap.mmap(-1, max(nbytes, 1))
+        memory = system.map_zeros(max(nbytes, 1))
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryBudgetError(
             f"there is no memory for a KV cache of {nbytes} bytes: use a smaller context"

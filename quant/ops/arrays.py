@@ -9,7 +9,6 @@ Memory straight from the system: page-aligned for reads and pinning, given back 
 from __future__ import annotations
 
 import math
-import mmap
 from threading import Lock
 from typing import Any, Protocol, Self
 from weakref import ref
@@ -17,6 +16,8 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
+
+from localrt.system import map_zeros
 
 
 class Hidden:
@@ -118,17 +119,7 @@ def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     """
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    if hasattr(mmap, "MAP_PRIVATE"):
-        # Shared memory, the default, would count as page cache, and have small pages.
-        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        region = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _LARGE_PAGE:
-        try:
-            region.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
-    return np.frombuffer(region, np.uint8)
+    return np.frombuffer(map_zeros(nbytes, large_pages=True), np.uint8)
 
 
 def large_floats(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -10,10 +10,8 @@ from localrt.models.checkpoints.base import RangedFile
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
 
 
-@pytest.fixture(params=["preadv", "seek"])
-def file(request, tmp_path, monkeypatch):
-    if request.param == "seek":
-        monkeypatch.delattr(os, "preadv", raising=False)
+@pytest.fixture
+def file(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(DATA.tobytes())
     return RangedFile(path)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from localrt import system
 from localrt.common.errors import MemoryBudgetError, OptionError, StorageError
 from localrt.common.files import PAGE
 from localrt.models.checkpoints import open_checkpoint
@@ -223,11 +224,12 @@ def test_failing_disk(fault: str, pairs: Any, monkeypatch: pytest.MonkeyPatch) -
     others = pair.ssd.cache(CAPACITY)
     extend(pair.ssd, (others, other))  # takes the buffers
 
-    def broken(self: KvFile, what: str, descriptor: int, offset: int, data: memoryview) -> int:
+    def broken(*_: object) -> int:
         raise OSError(errno.EIO if fault == "read" else errno.ENOSPC, "the disk says no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KvFile, "_transfer", broken)
+        patch.setattr(system, "read_at", broken)
+        patch.setattr(system, "write_at", broken)
         with pytest.raises(StorageError, match=r"cannot be .*the disk says no"):
             extend(pair.ssd, (caches[1], other))
     assert caches[1].length == 600
@@ -236,8 +238,6 @@ def test_failing_disk(fault: str, pairs: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_full_disk_before_a_pass(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(os, "posix_fallocate"):
-        pytest.skip("this system cannot take room on a disk beforehand")
     pair = pairs()
     cache = pair.ssd.cache(CAPACITY)
     extend(pair.ssd, (cache, tokens(100)))
@@ -246,7 +246,7 @@ def test_full_disk_before_a_pass(pairs: Any, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(system, "allocate", full)
         extend(pair.ssd, (cache, tokens(50)))  # there is room in the block
         with pytest.raises(StorageError, match="No space left"):
             extend(pair.ssd, (cache, tokens(300)))
@@ -299,7 +299,15 @@ def _open_files() -> int:
 
 
 def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.offload.kv.file._open_direct", lambda name: -1)
+    opened = system.open_temporary
+
+    def cached(folder: Path, prefix: str) -> tuple[int, int]:
+        descriptor, direct = opened(folder, prefix)
+        if direct >= 0:
+            os.close(direct)
+        return descriptor, -1
+
+    monkeypatch.setattr(system, "open_temporary", cached)
     file = KvFile(tmp_path)
     data = np.arange(3 * PAGE, dtype=np.uint8)
     file.reserve(0, 4 * PAGE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from localrt import system
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
 from localrt.offload.reading.files import StoreFiles
@@ -89,7 +89,7 @@ def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: b
             def fail(*_: object) -> int:
                 raise OSError(errno.EIO, "Input/output error")
 
-            patch.setattr(os, "preadv", fail)
+            patch.setattr(system, "read_at", fail)
             with pytest.raises(CheckpointError, match=r"a\.bin cannot be read: Input/output error"):
                 files.read_into("a.bin", 0, out)
         files.read_into("a.bin", 0, out)
@@ -103,7 +103,7 @@ def test_file_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(os, "preadv", fail)
+        monkeypatch.setattr(system, "read_at", fail)
         (tmp_path / "a.bin").unlink()
         with pytest.raises(CheckpointError, match=r"a\.bin cannot be read"):
             files.read_into("a.bin", 0, aligned_buffer(PAGE))
@@ -123,26 +123,16 @@ def test_truncated_file(tmp_path: Path, direct: bool) -> None:
 
 
 def test_a_read_may_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, real = write(tmp_path), os.preadv
+    data, real = write(tmp_path), system.read_at
 
-    def little(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        return real(descriptor, [views[0][:1000]], offset)
+    def little(descriptor: int, view: memoryview, offset: int) -> int:
+        return real(descriptor, view[:1000], offset)
 
-    monkeypatch.setattr(os, "preadv", little)
+    monkeypatch.setattr(system, "read_at", little)
     with closing(StoreFiles(tmp_path, ["a.bin"])) as files:
         out = aligned_buffer(SIZE)
         files.read_into("a.bin", 0, out)
         assert out.tobytes() == data
-
-
-def test_without_positioned_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write(tmp_path)
-    monkeypatch.delattr(os, "preadv")
-    monkeypatch.delattr(os, "posix_fadvise")
-    with closing(StoreFiles(tmp_path, ["a.bin"])) as files:
-        out = aligned_buffer(2 * PAGE)
-        files.read_into("a.bin", 3 * PAGE, out)
-        assert out.tobytes() == data[3 * PAGE : 5 * PAGE]
 
 
 def test_missing_file(tmp_path: Path) -> None:
