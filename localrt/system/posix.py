@@ -73,7 +73,7 @@ def allocate(descriptor: int, offset: int, nbytes: int) -> None:
     Raises:
         OSError: there is none.
     """
-    if nbytes <= 0 or not hasattr(os, "posix_fallocate"):
+    if not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(descriptor, offset, nbytes)

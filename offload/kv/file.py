@@ -118,7 +118,8 @@ class KvFile:
             StorageError: the disk is full.
         """
         try:
-            system.allocate(self._descriptor, offset, nbytes)
+            if nbytes > 0:
+                system.allocate(self._descriptor, offset, nbytes)
         except OSError as error:
             raise self._failure("written", error) from error
 
