@@ -117,7 +117,7 @@ class CachedRepo:
             yield from (self.snapshot(commit) / name for name in self.files(commit))
 
     def link(self, commit: str, name: str, etag: str) -> None:
-        """Add the blob to the snapshot: as a relative link, or by moving it there."""
+        """Add the blob to the snapshot: as a relative link, or a hard one."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name
         target = Path(os.path.relpath(blob, pointer.parent))
         if pointer.is_symlink() and pointer.readlink() == target:
@@ -126,8 +126,8 @@ class CachedRepo:
         pointer.unlink(missing_ok=True)
         try:
             pointer.symlink_to(target)
-        except OSError:  # Windows without the right to link
-            blob.replace(pointer)
+        except OSError:  # Windows without the right to make symbolic links
+            pointer.hardlink_to(blob)
 
     def write_ref(self, revision: str, commit: str) -> None:
         """Record that ``revision`` is at ``commit``; a commit needs no such record."""
