@@ -6,10 +6,22 @@ import errno
 import mmap
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypedDict
+
+
+class Spawning(TypedDict, total=False):
+    """Options of ``subprocess.Popen``."""
+
+    start_new_session: bool
+    creationflags: int
+
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _F_NOCACHE = 48  # of macOS
@@ -117,6 +129,29 @@ def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
     return memoryview(region)
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+OWN_GROUP: Spawning = {"start_new_session": True}
+
+
+def ask_to_stop(process: subprocess.Popen[Any]) -> None:
+    """Ask a process that was started with ``OWN_GROUP`` to end in its own time."""
+    process.terminate()
+
+
+def use_utf8_in_pipes() -> None:
+    """Read and write UTF-8 where the standard streams are no terminals; it is so here."""
+
+
+def is_broken_pipe(error: OSError) -> bool:
+    """Whether what failed is that nobody reads a pipe any more."""
+    return isinstance(error, BrokenPipeError)
+
+
 def quote(argument: str) -> str:
     """An argument as it is typed in the system's shell."""
     return shlex.quote(argument)
+
+
+def join(command: Iterable[str]) -> str:
+    """A command line as it is typed in the system's shell."""
+    return shlex.join(command)

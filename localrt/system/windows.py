@@ -6,14 +6,25 @@ import sys
 
 if sys.platform == "win32":
     import ctypes
+    import errno
+    import io
     import mmap
     import msvcrt
     import os
+    import signal
     import subprocess
     import tempfile
     import threading
+    from collections.abc import Iterable
     from ctypes import wintypes
     from pathlib import Path
+    from typing import Any, TypedDict
+
+    class Spawning(TypedDict, total=False):
+        """Options of ``subprocess.Popen``."""
+
+        start_new_session: bool
+        creationflags: int
 
     _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
     _READ, _WRITE = 0x80000000, 0x40000000
@@ -133,5 +144,22 @@ if sys.platform == "win32":
     def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))
 
+    STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
+    OWN_GROUP: Spawning = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+
+    def ask_to_stop(process: subprocess.Popen[Any]) -> None:
+        process.send_signal(signal.CTRL_BREAK_EVENT)  # SIGTERM would end it at once
+
+    def use_utf8_in_pipes() -> None:
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+                stream.reconfigure(encoding="utf-8")
+
+    def is_broken_pipe(error: OSError) -> bool:
+        return error.errno in (errno.EPIPE, errno.EINVAL) and not error.filename
+
     def quote(argument: str) -> str:
         return subprocess.list2cmdline([argument])
+
+    def join(command: Iterable[str]) -> str:
+        return subprocess.list2cmdline(list(command))
