@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
-import shlex
 import socket
-import subprocess
-import sys
 import webbrowser
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from localrt import system
 from localrt.common.errors import MissingExtraError
 from localrt.common.extras import install
 
@@ -65,9 +64,8 @@ class TabServer(Server):
     """Serves one tab at a time at ``page``; whoever opens another ends it."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        posix = sys.platform != "win32"
         # exec: no shell stands between the app and this process, whose end the app watches.
-        line = f"exec {shlex.join(command)}" if posix else subprocess.list2cmdline(command)
+        line = f"{'' if os.name == 'nt' else 'exec '}{system.join(command)}"
         super().__init__(line, host=_HOST, port=port, title="localrt")
         self._token = secrets.token_urlsafe(32)
         self._tab: asyncio.Task[None] | None = None

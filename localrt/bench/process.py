@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from localrt import system
 from localrt.bench.energy import Energy, joules_between, read_energy
 from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.common.closing import Closing
@@ -56,7 +57,7 @@ class ChildProcess(Closing):
             stderr=self._stderr,
             text=True,
             encoding="utf-8",
-            start_new_session=True,
+            **system.OWN_GROUP,
         )
 
     @property

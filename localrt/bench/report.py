@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from localrt import system
 from localrt.bench.gpu import use_line
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
@@ -37,7 +37,7 @@ def facts(machine: Machine) -> dict[str, object]:
             versions[package] = importlib.metadata.version(package)
     # Reports are shared: no one else needs the name of the user's folder.
     words = [word.replace(str(Path.home()), "~") for word in sys.argv[1:]]
-    command = shlex.join(["localrt", *words])
+    command = system.join(["localrt", *words])
     return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 

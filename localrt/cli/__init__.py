@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from localrt import system
 from localrt.cli.help import Examples, HelpfulParser
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.formatting import printable
@@ -139,6 +140,8 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _BROKEN_PIPE
     except OSError as error:
+        if system.is_broken_pipe(error):
+            return _BROKEN_PIPE
         place = f"{error.filename}: " if error.filename else ""
         print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)
         return 1
@@ -154,6 +157,7 @@ def _open_streams() -> Iterator[None]:
                 opened.callback(setattr, sys, name, None)
                 stream = opened.enter_context(Path(os.devnull).open(mode, encoding="utf-8"))
                 setattr(sys, name, stream)
+        system.use_utf8_in_pipes()
         yield
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 
+from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
@@ -164,7 +164,7 @@ def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
 
 def _report(found: Plan, pair: PairPlan | None) -> dict[str, object]:
     return {
-        "command": shlex.join(["localrt", *sys.argv[1:]]),
+        "command": system.join(["localrt", *sys.argv[1:]]),
         "simulated": True,
         "predicted_tok_s": found.tok_s,
         "ceiling_tok_s": found.ceiling_tok_s,

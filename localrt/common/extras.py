@@ -5,8 +5,9 @@ No package index has localrt, so messages name an extra's packages.
 
 from __future__ import annotations
 
-import shlex
 import sys
+
+from localrt import system
 
 EXTRAS = {
     "gpu": "cuda-bindings nvidia-cuda-nvrtc",
@@ -20,4 +21,4 @@ EXTRAS = {
 
 def install(extra: str) -> str:
     """The command that installs an extra's packages for the Python that runs this."""
-    return f"{shlex.quote(sys.executable)} -m pip install {EXTRAS[extra]}"
+    return f"{system.quote(sys.executable)} -m pip install {EXTRAS[extra]}"

@@ -13,8 +13,9 @@ import ast
 import difflib
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterable
+
+from localrt import system
 
 # Spells an option, given its name and its value or None.
 Spelling = Callable[[str, object], str]
@@ -60,7 +61,7 @@ def flag_value(value: object) -> str:
     """A value as typed after an option's name: ``on``, ``512``, ``'two words'``."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return shlex.quote(str(value))
+    return system.quote(str(value))
 
 
 def meant_by(name: str, known: Iterable[str]) -> str | None:

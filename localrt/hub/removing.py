@@ -7,13 +7,13 @@ other programs or of the user: the error says what to do instead.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt import system
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError, reason_of
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.settings import Settings
@@ -148,7 +148,7 @@ def _refuse_what_is_not_ours(name: str, full: str, models: Sequence[LocalModel])
         owner = {"yours": "you", "package": "an installed package"}.get(model.place, model.place)
         copy = (
             f"; localrt's packed copy of it, {format_bytes(model.packed_bytes)}, goes with "
-            f"`localrt rm --packed {shlex.quote(name)}`"
+            f"`localrt rm --packed {system.quote(name)}`"
         )
         raise OptionError(
             f"{model.name} belongs to {owner}: {model.how_to_delete}{copy if model.packed else ''}"
@@ -162,8 +162,15 @@ def _remove_folder(folder: Path) -> int:
 
 
 def _own_bytes(paths: Iterable[Path]) -> int:
-    """Return the size of the regular files among ``paths``; links are not counted."""
-    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+    """Return the size of the regular files among ``paths`` that have no other name."""
+    files = (path.stat() for path in paths if path.is_file() and not path.is_symlink())
+    return sum(status.st_size for status in files if status.st_nlink == 1)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What a file and each link to it have in common."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _remove_file(file: Path) -> int:
@@ -173,9 +180,8 @@ def _remove_file(file: Path) -> int:
 
 
 def _remove_repo(repo: CachedRepo) -> int:
-    freed = sum(_remove_blob(repo, blob) for blob in list(repo.folder.glob("blobs/*")))
-    # On a file system without links, a snapshot holds the bytes themselves.
-    freed += _own_bytes(repo.paths())
+    freed = _own_bytes(repo.paths())
+    freed += sum(_remove_blob(repo, blob) for blob in list(repo.folder.glob("blobs/*")))
     shutil.rmtree(repo.folder)
     shutil.rmtree(repo.lock("").parent, ignore_errors=True)
     return freed
@@ -195,7 +201,8 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
     if not pointers:
         raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
     freed = _own_bytes(pointers)
-    blobs = {repo.blob(pointer.readlink().name) for pointer in pointers if pointer.is_symlink()}
+    removed = {_identity(pointer) for pointer in pointers}
+    blobs = [blob for blob in repo.folder.glob("blobs/*") if _identity(blob) in removed]
     for pointer in pointers:
         pointer.unlink()
     for commit in repo.commits():
@@ -203,8 +210,8 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
             shutil.rmtree(repo.snapshot(commit))
             for name in [name for name, at in repo.refs().items() if at == commit]:
                 (repo.folder / "refs" / name).unlink()
-    used = {path.resolve() for path in repo.paths()}
-    freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
+    used = {_identity(path) for path in repo.paths()}
+    freed += sum(_remove_blob(repo, blob) for blob in blobs if _identity(blob) not in used)
     return freed if any(models_of_repo(repo)) else freed + _remove_repo(repo)
 
 

@@ -23,6 +23,7 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from localrt import system
 from localrt.common.errors import reason_of
 from localrt.common.formatting import one_line
 from localrt.common.network import network_problem
@@ -194,7 +195,9 @@ def _last_line(file: TextIO) -> str:
     """Return the last line of a file that another process writes."""
     number = file.fileno()
     size = os.fstat(number).st_size
-    text = os.pread(number, _LAST_WORDS, max(0, size - _LAST_WORDS)).decode(errors="replace")
+    last = bytearray(_LAST_WORDS)
+    count = system.read_at(number, memoryview(last), max(0, size - _LAST_WORDS))
+    text = last[:count].decode(errors="replace")
     return next((one_line(line) for line in reversed(text.splitlines()) if line.strip()), "")
 
 

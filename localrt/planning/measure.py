@@ -402,13 +402,17 @@ def _measurable(name: str) -> bool:
 
 def _measure_sample(folder: Path) -> DiskProfile:
     """Measure the disk with a new file, and delete it."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
-        block = os.urandom(4 << 20)  # random, as some disks compress
-        for _ in range(_SAMPLE_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return measure_disk([Path(file.name)], rounds=0)
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".localrt-speed-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            block = os.urandom(4 << 20)  # random, as some disks compress
+            for _ in range(_SAMPLE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return measure_disk([Path(name)], rounds=0)  # not open twice, which Windows refuses
+    finally:
+        Path(name).unlink()
 
 
 def _large_files(folder: Path) -> list[Path]:

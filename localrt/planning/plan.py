@@ -7,7 +7,6 @@ estimated, their losses are those that ``localrt quantize --bits`` measured.
 
 from __future__ import annotations
 
-import shlex
 import timeit
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from localrt import system
 from localrt.common.errors import HubError, LocalrtError
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -265,7 +265,7 @@ def _command(command: str, model: str, options: Mapping[str, object], *, runs: b
     """
     if not (runs and command):
         return ""
-    words = ["localrt", command, shlex.quote(model)]
+    words = ["localrt", command, system.quote(model)]
     return " ".join(words + [on_command_line(name, value) for name, value in options.items()])
 
 

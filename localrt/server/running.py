@@ -22,6 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from localrt import system
 from localrt.api import Model
 from localrt.common.errors import LocalrtError, reason_of
 from localrt.server.app import create_app
@@ -199,7 +200,7 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = system.STOP_SIGNALS
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
             yield

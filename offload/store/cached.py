@@ -145,28 +145,26 @@ def discard_store(folder: Path) -> None:
 
 @contextmanager
 def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
-    """Hold a lock between processes, if the system has one: packing may take minutes."""
+    """Hold a lock between processes, where the file system has locks: packing may take minutes."""
+    from filelock import FileLock, Timeout  # it imports asyncio, and most runs pack nothing
+
+    lock = FileLock(path, timeout=0)
+    while True:
+        try:
+            lock.acquire()
+            break
+        except Timeout:
+            if cancel is not None and cancel.is_set():
+                raise CancelledError("packing was cancelled") from None
+            time.sleep(_POLL_S)
+        except NotImplementedError:  # a network file system without locks: the writer has its own
+            break
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
     try:
-        import fcntl
-    except ImportError:
         yield
-        return
-    try:
-        file = path.open("w")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
-    with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if cancel is not None and cancel.is_set():
-                    raise CancelledError("packing was cancelled") from None
-                time.sleep(_POLL_S)
-            except OSError:  # a network file system without locks: the writer has its own
-                break
-        yield
+    finally:
+        lock.release()
 
 
 def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx2
 
+from localrt import system
 from localrt.bench.mix.client import Place
 from localrt.bench.mix.mix import Mix
 from localrt.client.answer import listed_models
@@ -242,7 +243,7 @@ def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        start_new_session=True,  # Ctrl+C reaches only the benchmark
+        **system.OWN_GROUP,  # Ctrl+C reaches only the benchmark
     )
     stack.enter_context(guard)  # closes its stdin, which ends it, and waits
     assert guard.stdout is not None
