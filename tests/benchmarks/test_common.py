@@ -142,13 +142,3 @@ def test_a_figure_that_no_file_holds(
     page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
         tables.main(["--check"])
-
-
-def test_headline() -> None:
-    lines = tables.headline_table().splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:5]] == [
-        "| Qwen2.5-1.5B Q4_K_M, prompt of 512",
-        "| Qwen2.5-1.5B Q4_K_M, decode",
-        "| Qwen2.5-1.5B Q4_K_M within 700 MB, decode",
-    ]
-    assert lines[3].split(" | ")[1:4] == ["33.2 tok/s", "27.8 tok/s", "1.2x"]

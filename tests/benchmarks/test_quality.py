@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
-from benchmarks.quality.__main__ import jobs, quality_table
+from benchmarks.quality.__main__ import jobs
 from benchmarks.quality.rows import interleaved, prose, python_source
 from localrt.common.errors import OptionError
 
@@ -64,51 +63,6 @@ def test_interleaved() -> None:
 def test_jobs() -> None:
     names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
     assert names == ["published", "llamacpp", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
-
-
-def row(weights: str, change: float, *, bits: float = 4.25, default: bool = True) -> dict[str, Any]:
-    format_, _, method = weights.partition(" ")
-    scores = [{"path": path, "text": "prose", "change": change} for path in ("float", "kernels")]
-    scores[1]["change"] = 9.0
-    return {
-        "name": f"m, {weights}",
-        "model": "m",
-        "weights": weights,
-        "format": format_ if method else None,
-        "method": method or None,
-        "default": default,
-        "bits_per_weight": bits,
-        "scores": scores,
-    }
-
-
-def test_quality_table() -> None:
-    mix = {**row("mix of 3.5 bits", 0.15, bits=3.5), "format": None, "method": "mix"}
-    rows = [
-        mix,
-        row("mxfp4 mr-gptq", 0.1),
-        row("mxfp4 rtn", 0.3, default=False),
-        row("mxfp4 gptq", 0.2, default=False),
-        {**row("nf4 rtn", 0.0), "scores": [], "skipped": "no kernel"},
-        row("published", -0.00001, bits=5.0),
-    ]
-    record = {
-        "rows": rows,
-        "references": {"m-Instruct.Q4_1": {"prose": 12.0}, "m": {"prose": 13.0}},
-        "settings": {"texts": [{"name": "prose", "source": "a file"}], "tokens": 8, "ctx": 4},
-        "machine": {"cpu": {"name": "a processor", "usable_cores": 2}},
-        "versions": {"localrt": "0"},
-        "command": "python -m benchmarks.quality",
-    }
-    lines = quality_table(record).splitlines()
-    assert lines[0] == "| weights | bits | m.Q4_1, prose | m, prose |"
-    assert lines[2:6] == [
-        "| reference (perplexity) |  | 12.00 | 13.00 |",
-        "| mxfp4 rtn | 4.25 |  | +30.0 % |",
-        "| mxfp4 mr-gptq | 4.25 |  | +10.0 % |",
-        "| mix of 3.5 bits | 3.50 |  | +15.0 % |",
-    ]
-    assert "windows of 4, of which the second half is scored (prose: a file)" in lines[-1]
 
 
 def test_resume_run(
