@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from localrt import system
-from localrt.bench.energy import Energy, joules_between, read_energy
 from localrt.bench.engines import BenchEngine, Launch, load_engine
+from localrt.bench.sampling import Energy, joules_between, read_energy
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
 from localrt.common.option_names import on_command_line

@@ -19,8 +19,8 @@ from localrt.bench.mix.apps import Request, arrivals, marked, session
 from localrt.bench.mix.client import Client, Reply
 from localrt.bench.mix.mix import App, Goals, Mix
 from localrt.bench.mix.neighbours import RunningNeighbour
-from localrt.bench.mix.sampling import Sampler, Samples
 from localrt.bench.mix.servers import Running, Server
+from localrt.bench.sampling import Sampler, Samples
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_seconds
 

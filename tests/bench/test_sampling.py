@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from localrt.bench.mix import sampling
-from localrt.bench.mix.sampling import Sampler
+from localrt.bench import sampling
+from localrt.bench.sampling import Sampler, joules_between, read_energy
 from tests.waits import wait_for
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "nvml", lambda: None)
 
 
 def _write(path: Path, value: object) -> None:
@@ -28,6 +33,32 @@ def _zone(root: Path, zone: str, name: str, joules: float, most: int = 1000) -> 
     _write(folder / "max_energy_range_uj", int(most * 1e6))
 
 
+def test_packages_are_counted_once(tmp_path: Path) -> None:
+    _zone(tmp_path, "intel-rapl:0", "package-0", 5)
+    _zone(tmp_path, "intel-rapl:0:0", "core", 4)
+    _zone(tmp_path, "intel-rapl:0:1", "dram", 1)
+    _zone(tmp_path, "intel-rapl:1", "psys", 9)
+    assert read_energy(tmp_path) == {
+        "intel-rapl:0": (5.0, 1000.0),
+        "intel-rapl:0:1": (1.0, 1000.0),  # is no part of the package's energy
+    }
+
+
+def test_a_counter_that_starts_again(tmp_path: Path) -> None:
+    _zone(tmp_path, "intel-rapl:0", "package-0", 999)
+    _zone(tmp_path, "intel-rapl:1", "package-1", 10)
+    before = read_energy(tmp_path)
+    _zone(tmp_path, "intel-rapl:0", "package-0", 2)
+    _zone(tmp_path, "intel-rapl:1", "package-1", 12.5)
+    assert joules_between(before, read_energy(tmp_path)) == pytest.approx(3 + 2.5)
+
+
+def test_no_counter(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/powercap/intel-rapl:0").mkdir(parents=True)  # nothing may be read
+    assert read_energy(tmp_path) == {}
+    assert joules_between({}, {}) is None
+
+
 def test_samples_of_this_machine(tmp_path: Path) -> None:
     started = time.perf_counter()
     owners = {"own": os.getpid(), "gone": 2**22 + 1}
@@ -41,6 +72,7 @@ def test_samples_of_this_machine(tmp_path: Path) -> None:
     assert first["free_bytes"] > 0
     assert first["watts"] is None  # the folder has no counters
     assert first["memory_bytes_s"] is None
+    assert first["gpu"] is None
     assert s.found.joules is None
     assert s.found.cpu_s > 0
 
@@ -85,5 +117,3 @@ class FakeNvml:
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "nvml", FakeNvml)
     assert sampling._gpu() == {"busy": 0.5, "bytes": 100}
-    monkeypatch.setattr(sampling, "nvml", lambda: None)
-    assert sampling._gpu() is None
