@@ -38,15 +38,8 @@ def test_arrivals(apart: float, start: float, seconds: float, seed: int) -> None
         assert regular[0] == start
         assert start + len(regular) * apart >= seconds - 1e-6
     assert arrivals(replace(CHAT, closed=2), seconds, seed) == []
-
-
-@given(st.integers(0, 1000))
-def test_random_arrivals_have_their_mean(seed: int) -> None:
-    app = replace(CHAT, poisson_s=1.0)
-    times = arrivals(app, 1000, seed)
-    assert times == arrivals(app, 1000, seed)
-    assert times != arrivals(app, 1000, seed + 1)
-    assert 800 < len(times) < 1200
+    assert random == arrivals(replace(CHAT, poisson_s=apart, start_s=start), seconds, seed)
+    assert 800 < len(arrivals(replace(CHAT, poisson_s=1.0), 1000, seed)) < 1200
 
 
 def _play(app: App, index: int = 0, seed: int = 1) -> list[Request]:
@@ -69,9 +62,15 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_repeat_by_seed_and_differ_by_number(kind: str) -> None:
     app = KINDS[kind]
-    assert _play(app) == _play(app)
-    assert _play(app) != _play(app, index=1)
-    assert _play(app) != _play(app, seed=2)
+    requests = _play(app)
+    assert requests == _play(app)
+    assert requests != _play(app, index=1)
+    assert requests != _play(app, seed=2)
+    for request in requests:
+        body = marked(request, "x: ").body
+        texts = body.get("input") or [body.get("prompt") or body["messages"][0]["content"]]
+        assert all(text.startswith("x: ") for text in texts)
+        assert marked(request, "") == request
 
 
 def test_a_typist_stays_in_a_file() -> None:
@@ -95,13 +94,6 @@ def test_chat_sends_its_answers_back_and_reads_them() -> None:
     assert first.body["stream"]
 
 
-def test_agents_prompts_grow_at_once() -> None:
-    steps = _play(KINDS["agent"])
-    sizes = [len(str(step.body["messages"])) for step in steps]
-    assert sizes == sorted(set(sizes))
-    assert [step.pause_s for step in steps] == [0, 0, 0]
-
-
 def test_completions_are_given_up_and_go_on_from_there() -> None:
     seen = set()
     for index in range(20):
@@ -117,21 +109,16 @@ def test_completions_are_given_up_and_go_on_from_there() -> None:
 
 
 def test_other_kinds() -> None:
+    agent = _play(KINDS["agent"])
+    sizes = [len(str(step.body["messages"])) for step in agent]
+    assert sizes == sorted(set(sizes)), "they grow"
+    assert not any(step.pause_s for step in agent)
     (summary,) = _play(KINDS["summary"])
     (message,) = summary.body["messages"]
     assert 20 < len(message["content"].split()) < 40
     (embeddings,) = _play(KINDS["embeddings"])
     assert [len(text.split()) for text in embeddings.body["input"]] == [20, 20]
     assert "stream" not in embeddings.body
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_marks_come_first(kind: str) -> None:
-    for request in _play(KINDS[kind]):
-        body = marked(request, "x: ").body
-        texts = body.get("input") or [body.get("prompt") or body["messages"][0]["content"]]
-        assert all(text.startswith("x: ") for text in texts)
-        assert marked(request, "") == request
 
 
 def test_own_texts_are_sent_in_order() -> None:
