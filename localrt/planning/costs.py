@@ -4,17 +4,22 @@ Disk and link take bytes over bandwidth. The CPU takes the time of its measured 
 a measured GPU; another GPU takes a roofline estimate, with the instructions that products of packed
 weights issue. No unit is faster than its bytes over the memory's bandwidth, even if its kernel was
 measured faster. This module does not know how tasks overlap.
+
+In passes of many rows the GPU computes the CPU's units if that pays: a CPU fast enough for a token
+is slow for a prompt, where the link's cost is shared by all rows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
-from localrt.offload.placement import PlacedUnit, Placement, UnitKind
+from localrt.offload.placement import LEAST_GPU_ROWS, PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
@@ -67,6 +72,10 @@ class Costs:
         if not placement.split or any(unit.only is not None for unit in self.shape.units):
             return self
         return replace(self, shape=self.shape.split(placement.split))
+
+    def of_rows(self, rows: int) -> Costs:
+        """Return the costs of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
+        return Costs(shape=self.shape, machine=self.machine, rows=rows, kv_format=self.kv_format)
 
     def crossing(self, width: int | None = None) -> float:
         """Return the seconds of moving the activations (rows of ``width`` numbers) to the other
@@ -257,3 +266,76 @@ def _bf16_seconds(unit: PlacedUnit, rows: int, gpu: GpuProfile, *, unpacks: bool
         return max(unit.nbytes / gpu.bytes_s, computing)
     dense = 2 * unit.macs
     return (unit.nbytes + dense) / gpu.bytes_s + max(dense / gpu.bytes_s, computing)
+
+
+# -- passes of many rows ---------------------------------------------------------------------------
+
+_ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
+
+
+def with_long_passes(costs: Costs, placement: Placement) -> Placement:
+    """Add the least rows from which passes compute the CPU's MLPs or experts on the GPU, if that
+    pays.
+
+    These are the MLPs that the GPU's ring can hold, and a mixture's experts. Attention stays where
+    its keys and values are; only one row of a prompt passes the head.
+    """
+    shape, where = costs.shape, placement.where
+    if costs.machine.gpu is None or not placement.uses_gpu:
+        return placement
+    if shape.experts is not None:
+        routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
+        if not all(place.on_gpu for place in routers):  # the CPU keeps layers whose router it has
+            return placement
+        crossing = frozenset[str]()
+    else:
+        copied = {u.layer: u.nbytes for u in shape.units if u.only is Where.LINK}
+        crossing = frozenset(
+            unit.name
+            for unit in shape.units
+            if unit.kind == "mlp"
+            and not where[unit.name].on_gpu
+            and unit.nbytes + copied.get(unit.layer, 0) <= placement.vram_ring
+        )
+        if not crossing:
+            return placement
+    rows = _gpu_rows(costs, where, crossing)
+    if not LEAST_GPU_ROWS <= rows <= placement.prefill_rows:
+        return placement
+    return replace(placement, gpu_rows=rows, crossing=crossing)
+
+
+def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
+    """Return the fewest rows for which copying weights to the GPU is no slower than the CPU.
+
+    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work follow each
+    other. A faster link never gives more rows.
+    """
+    alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
+    first: dict[tuple[object, ...], PlacedUnit] = {}
+    for unit in costs.shape.units:
+        place = where[unit.name]
+        if not unit.macs:
+            continue
+        layer = unit.layer if unit.kind == "attention" else None
+        key = (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer)
+        crosses = unit.name in crossing or (unit.kind == "expert" and not place.on_gpu)
+        alike[first.setdefault(key, unit), place, crosses] += 1
+    for rows in _ROWS:
+        seconds = costs.of_rows(rows)
+        copying = stays = by_cpu = by_gpu = 0.0
+        for (unit, place, crosses), count in alike.items():
+            share, each = 1.0, rows
+            if unit.kind == "expert":
+                share, each = seconds.touched(unit.use)
+            used = count * share
+            if crosses:
+                by_cpu += used * seconds.cpu(unit, each)
+                by_gpu += used * seconds.gpu(unit, each)
+            else:
+                stays += used * seconds.compute(unit, on_gpu=place.on_gpu, rows=each)
+            if crosses or place.copied:
+                copying += used * seconds.copy(unit.nbytes)
+        if max(copying, stays + by_gpu) <= stays + by_cpu:
+            return rows
+    return 0

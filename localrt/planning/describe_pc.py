@@ -21,6 +21,7 @@ from localrt.common.files import private_folder
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
+from localrt.models.weight_files import files_nbytes
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.offload.memory import memory_state, ram_budget
@@ -397,7 +398,7 @@ def machine_here(
     typical = _with_source(typical_machine().with_cores(cores), cores="measured")
     if best_isa() is None:
         return typical, "the CPU kernels are not compiled: a typical desktop's rates are assumed"
-    own = path is not None and _large_enough(path)
+    own = path is not None and files_nbytes(path) >= _LEAST_SAMPLE
     folder = path if path is not None and own else settings.cache_dir
     try:
         private_folder(settings.cache_dir)
@@ -410,25 +411,16 @@ def machine_here(
     return machine, ""
 
 
-def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
-    """Return this machine's saved rates, else a typical desktop's."""
-    return known_machine(settings.cache_dir, path) or typical_machine()
-
-
 def machine_on_device(
     path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
-    """Return ``unmeasured_machine`` with the GPU of ``device``, and that GPU's memory budget."""
-    machine = unmeasured_machine(path, settings)
+    """Return this machine's saved rates, else a typical desktop's, with the GPU of ``device``, and
+    that GPU's memory budget.
+    """
+    machine = known_machine(settings.cache_dir, path) or typical_machine()
     if device == "cpu" or gpu_here() is None:
         return machine, 0
     return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
-
-
-def _large_enough(path: Path) -> bool:
-    """Whether the model's files are large enough to measure their disk with."""
-    files = [path] if path.is_file() else list(path.iterdir())
-    return sum(each.stat().st_size for each in files if each.is_file()) >= _LEAST_SAMPLE
 
 
 def _as_wanted(machine: MachineProfile, wanted: Hardware) -> MachineProfile:

@@ -24,7 +24,6 @@ from localrt.planning.search import (
     Times,
     best_placement,
     best_rows,
-    costs_of_rows,
     prepare,
     quick_solutions,
     rows_choices,
@@ -142,7 +141,7 @@ def _expert_times(shape: ModelShape) -> int:
 
 def _prompt_seconds(costs: Costs, solution: Solution, rows: int) -> float:
     """Return the seconds of a prompt's pass: the CPU computes its units, or the GPU if faster."""
-    many, problem = costs_of_rows(costs, rows), solution.problem
+    many, problem = costs.of_rows(rows), solution.problem
     units = {unit.name: unit for unit in costs.shape.units}
     read = copied = by_cpu = crossing = by_gpu = stays = 0.0
     for group, places in zip(problem.classes, solution.counts, strict=True):

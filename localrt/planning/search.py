@@ -3,14 +3,12 @@
 The fixed parts are subtracted; the rest is placed. Ring sizes and slots are searched, counts are
 solved, schedules are replayed. A small ring leaves more room for resident weights; a large one
 hides more of the gaps between reads. Only the replay tells which is better. Streaming only small
-units may allow a small ring. In passes of many rows the GPU computes the CPU's units if that pays:
-a CPU fast enough for a token is slow for a prompt, where the link's cost is shared by all rows.
+units may allow a small ring.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +22,8 @@ from localrt.offload.account import (
     kv_buffer_nbytes,
     kv_tail_nbytes,
 )
-from localrt.offload.placement import LEAST_GPU_ROWS, KvPlace, PlacedUnit, Placement, Where
-from localrt.planning.costs import Costs
+from localrt.offload.placement import KvPlace, Placement, Where
+from localrt.planning.costs import Costs, with_long_passes
 from localrt.planning.forecast import PlanRequest
 from localrt.planning.simulate import simulate
 from localrt.planning.solve import (
@@ -42,80 +40,6 @@ from localrt.planning.solve import (
 from localrt.quant.formats.tiled import TILE_ROWS
 
 _NEARLY = 1.1  # times the least
-_ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
-
-
-def with_long_passes(costs: Costs, placement: Placement) -> Placement:
-    """Add the least rows from which passes compute the CPU's MLPs or experts on the GPU, if that
-    pays.
-
-    These are the MLPs that the GPU's ring can hold, and a mixture's experts. Attention stays where
-    its keys and values are; only one row of a prompt passes the head.
-    """
-    shape, where = costs.shape, placement.where
-    if costs.machine.gpu is None or not placement.uses_gpu:
-        return placement
-    if shape.experts is not None:
-        routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
-        if not all(place.on_gpu for place in routers):  # the CPU keeps layers whose router it has
-            return placement
-        crossing = frozenset[str]()
-    else:
-        copied = {u.layer: u.nbytes for u in shape.units if u.only is Where.LINK}
-        crossing = frozenset(
-            unit.name
-            for unit in shape.units
-            if unit.kind == "mlp"
-            and not where[unit.name].on_gpu
-            and unit.nbytes + copied.get(unit.layer, 0) <= placement.vram_ring
-        )
-        if not crossing:
-            return placement
-    rows = _gpu_rows(costs, where, crossing)
-    if not LEAST_GPU_ROWS <= rows <= placement.prefill_rows:
-        return placement
-    return replace(placement, gpu_rows=rows, crossing=crossing)
-
-
-def costs_of_rows(costs: Costs, rows: int) -> Costs:
-    """Return the costs of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
-    return Costs(shape=costs.shape, machine=costs.machine, rows=rows, kv_format=costs.kv_format)
-
-
-def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
-    """Return the fewest rows for which copying weights to the GPU is no slower than the CPU.
-
-    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work follow each
-    other. A faster link never gives more rows.
-    """
-    alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
-    first: dict[tuple[object, ...], PlacedUnit] = {}
-    for unit in costs.shape.units:
-        place = where[unit.name]
-        if not unit.macs:
-            continue
-        layer = unit.layer if unit.kind == "attention" else None
-        key = (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer)
-        crosses = unit.name in crossing or (unit.kind == "expert" and not place.on_gpu)
-        alike[first.setdefault(key, unit), place, crosses] += 1
-    for rows in _ROWS:
-        seconds = costs_of_rows(costs, rows)
-        copying = stays = by_cpu = by_gpu = 0.0
-        for (unit, place, crosses), count in alike.items():
-            share, each = 1.0, rows
-            if unit.kind == "expert":
-                share, each = seconds.touched(unit.use)
-            used = count * share
-            if crosses:
-                by_cpu += used * seconds.cpu(unit, each)
-                by_gpu += used * seconds.gpu(unit, each)
-            else:
-                stays += used * seconds.compute(unit, on_gpu=place.on_gpu, rows=each)
-            if crosses or place.copied:
-                copying += used * seconds.copy(unit.nbytes)
-        if max(copying, stays + by_gpu) <= stays + by_cpu:
-            return rows
-    return 0
 
 
 _MOST_SLOTS = 6
@@ -371,10 +295,8 @@ class _Search:
         if not self._gpu:
             return 0.0
         rows = placement.prefill_rows
-        return (
-            simulate(costs_of_rows(self._costs, rows), placement, passes=2, warm_up=1).seconds
-            / rows
-        )
+        costs = self._costs.of_rows(rows)
+        return simulate(costs, placement, passes=2, warm_up=1).seconds / rows
 
 
 def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ring]:

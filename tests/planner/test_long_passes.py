@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import Budgets
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
-from localrt.planning.costs import Costs
+from localrt.planning.costs import Costs, with_long_passes
 from localrt.planning.forecast import Forecast, placed_shape
 from localrt.planning.machine import KernelRate, MachineProfile
 from localrt.planning.report import explain
-from localrt.planning.search import with_long_passes
 from localrt.planning.simulate import simulate
 from tests.planner.models import MB, machine, planned, published, shape
 
@@ -100,7 +99,6 @@ def test_prefill_rows() -> None:
         assert f"{plan.placement.prefill_rows} tokens a pass" in explain(plan)
 
 
-@settings(max_examples=25)
 @given(
     ram=st.integers(30, 90),
     vram=st.integers(5, 60),
