@@ -80,7 +80,6 @@ CALLS = {
     "kernels": Call("all formats beside float64 and cuBLAS", 3, 0, "products batches"),
     "layers": Call("layers", 2, 0, "attention mixture-attention experts recurrent pictures towers"),
     "resident": Call("models on the GPU alone", 3, 0, "logits packed adapters heads"),
-    "sweep": Call("14B with other rings and threads", 5, 11, "sweep-14B"),
 }
 """In the order of what they decide."""
 

@@ -29,7 +29,6 @@ from benchmarks.common.random_store import stored_units, write_store
 from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.timing import Check, Values, free_memory
-from localrt.common.cores import find_cores
 from localrt.common.formatting import parse_size
 from localrt.offload.placement import Where
 
@@ -39,7 +38,6 @@ UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
 _TIMEOUT_S = 140
 _ROOM = 1.3  # of a store's bytes: what a folder and a GPU must have free for it
-_RINGS = (1.05, 1.5, 2.0, 3.0)  # times the largest unit
 _UNMOVED = "no weight moved"
 _FEW = 6  # tokens: fewer than these are not timed, as graphs are recorded meanwhile
 _PLAIN = {"logits": None, "count": False}
@@ -155,16 +153,6 @@ class Loaded:
     def forecasts(self) -> Iterator[Check]:
         """Three budgets, two links: tokens per second as planned and as measured."""
         jobs = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
-        yield from self.over_both_links(jobs)
-
-    def sweep(self) -> Iterator[Check]:
-        """Sizes of the GPU's ring and numbers of the CPU's threads."""
-        load, cores = self.size.load, find_cores().threads
-        jobs: dict[str, Values] = {
-            f"ring of {ring:g}": {"load": load, "ring": ring} for ring in _RINGS
-        }
-        for threads in sorted({max(1, cores * eighths // 8) for eighths in (4, 6, 7, 8)}):
-            jobs[f"{threads} threads"] = {"load": {**load, "threads": threads}}
         yield from self.over_both_links(jobs)
 
     # -- ways of loading ---------------------------------------------------------------------------

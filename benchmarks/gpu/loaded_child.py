@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -22,7 +22,6 @@ import localrt
 from benchmarks.gpu.configs import random_ids
 from benchmarks.gpu.timing import watch
 from localrt.api import Model
-from localrt.common.files import PAGE
 from localrt.engine.types import Chunk
 from localrt.offload.placement import Placement, Where
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
@@ -40,7 +39,7 @@ def main() -> None:
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a job finds."""
-    changes: Any = {"link_bytes_s": throttled, "ring": with_ring, "placement": placed_as}
+    changes: Any = {"link_bytes_s": throttled, "placement": placed_as}
     with ExitStack() as changed:
         for name, change in changes.items():
             if job.get(name):
@@ -194,19 +193,6 @@ def throttled(link_bytes_s: float) -> Iterator[None]:
         patch.object(cuda_memory, "CudaCopies", Throttled),
         patch.object(measuring, "gpu_rates", rates),
     ):
-        yield
-
-
-@contextmanager
-def with_ring(times: float) -> Iterator[None]:
-    """Plan whole layers with one size of the GPU's ring: so many of the largest unit."""
-    from localrt.planning import search
-
-    def rings(slots: Sequence[int], *_: Any, **__: Any) -> Iterator[search.Ring]:
-        yield search.Ring(-(-int(times * slots[-1]) // PAGE) * PAGE, slots[-1])
-
-    whole = patch.object(search, "split_solutions", lambda *_: iter(()))
-    with patch.object(search, "_vram_rings", rings), whole:
         yield
 
 

@@ -79,7 +79,6 @@ def begin() -> bool:
     _set(
         loaded,
         _FEW=2,
-        _RINGS=(1.5,),
         LARGE={name: tiny(size) for name, size in loaded.LARGE.items()},
     )
     _set(loaded, subprocess=SimpleNamespace(run=run_here))
