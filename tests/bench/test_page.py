@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
 
@@ -115,7 +115,6 @@ def _check(page: Page) -> _Reader:
 
 @pytest.mark.parametrize("make", MAKE)
 @given(name=st.one_of(st.text(max_size=60), st.sampled_from(HOSTILE)))
-@settings(max_examples=25, deadline=None)
 def test_well_formed_whatever_names_are(make: Callable[[str], Page], name: str) -> None:
     _check(make(name))
 
@@ -132,7 +131,6 @@ VALUES = st.one_of(
 
 
 @given(data=st.data(), kind=st.sampled_from(["mix", "sweep", "card"]))
-@settings(max_examples=150, deadline=None)
 def test_damaged_reports(data: st.DataObject, kind: str) -> None:
     report = json.loads(json.dumps(getattr(reports, kind)()))
     at: Any = report

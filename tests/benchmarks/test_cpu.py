@@ -113,13 +113,12 @@ def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 @native_only
 @pytest.mark.real
-@pytest.mark.parametrize("kind", child.KINDS)
-def test_child(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
-    job = {"kind": kind, "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
+    job = {"kind": "decode", "tokens": 4, "repeats": 1, "threads": 2, "isa": "portable"}
     found = child.main({**job, "model": str(real_model("smollm2"))})
     assert found["value"] > 0
-    assert ("of_floor" in found) == (kind == "decode")
+    assert found["of_floor"] > 0
 
 
 def test_missing_file(tmp_path: Path) -> None:

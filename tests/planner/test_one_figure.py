@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import localrt
@@ -99,7 +99,6 @@ def measured(draw: st.DrawFn) -> MachineProfile:
 @example(  # nothing is left to the CPU, but not all of it stays in GPU memory
     here=machine(gpu=True), experts=0, layers=5, mlp=2448, ram=200, vram=100
 )
-@settings(max_examples=40, deadline=None)
 def test_forecast_within_rates(
     here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
 ) -> None:

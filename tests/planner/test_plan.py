@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError, OptionError
@@ -44,7 +44,6 @@ def assert_within(plan: Forecast) -> None:
     assert placement.ram_ring % 4096 == placement.vram_ring % 4096 == 0
 
 
-@settings(max_examples=40)
 @given(
     ram=st.integers(20, 90),
     vram=st.integers(0, 60),

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.offload.placement import Placement, Where
@@ -56,7 +56,6 @@ def serial(found: Simulation) -> float:
     return found.busy["ssd"] + found.busy["link"] + found.chain
 
 
-@settings(max_examples=80)
 @given(cases())
 def test_bounds(
     case: tuple[Costs, Placement],
@@ -71,7 +70,6 @@ def test_bounds(
     assert 0 < found.efficiency <= 1 + 1e-9
 
 
-@settings(max_examples=50)
 @given(cases(), st.floats(1.0, 4.0), st.integers(0, 3))
 def test_faster_disk_or_link(case: tuple[Costs, Placement], times: float, places: int) -> None:
     """With rings that hold all, or so many equal units. In others where a unit lies depends on what
@@ -102,7 +100,6 @@ def test_faster_disk_or_link(case: tuple[Costs, Placement], times: float, places
         assert simulate(faster, placement, passes=3, warm_up=0).total_seconds <= now * (1 + 1e-6)
 
 
-@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 10), st.floats(0.1, 5), st.floats(0, 10)), min_size=1, max_size=40

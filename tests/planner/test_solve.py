@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
@@ -73,7 +73,6 @@ def everything(problem: Problem) -> Iterator[Counts]:
             yield counts
 
 
-@settings(max_examples=60)
 @given(problems())
 def test_near_the_best(problem: Problem) -> None:
     counts = solve_greedily(problem)
@@ -114,7 +113,6 @@ def test_reads_the_deficit() -> None:
         assert deficit <= read <= max(1.01 * deficit, deficit + 190 * PAGE)
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=3),
     st.floats(0.01, 1.0),
@@ -167,7 +165,6 @@ def test_many_experts() -> None:
     assert solve_greedily(problem) == [{Where.SSD: 10_000, Where.RAM: 5_000}]
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_arrange(data: st.DataObject) -> None:
     layers = data.draw(st.integers(2, 30))
