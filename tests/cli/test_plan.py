@@ -189,12 +189,12 @@ def test_options_of_one_model(capsys: pytest.CaptureFixture[str], option: tuple[
 
 
 def test_config_file_and_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_folder(tmp_path, "phi-3-mini") / "config.json"
+    config = config_folder(tmp_path, "phi-4-mini") / "config.json"
     small = as_json(capsys, config, "--ram", "3GB", "--format", "mxfp4")
     large = as_json(capsys, config, "--ram", "3GB", "--format", "int8-g32", "--kv-format", "int8")
     assert small["model"]["weight_bytes"] < large["model"]["weight_bytes"]
     assert large["kv_format"] == "int8"
-    assert small["model"]["name"] == "phi-3-mini"
+    assert small["model"]["name"] == "phi-4-mini"
 
 
 def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ _KNOWN = {
     "lfm2-1.2b": "lfm2:1.2b",
     "llama-3.2-1b": "llama3.2:1b",
     "nemotron-3-nano-30b-a3b": "nemotron-3-nano:30b",
+    "phi-4-mini": "phi4-mini:3.8b",
 }
 
 
@@ -35,51 +36,6 @@ def _config(short_name: str) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {name: _config(short) for name, short in _KNOWN.items()} | {
-    "phi-3-mini": {
-        "model_type": "phi3",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    },
-    "deepseek-v2-lite": {
-        "model_type": "deepseek_v2",
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "vocab_size": 102400,
-        "max_position_embeddings": 163840,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "tie_word_embeddings": False,
-    },
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "hidden_size": 7168,

@@ -28,7 +28,7 @@ def with_gpu() -> MachineProfile:
     [
         ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
         ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
-        ("phi-3-mini", 4 * GB, True, 0.1),
+        ("phi-4-mini", 4 * GB, True, 0.1),
         ("llama-3-70b", 32 * GB, True, 0.2),
         ("gpt-oss-20b", 8 * GB, False, 0.25),
         ("gpt-oss-20b", 32 * GB, True, 0.2),

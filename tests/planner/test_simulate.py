@@ -145,16 +145,6 @@ def test_disk_bound() -> None:
     assert found.waits["ssd"] > 0.5 * found.seconds
 
 
-def test_ring_of_one_unit() -> None:
-    model = shape(mlp=4096 * 3000)
-    names = {unit.name for unit in model.units if unit.kind == "mlp"}
-    costs = Costs(shape=model, machine=machine(ssd=5e9))
-    largest = max(unit.nbytes for unit in model.units)
-    tight, loose = (simulate(costs, streaming(model, names, largest * times)) for times in (1, 3))
-    assert tight.busy["ssd"] < tight.seconds
-    assert loose.seconds <= tight.seconds
-
-
 def test_all_in_ram() -> None:
     model = shape()
     costs = Costs(shape=model, machine=machine())

@@ -83,36 +83,6 @@ def test_near_the_best(problem: Problem) -> None:
     assert bound(problem, counts) >= best * (1 - 1e-9)
 
 
-def test_reads_the_deficit() -> None:
-    classes = tuple(
-        UnitClass(
-            names=tuple(f"{size}.{n}" for n in range(count)),
-            kind="mlp",
-            nbytes=size * PAGE,
-            use=1.0,
-            cpu_s=1e-4,
-        )
-        for size, count in ((1300, 9), (700, 9), (190, 20))
-    )
-    total = sum(group.count * group.nbytes for group in classes)
-    for deficit in range(1_000_000, total, 3_333_333):
-        problem = Problem(
-            classes=classes,
-            ram=total - deficit,
-            vram=0,
-            ram_slot=2000 * PAGE,
-            vram_slot=0,
-            ssd_bytes_s=1e9,
-        )
-        counts = solve_greedily(problem)
-        assert counts is not None
-        read = sum(
-            places.get(Where.SSD, 0) * group.nbytes
-            for group, places in zip(classes, counts, strict=True)
-        )
-        assert deficit <= read <= max(1.01 * deficit, deficit + 190 * PAGE)
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=3),
     st.floats(0.01, 1.0),
