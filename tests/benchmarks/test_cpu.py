@@ -97,21 +97,6 @@ def test_command(
 
 
 @native_only
-def test_unknown_isa(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cpu.main(["--isa", "abacus"])
-    error = capsys.readouterr().err
-    assert "'abacus' cannot run here; " in error
-    assert error.endswith("portable can\n")
-
-
-def test_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cpu.main(["--only", "decode,4 rows"])
-    assert "'4 rows' is not one of prompt-512, decode, " in capsys.readouterr().err
-
-
-@native_only
 @pytest.mark.real
 def test_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
@@ -121,7 +106,19 @@ def test_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["of_floor"] > 0
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    """It is named before anything is measured."""
-    with pytest.raises(SystemExit, match="no such file or folder"):
-        cpu.main(["--models", str(tmp_path / "none.gguf")])
+@native_only
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--isa", "abacus"], "'abacus' cannot run here; "),
+        (["--only", "decode,4 rows"], "'4 rows' is not one of prompt-512, decode, "),
+        (["--models", "./none.gguf"], "no such file or folder"),
+        (["--ik", "./none"], "none is not a file"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_measured(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cpu.main(words)
+    assert told in f"{left.value}{capsys.readouterr().err}"

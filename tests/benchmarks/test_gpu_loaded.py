@@ -29,7 +29,6 @@ def checked(
     wrong: str = "",
     free: float = 80e9,
     peak: float = 3.9e9,
-    room: bool = True,
 ) -> dict[str, Result]:
     """The results by name. Logits are ``off`` where all weights are on the GPU; a token of those
     loaded as ``wrong`` says is another one.
@@ -54,14 +53,8 @@ def checked(
             "decode_tok_s": 24.0,
         }
 
-    def find_disk(nbytes: int) -> Path:
-        if not room:
-            raise OSError("11.0 GB of a disk are needed: /tmp (tmpfs) has 1.0 GB")
-        return tmp_path
-
     monkeypatch.setattr(loaded, "asked", asked)
     monkeypatch.setattr(loaded, "free_memory", lambda: int(free))
-    monkeypatch.setattr(loaded, "find_disk", find_disk)
     size = Size("Qwen3ForCausalLM", TINY, bound=0.1)
     with ExitStack() as held:
         model = Loaded("14B", size, tmp_path, tmp_path, 8_300_000_000, held)
@@ -114,18 +107,6 @@ def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "compiled as resident" not in results
     results = checked(tmp_path, monkeypatch, free=1000, wrong="disk")
     assert not results[f"from the SSD as compiled, {UNMOVED}"].ok, "its weights are copied from RAM"
-
-
-def test_files_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied there if they are in memory."""
-    assert checked(tmp_path, monkeypatch, room=False)["from the SSD"].ok, "they are on one"
-    (tmp_path / "model").mkdir()
-    monkeypatch.setattr(loaded, "MEMORY", tmp_path)
-    assert "not run" not in checked(tmp_path, monkeypatch)["from the SSD"].values
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"], "for a while"
-    results = checked(tmp_path, monkeypatch, room=False)
-    assert results["from the SSD"].values["not run"].startswith("11.0 GB of a disk are needed")
-    assert "from the SSD as compiled" not in results
 
 
 def test_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:

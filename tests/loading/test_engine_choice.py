@@ -71,12 +71,6 @@ def test_native(tmp_path: Path) -> None:
         assert len(model.generate("hi", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
-def test_int8_cache(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", "llama", "F32")
-    with localrt.load(path, kv_format="int8") as model:
-        assert len(model.generate("hi", max_tokens=4, ignore_eos=True).token_ids) == 4
-
-
 @pytest.mark.parametrize(
     ("architecture", "weight_type"),
     [("olmo", "F32"), ("llama", "Q1_0")],
