@@ -228,14 +228,14 @@ def _result(running: _Running) -> Result:
     samples = running.samples
     metrics = dict(samples[-1])
     for name in _MEDIANS:
-        metrics[name] = _median(samples, name)
+        metrics[name] = median_of(samples, name)
     if metrics["predicted_tok_s"] and metrics["decode_tok_s"]:
         metrics["of_predicted"] = metrics["decode_tok_s"] / metrics["predicted_tok_s"]
-    reads = _median(samples, "decode_read_bytes")
+    reads = median_of(samples, "decode_read_bytes")
     steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
-    joules = _median(samples, "decode_joules")
+    joules = median_of(samples, "decode_joules")
     metrics.pop("decode_joules", None)
     metrics["joules_per_token"] = None if joules is None else joules / steps
     metrics |= running.once
@@ -251,7 +251,7 @@ def _result(running: _Running) -> Result:
     )
 
 
-def _median(samples: Sequence[Mapping[str, Any]], name: str) -> object:
+def median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
     """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeAlias, TypedDict, cast
 
 from localrt.bench.engines import Launch
 from localrt.bench.process import ChildError, ChildProcess, child_command
-from localrt.bench.runner import encoder
+from localrt.bench.runner import encoder, median_of
 from localrt.bench.workload import Workload, make_prompts
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import read_text, write_text
@@ -246,11 +245,8 @@ class _Sweep:
                 self._finish(point, {"reason": str(answer)})
                 return answer.kind != "died"
             samples.append(answer)
-        found: dict[str, object] = {"reason": None}
-        for name in MEASURES:
-            values = [sample[name] for sample in samples if sample.get(name) is not None]
-            found[name] = median(values) if values else None
-        self._finish(point, found)
+        measured = {name: median_of(samples, name) for name in MEASURES}
+        self._finish(point, {"reason": None, **measured})
         return True
 
     def _finish(self, point: Point, found: Mapping[str, Any]) -> None:
