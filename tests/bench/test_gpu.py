@@ -19,15 +19,14 @@ from localrt.offload import hardware
 from localrt.offload.hardware import Gpu
 from localrt.planning.forecast import Change
 from localrt.planning.machine import typical_machine
-from tests.models.make_gguf import tiny_gguf
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
+def options(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     monkeypatch.setattr(gpu, "machine_here", lambda *_: (typical_machine(), ""))
     return BenchOptions(
-        path=tiny_gguf(tmp_path, "qwen2"),
+        path=tiny_folder,
         engines=("native",),
         workload=Workload(prompt_tokens=20, tokens=10),
         gpu_memory=8_000_000_000,

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from localrt.bench.process import ChildProcess
-from localrt.bench.sweep import SETTINGS, SweepOptions, parse_vary, run_sweep, to_table
+from localrt.bench.sweep import (
+    SETTINGS,
+    SweepOptions,
+    describe,
+    parse_vary,
+    run_sweep,
+    to_table,
+)
 from localrt.common.errors import OptionError
 from localrt.common.option_names import on_command_line
 from tests.bench.test_runner import FAKE, ROOT
@@ -208,3 +215,8 @@ def test_parse_vary() -> None:
         "batch": [2, 1],
         "draft": ["off", "auto"],
     }
+
+
+def test_settings_are_shown_as_they_are_written() -> None:
+    point = {"format": None, "threads": None, "ram": 10**9, "draft": "off"}
+    assert describe(point, [*point]) == "format=file threads=auto ram=1 GB draft=off"
