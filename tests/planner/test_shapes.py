@@ -96,7 +96,7 @@ def test_config_and_store(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     planned = shape_from_config(config, name="m", format="f32")
     assert planned.parameters == exact.parameters
-    assert planned.kv == exact.kv
+    assert (planned.kv, planned.context_length) == (exact.kv, exact.context_length)
     for ours, theirs in ((planned, exact), (exact, planned)):
         sizes = {u.name: (u.nbytes, u.macs) for u in theirs.units}
         found = {u.name: (u.nbytes, u.macs) for u in ours.units if u.layer is not None}
