@@ -32,6 +32,8 @@ PUBLISHED = {  # billions, of the model cards
     "gpt-oss-20b": (20.91, 3.61),
     "gpt-oss-120b": (116.83, 5.13),
     "deepseek-v3": (671.0, 36.6),
+    "kimi-linear-48b-a3b": (49.1, 3.1),
+    "qwen3.8-flash-next": (176.9, 6.67),  # 125 and a table of 51; its card leaves out the head
     "lfm2-1.2b": (1.17, 1.17),
     "llama-3.2-1b": (1.24, 1.24),
     "falcon-h1-7b": (7.59, 7.19),
@@ -45,6 +47,8 @@ def test_parameters(name: str) -> None:
     total, active = PUBLISHED[name]
     assert shape.parameters == pytest.approx(total * 1e9, rel=0.01)
     assert shape.active_parameters == pytest.approx(active * 1e9, rel=0.01)
+    lengths = (CONFIGS[name].get(key) for key in ("max_position_embeddings", "model_max_length"))
+    assert shape.context_length in lengths
 
 
 def test_format() -> None:
@@ -83,6 +87,12 @@ def test_latent_attention() -> None:
         "deepseek-v3",
         "gemma4",
         "gemma4-keys-as-values",
+        "gemma2",
+        "phi3",
+        "mixtral",
+        "olmoe",
+        "granite-moe",
+        "qwen2-moe",
         *FAMILIES,
         *FAMILY_MIXTURES,
     ],
