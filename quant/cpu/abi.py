@@ -224,6 +224,8 @@ def best_isa() -> str | None:
     except MissingExtraError:
         return None
     handle = library.lrt_create(1, b"")
+    if not handle:  # a checkout's own kernels, on another processor
+        return None
     name: bytes = library.lrt_isa(handle)
     library.lrt_destroy(handle)
     return name.decode()

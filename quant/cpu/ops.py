@@ -108,7 +108,11 @@ class NativeOps(StreamSteps):
         self.threads = threads or default_threads()
         self._handle = self._api.lrt_create(self.threads, isa.encode())
         if not self._handle:
-            raise OptionError(f"this processor cannot run the {isa!r} kernels")
+            if isa:
+                raise OptionError(f"the {isa!r} kernels are not compiled, or not for this processor")
+            raise MissingExtraError(
+                "the kernels were compiled for another processor: install localrt again"
+            )
         self._kv_format: CacheFormat = kv_format
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
