@@ -109,7 +109,7 @@ class NativeOps(StreamSteps):
         self._handle = self._api.lrt_create(self.threads, isa.encode())
         if not self._handle:
             if isa:
-                raise OptionError(f"the {isa!r} kernels are not compiled, or not for this processor")
+                raise OptionError(f"this processor, or localrt here, has no {isa!r} kernels")
             raise MissingExtraError(
                 "the kernels were compiled for another processor: install localrt again"
             )
