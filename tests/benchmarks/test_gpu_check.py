@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 from benchmarks import tables
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import loaded
+from benchmarks.gpu.encoders import check_encoders
 from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
-from benchmarks.gpu.timing import Result
+from benchmarks.gpu.timing import Result, results_of
 from tests.driver import rehearsal
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
@@ -100,7 +102,6 @@ def test_check_on_cpu(tmp_path: Path) -> None:
     assert {"logits LlamaForCausalLM f32", "resident int4-g32"} <= found["resident"].keys()
     assert {"product nvfp4", "product q2_k"} <= found["kernels"].keys()
     assert "attention" in found["layers"]
-    assert "| gemma-4-e4b |" in pages["layers"]
     assert found["resident"]["adapters, model"]["values"]["others_keep_their_bits"]
     assert "| tok/s without, 1 at once |" in pages["resident"]
     assert records["large"]["command"] == "scripts/gpu_check --only large"
@@ -165,6 +166,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "build_kernels", lambda: {"built": False})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+
+
+@pytest.mark.slow
+def test_encoders(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [asdict(result) for result in results_of("towers", lambda: check_encoders("cpu"))]
+    assert results
+    assert all(result["ok"] for result in results), capsys.readouterr().err
+    about = {"machine": {"device": "a GPU", "cuda": "13", "driver": "1"}, "versions": {}}
+    about |= {"date": "today", "command": "c", "seconds": 1.0}
+    assert "| gemma-4-e4b |" in gpu_tables({**about, "results": results})
 
 
 def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

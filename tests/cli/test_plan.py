@@ -239,7 +239,7 @@ def test_bad_usage(
 
 
 def test_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, draft = (config_folder(tmp_path, n) for n in ("phi-3-mini", "qwen2.5-coder-1.5b"))
+    target, draft = (config_folder(tmp_path, n) for n in ("phi-4-mini", "qwen2.5-coder-1.5b"))
     gpu = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
     command = ("plan", str(target), "--draft", str(draft), *gpu)
     assert main([*command]) == 0

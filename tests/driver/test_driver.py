@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 INSIDE = Path(__file__).with_name("inside")
-PARTS = 4
+PARTS = 8
 
 
 @pytest.mark.parametrize("part", range(PARTS))
