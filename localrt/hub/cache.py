@@ -117,7 +117,7 @@ class CachedRepo:
             yield from (self.snapshot(commit) / name for name in self.files(commit))
 
     def link(self, commit: str, name: str, etag: str) -> None:
-        """Add the blob to the snapshot: as a relative link, or a hard one."""
+        """Add the blob to the snapshot: as a relative link, a hard one, or by moving it there."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name
         target = Path(os.path.relpath(blob, pointer.parent))
         if pointer.is_symlink() and pointer.readlink() == target:
@@ -127,7 +127,10 @@ class CachedRepo:
         try:
             pointer.symlink_to(target)
         except OSError:  # Windows without the right to make symbolic links
-            pointer.hardlink_to(blob)
+            try:
+                pointer.hardlink_to(blob)
+            except OSError:  # a file system without links, as of a memory card
+                blob.replace(pointer)
 
     def write_ref(self, revision: str, commit: str) -> None:
         """Record that ``revision`` is at ``commit``; a commit needs no such record."""

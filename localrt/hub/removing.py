@@ -202,7 +202,8 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
         raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
     freed = _own_bytes(pointers)
     removed = {_identity(pointer) for pointer in pointers}
-    blobs = [blob for blob in repo.folder.glob("blobs/*") if _identity(blob) in removed]
+    there = (blob for blob in repo.folder.glob("blobs/*") if blob.exists())
+    blobs = [blob for blob in there if _identity(blob) in removed]
     for pointer in pointers:
         pointer.unlink()
     for commit in repo.commits():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -172,6 +173,22 @@ def test_remove_one_revision_keeps_what_the_other_shares(settings: Settings) -> 
     found = resolve("org/tiny", settings=settings, download=False)
     assert (found.path / "model-00001-of-00002.safetensors").read_bytes() == WEIGHTS
     assert (found.path / "config.json").read_bytes() == TINY["config.json"]
+
+
+@pytest.mark.parametrize("refused", [("symlink_to",), ("symlink_to", "hardlink_to")])
+def test_where_links_are_refused(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    for name in refused:
+        monkeypatch.setattr(Path, name, refuse)
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    assert file.read_bytes() == QUANTS["tiny-Q8_0.gguf"]
+    assert not file.is_symlink()
+    assert remove_model("org/quants:Q8_0", settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    assert not [path for path in settings.hub_cache.rglob("blobs/*") if path.is_file()]
 
 
 def test_bytes_shared_between_repositories_stay(settings: Settings) -> None:
