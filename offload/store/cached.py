@@ -157,9 +157,9 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
             if cancel is not None and cancel.is_set():
                 raise CancelledError("packing was cancelled") from None
             time.sleep(_POLL_S)
-        except NotImplementedError:  # a network file system without locks: the writer has its own
-            break
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:
+            if getattr(error, "filename", None) is None:  # a file system without locks: the
+                break  # writer has its own
             raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -139,6 +140,21 @@ def test_packed_copy(base: Path, tmp_path: Path, kind: str, edit: str) -> None:
     assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
     assert packed(model.path, stores) == (new, [])
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1, "the old copy is gone"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="refuses a lock of POSIX")
+def test_a_file_system_without_locks(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is packed there is used."""
+    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
+    old, _ = packed(model.path, stores)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert packed(model.path, stores) == (old, [])
 
 
 @pytest.mark.parametrize("edit", CHANGES)
