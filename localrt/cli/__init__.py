@@ -135,12 +135,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Keeps the interpreter from failing again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _BROKEN_PIPE
     except OSError as error:
         if system.is_broken_pipe(error):
+            # Keeps the interpreter from failing again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return _BROKEN_PIPE
         place = f"{error.filename}: " if error.filename else ""
         print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)

@@ -10,56 +10,6 @@ from __future__ import annotations
 import sys
 
 if sys.platform == "win32":
-    from localrt.system.windows import (
-        OWN_GROUP,
-        STOP_SIGNALS,
-        allocate,
-        ask_to_stop,
-        drop_cached,
-        is_broken_pipe,
-        join,
-        map_zeros,
-        open_file,
-        open_temporary,
-        quote,
-        read_at,
-        sync_folder,
-        use_utf8_in_pipes,
-        write_at,
-    )
+    from localrt.system.windows import *  # noqa: F403
 else:
-    from localrt.system.posix import (
-        OWN_GROUP,
-        STOP_SIGNALS,
-        allocate,
-        ask_to_stop,
-        drop_cached,
-        is_broken_pipe,
-        join,
-        map_zeros,
-        open_file,
-        open_temporary,
-        quote,
-        read_at,
-        sync_folder,
-        use_utf8_in_pipes,
-        write_at,
-    )
-
-__all__ = [
-    "OWN_GROUP",
-    "STOP_SIGNALS",
-    "allocate",
-    "ask_to_stop",
-    "drop_cached",
-    "is_broken_pipe",
-    "join",
-    "map_zeros",
-    "open_file",
-    "open_temporary",
-    "quote",
-    "read_at",
-    "sync_folder",
-    "use_utf8_in_pipes",
-    "write_at",
-]
+    from localrt.system.posix import *  # noqa: F403

@@ -7,21 +7,12 @@ import mmap
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
-
-
-class Spawning(TypedDict, total=False):
-    """Options of ``subprocess.Popen``."""
-
-    start_new_session: bool
-    creationflags: int
-
+from typing import Any
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _F_NOCACHE = 48  # of macOS
@@ -130,12 +121,9 @@ def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-OWN_GROUP: Spawning = {"start_new_session": True}
-
-
-def ask_to_stop(process: subprocess.Popen[Any]) -> None:
-    """Ask a process that was started with ``OWN_GROUP`` to end in its own time."""
-    process.terminate()
+"""What asks a server to end in its own time."""
+OWN_GROUP: dict[str, Any] = {"start_new_session": True}
+"""Options of ``subprocess.Popen`` for a process that Ctrl+C does not reach."""
 
 
 def use_utf8_in_pipes() -> None:

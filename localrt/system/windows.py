@@ -18,13 +18,7 @@ if sys.platform == "win32":
     from collections.abc import Iterable
     from ctypes import wintypes
     from pathlib import Path
-    from typing import Any, TypedDict
-
-    class Spawning(TypedDict, total=False):
-        """Options of ``subprocess.Popen``."""
-
-        start_new_session: bool
-        creationflags: int
+    from typing import Any
 
     _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
     _READ, _WRITE = 0x80000000, 0x40000000
@@ -145,10 +139,7 @@ if sys.platform == "win32":
         return memoryview(mmap.mmap(-1, nbytes))
 
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
-    OWN_GROUP: Spawning = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-
-    def ask_to_stop(process: subprocess.Popen[Any]) -> None:
-        process.send_signal(signal.CTRL_BREAK_EVENT)  # SIGTERM would end it at once
+    OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
     def use_utf8_in_pipes() -> None:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
