@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ class RangedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
         try:
             if not path.is_file():
                 kind = "is not a regular file" if path.exists() else "does not exist"
@@ -81,8 +79,7 @@ class RangedFile:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        with self._lock:
-            self._file.close()
+        self._file.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):  # opening may have failed
