@@ -349,6 +349,8 @@ LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matri
     template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
     template void Packed<__VA_ARGS__>::multiply_gated(const Matrix&, const Matrix&, int, int, int, const Acts&, const Runs&, \
                                                       RunRange, const Gated&);
+#elif LRT_BF16_ONLY
+#define PRODUCTS_OF(...)  // a namespace without a name shares nothing with other files
 #else
 #define PRODUCTS_OF(...)                                                                                                            \
     extern template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
