@@ -92,3 +92,61 @@ def test_a_quoted_argument_arrives_as_it_is(argument: str) -> None:
     words = command if os.name == "nt" else shlex.split(command)
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert ast.literal_eval(shown) == [argument]
+
+
+ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
+SOME_HAVE = {"fcntl", "grp", "msvcrt", "pty", "pwd", "resource", "termios", "tty", "winreg"}
+ASK = {"ctypes.WinDLL", "ctypes.windll", "os.name", "platform.system", "sys.platform"}
+ALLOWED = {
+    "localrt/chat_format/templates/jinja_sandbox.py",
+    "localrt/chat_format/templates/sandbox.py",
+    "localrt/common/cores.py",
+    "localrt/common/files.py",
+    "localrt/common/free_memory.py",
+    "localrt/common/giving_way.py",
+    "localrt/common/settings.py",
+    "localrt/bench/process.py",
+    "localrt/bench/sampling.py",
+    "localrt/engine/llamacpp/trial.py",
+    "localrt/planning/describe_pc.py",
+    "localrt/server/running.py",
+    "offload/hardware.py",
+    "offload/memory.py",
+    "quant/choose.py",
+    "tui/app.py",
+    "tui/browser.py",
+    "tui/chat/composer.py",
+    "tui/keys.py",
+    "tui/mentions.py",
+    "tui/terminal.py",
+}
+
+
+def asks_for_the_system(tree: ast.AST) -> bool:
+    """Whether code imports what only some systems have, or asks which one it is on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = any(name.name in SOME_HAVE for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            wanted = {f"{node.module}.{name.name}" for name in node.names}
+            found = node.module in SOME_HAVE or not wanted.isdisjoint(ASK)
+        elif isinstance(node, ast.Attribute):
+            found = isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in ASK
+        else:
+            text = node.value if isinstance(node, ast.Constant) else None
+            found = isinstance(text, str) and text.startswith(("/proc/", "/sys/"))
+        if found:
+            return True
+    return False
+
+
+def test_no_other_room_asks_for_the_system() -> None:
+    root = Path(__file__).parents[1]
+    files = {
+        str(path.relative_to(root).as_posix()): path
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+        if path.parent != root / "localrt/system"
+    }
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    assert {name for name, tree in trees.items() if asks_for_the_system(tree)} == ALLOWED
