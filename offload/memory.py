@@ -6,13 +6,12 @@ keeps some room. The memory of helper processes counts as this one's.
 
 from __future__ import annotations
 
-import mmap
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt import system
 from localrt.common.control_groups import group_folders
 
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
@@ -110,55 +109,17 @@ HELPERS: set[int] = set()
 
 def helpers_nbytes() -> int:
     """The unshared memory of ``HELPERS``, in bytes; 0 if the system does not say."""
-    nbytes = 0
-    for process in tuple(HELPERS):
-        try:
-            statm = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
-            nbytes += (int(statm[1]) - int(statm[2])) * mmap.PAGESIZE
-        except OSError:  # it has ended, or there is no /proc
-            continue
-    return nbytes
+    return sum(map(system.unshared_nbytes, tuple(HELPERS)))
 
 
 def current_rss() -> int:
     """Bytes of this process and its helpers that are in RAM."""
-    if sys.platform == "linux":
-        try:
-            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-            return int(pages) * mmap.PAGESIZE + helpers_nbytes()
-        except OSError:  # no /proc
-            pass
-    import psutil
-
-    return int(psutil.Process().memory_info().rss) + helpers_nbytes()
+    return system.resident_nbytes() + helpers_nbytes()
 
 
-def peak_rss() -> int | None:
-    """Bytes of this process's highest resident set plus its helpers' present memory; None if
-    unknown.
-    """
-    own = _own_peak()
-    return None if own is None else own + helpers_nbytes()
-
-
-def _own_peak() -> int | None:
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # Not getrusage: its peak outlives exec, so a child would start with its parent's.
-        try:
-            status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            status = ""
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def peak_rss() -> int:
+    """Bytes of this process's highest resident set plus its helpers' present memory."""
+    return system.peak_nbytes() + helpers_nbytes()
 
 
 def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | None = None) -> int:
@@ -177,22 +138,10 @@ def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | 
 
 
 def pinnable_nbytes() -> int | None:
-    """Bytes of RAM that may be pinned for a GPU's copies; None where the system sets no limit.
-
-    Windows pins about half of RAM at most, and pinned RAM is lost to other programs.
-    """
-    return memory_state().total // 2 if sys.platform == "win32" else None
+    """Bytes of RAM that may be pinned for a GPU's copies; None where the system sets no limit."""
+    return system.pinnable_nbytes(memory_state().total)
 
 
-def spilling_nbytes(vram: int) -> int:
-    """Bytes of a GPU's ``vram`` to leave free so that its driver moves nothing to RAM.
-
-    On Windows the driver does so before memory runs out, instead of failing: passes become slow.
-    """
-    return vram // _SPILLING_SHARE if sys.platform == "win32" else 0
-
-
-_SPILLING_SHARE = 16
 _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20

@@ -403,7 +403,7 @@ class _Wrapped:
 def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from localrt.common.free_memory import return_free_memory
+    from localrt.system import return_free_memory
 
     wrapped = _Wrapped(tokenizer)
     # Without slices: they would save a tenth of a millisecond per token, but take 40 MB.

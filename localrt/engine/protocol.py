@@ -25,12 +25,12 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.formatting import format_bytes
-from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.models.weight_store import PipelineCounts, WeightStore
 from localrt.offload.memory import current_rss
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.protocol import Check
+from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from localrt import system
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
@@ -15,7 +16,7 @@ from localrt.common.progress import Progress, ProgressCallback
 from localrt.common.settings import Settings
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
-from localrt.offload.memory import pinnable_nbytes, spilling_nbytes
+from localrt.offload.memory import pinnable_nbytes
 from localrt.planning.gpus import measured_profile
 from localrt.planning.machine import GpuProfile, MachineProfile
 from localrt.planning.measure import with_corrections
@@ -98,7 +99,7 @@ def _cuda(
 
     copies = CudaCopies(ops.device, most_pinned=pinnable_nbytes())
     rates = _rates(ops, host, formats, progress)
-    unused = spilling_nbytes(copies.total_nbytes)
+    unused = system.spilling_nbytes(copies.total_nbytes)
     free = max(0, (ops.free_memory() or 0) - unused)
     context, cublas = _cuda_nbytes(ops.device, formats)
     beside = context + cublas + ROUNDED_VRAM_NBYTES

@@ -19,7 +19,6 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.free_memory import return_free_memory
 from localrt.loading.context import LoadContext
 from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -34,6 +33,7 @@ from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.arrays import Hidden
 from localrt.quant.ops.protocol import Batch, Ops, implementation
+from localrt.system import return_free_memory
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 

@@ -10,7 +10,6 @@ from math import prod
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
-from localrt.common.free_memory import return_free_memory
 from localrt.common.giving_way import giving_way
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.native.engine import NativeEngine
@@ -28,6 +27,7 @@ from localrt.offload.memory import current_rss, memory_state, ram_budget
 from localrt.quant.choose import make_ops, why_not_our_kernels
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
+from localrt.system import return_free_memory
 
 
 def load_native(

@@ -20,10 +20,10 @@ import fastjsonschema
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from localrt.common.free_memory import return_free_memory
 from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
 from localrt.server.schemas import REQUESTS
+from localrt.system import return_free_memory
 
 _ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
 _ZSTD_WINDOW = 23  # 8 MiB, which every decoder must support

@@ -19,7 +19,6 @@ from weakref import WeakSet
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.files import keep_private
 from localrt.common.formatting import parse_size
-from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
 from localrt.drafts.loading import load_with_draft
@@ -50,6 +49,7 @@ from localrt.planning import chooser
 from localrt.service.adapters import Adapters
 from localrt.service.requests import RequestBuilder
 from localrt.service.status import ModelInfo, Watch
+from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
     from localrt.planning.preview import Outlook

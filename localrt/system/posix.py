@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -118,6 +119,64 @@ def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
         with suppress(OSError):  # a kernel without them
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)
+
+
+def resident_nbytes() -> int:
+    """Bytes of this process in RAM."""
+    with suppress(OSError):  # a system without /proc
+        return int(_statm("self")[1]) * mmap.PAGESIZE
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def unshared_nbytes(process: int) -> int:
+    """Bytes in RAM of another process alone; 0 if it has ended, or the system does not say."""
+    try:
+        _, resident, shared, *_ = _statm(process)
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def _statm(process: int | str) -> list[str]:
+    return Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
+
+
+def peak_nbytes() -> int:
+    """The most bytes of this process that were in RAM."""
+    # Not getrusage at first: its peak outlives exec, so a child would start with its parent's.
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def return_free_memory() -> None:
+    """Ask for freed memory to be returned to the system, which takes milliseconds.
+
+    glibc keeps freed memory (several megabytes after reading a vocabulary), which counts towards a
+    memory limit. Other C libraries return it by themselves, or have no function for it.
+    """
+    with suppress(OSError, AttributeError):
+        trim = ctypes.CDLL(None).malloc_trim
+        trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+        trim(0)
+
+
+def pinnable_nbytes(ram: int) -> int | None:
+    """Bytes of ``ram`` that may be pinned for a GPU's copies; None where there is no limit."""
+    return None
+
+
+def spilling_nbytes(vram: int) -> int:
+    """Bytes of a GPU's ``vram`` to leave free so that its driver moves nothing to RAM."""
+    return 0
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -138,6 +138,34 @@ if sys.platform == "win32":
     def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))
 
+    def resident_nbytes() -> int:
+        return int(_memory_info().rss)
+
+    def unshared_nbytes(process: int) -> int:
+        import psutil
+
+        try:
+            return int(_memory_info(process).private)
+        except psutil.Error:
+            return 0
+
+    def peak_nbytes() -> int:
+        return int(_memory_info().peak_wset)
+
+    def _memory_info(process: int | None = None) -> Any:
+        import psutil  # not every command needs it
+
+        return psutil.Process(process).memory_info()
+
+    def return_free_memory() -> None:
+        """The system's library does so by itself."""
+
+    def pinnable_nbytes(ram: int) -> int | None:
+        return ram // 2  # the system allows no more, and it is lost to other programs
+
+    def spilling_nbytes(vram: int) -> int:
+        return vram // 16  # moved before memory runs out, instead of failing: passes become slow
+
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from localrt.common.free_memory import return_free_memory
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
+from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints.base import Checkpoint

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
-from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.models.vision.cost import EncoderSizes
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, Units, VisionEncoder
@@ -33,6 +32,7 @@ from localrt.models.vision.source import VisionSource
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check, Given
 from localrt.quant.ops.vision import VisionSteps
+from localrt.system import return_free_memory
 
 Tokens = npt.NDArray[np.int64]
 Take = Callable[[int, bool], None]

@@ -31,7 +31,6 @@ from localrt.common.errors import (
     reason_of,
 )
 from localrt.common.files import private_folder, write_text
-from localrt.common.free_memory import return_free_memory
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -41,6 +40,7 @@ from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pi
 from localrt.offload.store.writer import ProgressFunction, partial_folder
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats.packed import Bytes
+from localrt.system import return_free_memory
 
 _POLL_S = 0.1
 

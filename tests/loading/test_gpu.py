@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from localrt import system
 from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress
 from localrt.loading.gpu import open_gpu
@@ -76,11 +76,12 @@ def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = CudaOps(device="cpu")
     monkeypatch.setattr(ops, "free_memory", lambda: 7 * gib)
     opened = {}
-    for platform in ("linux", "win32"):
-        monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
+    for platform, pinned, left in (("linux", None, 0), ("windows", 16 * gib, gib // 2)):
+        monkeypatch.setattr(system, "pinnable_nbytes", lambda ram, pinned=pinned: pinned)
+        monkeypatch.setattr(system, "spilling_nbytes", lambda vram, left=left: left)
         opened[platform] = open_gpu(ops, threads=1, gpu_memory=None)
     assert kept == [gib // 2]
     assert [copies._may_pin for copies in made] == [None, 16 * gib]
     assert opened["linux"].free_memory() == 7 * gib
-    assert opened["win32"].free_memory() == 7 * gib - gib // 2
-    assert opened["win32"].capacity == opened["linux"].capacity - gib // 2
+    assert opened["windows"].free_memory() == 7 * gib - gib // 2
+    assert opened["windows"].capacity == opened["linux"].capacity - gib // 2

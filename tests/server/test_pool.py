@@ -14,10 +14,10 @@ import pytest
 
 import localrt
 from localrt.common.errors import CancelledError, MemoryBudgetError
-from localrt.common.free_memory import return_free_memory
 from localrt.offload.memory import current_rss
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
+from localrt.system import return_free_memory
 from tests.real_models import real_model
 from tests.server.conftest import needs_kernels, serving
 

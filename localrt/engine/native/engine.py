@@ -27,7 +27,6 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.formatting import format_bytes
-from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
 from localrt.engine.native.rows import rows_of_pass
@@ -42,6 +41,7 @@ from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Check, Forward, Ops
 from localrt.speculative.tree import TokenTree
+from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
     from localrt.models.vision.encoder_cache import Take, VisionState
