@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from localrt import system
 from localrt.common.cores import Cores, find_cores
 from localrt.common.version import __version__
 from localrt.offload.memory import MemoryState, memory_state
 
-# The kernels' name for each feature, and how Linux and macOS spell it.
+# The kernels' name for each feature, and how systems spell it.
 _FEATURES = {
     "avx2": ("avx2",),
     "fma": ("fma",),
@@ -91,13 +91,14 @@ class Machine:
         return asdict(self)
 
 
-def probe(root: Path = Path("/")) -> Machine:
+def probe(root: Path = system.ROOT) -> Machine:
     """Read what the system knows at once: no driver is called and nothing is measured.
 
     ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
     """
+    here = platform.uname()
     return Machine(
-        system=f"{platform.system()} {platform.release()}",
+        system=f"{here.system} {here.release}",
         python=platform.python_version(),
         cpu=_cpu(root),
         memory=memory_state(root),
@@ -149,7 +150,7 @@ def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float
 def _cpu(root: Path) -> Cpu:
     logical = os.cpu_count() or 1
     # Only some systems can restrict a process to some cores.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    usable = len(system.allowed_cores() or range(logical))
     name, flags = _name_and_flags(root)
     return Cpu(
         name=name or platform.processor() or "unknown processor",
@@ -179,12 +180,10 @@ def _physical_cores(root: Path) -> int | None:
 
 def _name_and_flags(root: Path) -> tuple[str, set[str]]:
     """The processor's name, and its features as the system names them."""
-    if sys.platform == "darwin":
-        return _sysctl()
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return "", set()
+        return system.describe_processor()
     entries: dict[str, str] = {}
     for line in lines:
         key, separator, value = line.partition(":")
@@ -192,21 +191,6 @@ def _name_and_flags(root: Path) -> tuple[str, set[str]]:
             entries.setdefault(key.strip(), value.strip())
     flags = entries.get("flags") or entries.get("Features") or ""
     return entries.get("model name") or entries.get("Model") or "", set(flags.split())
-
-
-def _sysctl() -> tuple[str, set[str]]:
-    arm = [names[1] for names in _FEATURES.values() if len(names) > 1]
-    keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features", *arm]
-    # Unknown keys are errors to sysctl, and the known ones are printed all the same.
-    try:
-        output = subprocess.run(["sysctl", *keys], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return "", set()
-    values = dict(line.split(": ", 1) for line in output.stdout.splitlines() if ": " in line)
-    flags = {key for key in arm if values.get(key) == "1"}
-    for key in keys[1:3]:
-        flags.update(values.get(key, "").lower().split())
-    return values.get(keys[0], ""), flags
 
 
 def _gpus_at_a_glance(root: Path) -> tuple[Gpu, ...]:

@@ -27,7 +27,7 @@ class MemoryState:
     limit: int | None = None
 
 
-def memory_state(root: Path = Path("/")) -> MemoryState:
+def memory_state(root: Path = system.ROOT) -> MemoryState:
     """Read total RAM and what this process can still take, within cgroup v1 and v2 limits.
 
     ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from localrt.common.cores import Cores, count_records, default_threads, find_cores
+from localrt.common.cores import Cores, default_threads, find_cores
+from localrt.system.windows import count_records
 
 CPU = "sys/devices/system/cpu"
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from localrt import system
 from localrt.common.closing import Closing
 from localrt.offload.memory import memory_state
 
@@ -30,7 +31,7 @@ Energy = Mapping[str, tuple[float, float]]
 _NO_END = float("inf")
 
 
-def read_energy(root: Path = Path("/")) -> Energy:
+def read_energy(root: Path = system.ROOT) -> Energy:
     """Read every counter that this process may read; takes well under a millisecond."""
     found: dict[str, tuple[float, float]] = {}
     for zone in root.glob("sys/class/powercap/intel-rapl:*"):
@@ -107,7 +108,7 @@ class Sampler(Closing):
         owners: Mapping[str, int],
         clock: Callable[[], float],
         *,
-        root: Path = Path("/"),
+        root: Path = system.ROOT,
         every_s: float = _EVERY_S,
     ) -> None:
         self.found = Samples()

@@ -7,11 +7,7 @@ could not make way for another program.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import struct
-import sys
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
+from localrt import system
 from localrt.common.control_groups import group_folders, read_small
 
 # How much faster than the others the cores of another kind are, by each file that says so. A higher
@@ -44,22 +41,17 @@ def default_threads() -> int:
     return find_cores().threads
 
 
-def find_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores:
+def find_cores(root: Path = system.ROOT, allowed: Set[int] | None = None) -> Cores:
     """Return the cores of this process.
 
     ``root`` is where ``proc`` and ``sys`` lie, ``allowed`` the logical cores that the process may
     use; tests pass their own.
     """
-    if allowed is None and hasattr(os, "sched_getaffinity"):
-        allowed = os.sched_getaffinity(0)
-    fast = slow = 0
+    allowed = system.allowed_cores() if allowed is None else allowed
     if allowed is not None:
         fast, slow = _linux_cores(root, frozenset(allowed))
-    elif sys.platform == "darwin":
-        fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
-        slow = _sysctl("hw.perflevel1.physicalcpu")
     else:
-        fast, slow = _windows_cores()
+        fast, slow = system.count_cores()
     if not fast:
         fast, slow = slow or os.cpu_count() or 1, 0
     times = min(_cpu_limits(root), default=fast)
@@ -106,42 +98,3 @@ def _cpu_limits(root: Path) -> Iterator[float]:
             quota, period = map(int, " ".join(texts).split())
             if quota > 0 and period > 0:
                 yield quota / period
-
-
-def _sysctl(name: str) -> int:
-    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    failed = ctypes.CDLL(None).sysctlbyname(
-        name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0
-    )
-    return 0 if failed else value.value
-
-
-def _windows_cores() -> tuple[int, int]:
-    if sys.platform == "win32":
-        kernel, size = ctypes.windll.kernel32, ctypes.c_uint32(0)
-        kernel.GetLogicalProcessorInformationEx(0, None, ctypes.byref(size))
-        records = ctypes.create_string_buffer(size.value)
-        if kernel.GetLogicalProcessorInformationEx(0, records, ctypes.byref(size)):
-            own, every = ctypes.c_size_t(0), ctypes.c_size_t(0)
-            process = ctypes.c_void_p(-1)  # this one
-            kernel.GetProcessAffinityMask(process, ctypes.byref(own), ctypes.byref(every))
-            return count_records(records.raw[: size.value], own.value, platform.processor())
-    return 0, 0
-
-
-def count_records(records: bytes, allowed: int, processor: str) -> tuple[int, int]:
-    """Count fast and slow cores in PROCESSOR_RELATIONSHIP records of 64-bit Windows.
-
-    ``allowed`` is the process's mask within the first group of processors.
-    """
-    classes, at = [], 0
-    while at + 42 <= len(records):
-        (size,) = struct.unpack_from("<I", records, at + 4)
-        mask, group = struct.unpack_from("<QH", records, at + 32)
-        if group or not allowed or mask & allowed:
-            classes.append(records[at + 9])  # the higher, the faster
-        at += max(size, 42)
-    if "AuthenticAMD" in processor:  # compact cores, see above
-        return len(classes), 0
-    fast = classes.count(max(classes, default=0))
-    return fast, len(classes) - fast

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from localrt import system
 from localrt.common.cores import default_threads
 from localrt.common.files import read_cached, write_cached
 from localrt.common.settings import Settings
@@ -275,7 +276,7 @@ def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) 
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def is_busy(root: Path = Path("/")) -> bool:
+def is_busy(root: Path = system.ROOT) -> bool:
     """Whether other programs use the CPU now, so that measured rates would be too low."""
     try:
         before = _cpu_times(root)

@@ -8,6 +8,7 @@ import mmap
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -20,6 +21,12 @@ _F_NOCACHE = 48  # of macOS
 # What a file system says that cannot allocate ahead.
 _NO_ALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 _LARGE_PAGE = 1 << 21
+_MACOS_UTILITY = 0x11
+_MACOS_FEATURES = ["hw.optional.AdvSIMD", "hw.optional.arm.FEAT_DotProd"]
+_MACOS_FEATURES += ["hw.optional.arm.FEAT_I8MM"]
+
+ROOT = Path("/")
+"""Where ``proc`` and ``sys`` lie, in which Linux describes the machine."""
 
 
 def open_file(path: Path | str, *, write: bool = False, direct: bool = False) -> tuple[int, bool]:
@@ -177,6 +184,55 @@ def pinnable_nbytes(ram: int) -> int | None:
 def spilling_nbytes(vram: int) -> int:
     """Bytes of a GPU's ``vram`` to leave free so that its driver moves nothing to RAM."""
     return 0
+
+
+def allowed_cores() -> set[int] | None:
+    """The logical cores that this process may use; None where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def count_cores() -> tuple[int, int]:
+    """Fast and slow physical cores; 0 where the system does not say."""
+    if sys.platform != "darwin":
+        return 0, 0
+    fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
+    return fast, _sysctl("hw.perflevel1.physicalcpu")
+
+
+def _sysctl(name: str) -> int:
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(
+        name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0
+    )
+    return 0 if failed else value.value
+
+
+def describe_processor() -> tuple[str, set[str]]:
+    """The processor's name, and features as Linux or macOS spell them, where no file has them."""
+    if sys.platform != "darwin":
+        return "", set()
+    keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    # Unknown keys are errors to sysctl, and the known ones are printed all the same.
+    try:
+        output = subprocess.run(
+            ["sysctl", *keys, *_MACOS_FEATURES], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", set()
+    values = dict(line.split(": ", 1) for line in output.stdout.splitlines() if ": " in line)
+    flags = {key for key in _MACOS_FEATURES if values.get(key) == "1"}
+    for key in keys[1:]:
+        flags.update(values.get(key, "").lower().split())
+    return values.get(keys[0], ""), flags
+
+
+def give_way() -> None:
+    """Let the calling thread run only while no other program wants its core."""
+    with suppress(OSError, AttributeError):  # where it is not allowed
+        if sys.platform == "darwin":
+            ctypes.CDLL(None).pthread_set_qos_class_self_np(_MACOS_UTILITY, 0)
+        else:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+import platform
+import struct
 import sys
+
+
+def count_records(records: bytes, allowed: int, processor: str) -> tuple[int, int]:
+    """Count fast and slow cores in PROCESSOR_RELATIONSHIP records of 64-bit Windows.
+
+    ``allowed`` is the process's mask within the first group of processors.
+    """
+    classes, at = [], 0
+    while at + 42 <= len(records):
+        (size,) = struct.unpack_from("<I", records, at + 4)
+        mask, group = struct.unpack_from("<QH", records, at + 32)
+        if group or not allowed or mask & allowed:
+            classes.append(records[at + 9])  # the higher, the faster
+        at += max(size, 42)
+    if "AuthenticAMD" in processor:  # compact cores do the same work a cycle
+        return len(classes), 0
+    fast = classes.count(max(classes, default=0))
+    return fast, len(classes) - fast
+
 
 if sys.platform == "win32":
     import ctypes
@@ -15,6 +36,7 @@ if sys.platform == "win32":
     import subprocess
     import tempfile
     import threading
+    import winreg
     from collections.abc import Iterable
     from ctypes import wintypes
     from pathlib import Path
@@ -26,7 +48,11 @@ if sys.platform == "win32":
     _OPEN_EXISTING = 3
     _NO_BUFFERING, _OVERLAPPED, _DELETE_ON_CLOSE = 0x20000000, 0x40000000, 0x04000000
     _IO_PENDING, _END_OF_FILE, _INVALID_PARAMETER = 997, 38, 87
+    _PRIORITY_IDLE = -15
+    _FEATURES = {19: "asimd", 40: "avx2", 41: "avx512f", 43: "asimddp"}  # by numbers of the system
     _INVALID = ctypes.c_void_p(-1).value
+
+    ROOT = Path(os.devnull)
 
     class _Overlapped(ctypes.Structure):
         _fields_ = [
@@ -165,6 +191,34 @@ if sys.platform == "win32":
 
     def spilling_nbytes(vram: int) -> int:
         return vram // 16  # moved before memory runs out, instead of failing: passes become slow
+
+    def allowed_cores() -> set[int] | None:
+        return None
+
+    def count_cores() -> tuple[int, int]:
+        size = wintypes.DWORD(0)
+        _KERNEL.GetLogicalProcessorInformationEx(0, None, ctypes.byref(size))
+        records = ctypes.create_string_buffer(size.value)
+        if not _KERNEL.GetLogicalProcessorInformationEx(0, records, ctypes.byref(size)):
+            return 0, 0
+        own, every = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        this = ctypes.c_void_p(-1)
+        _KERNEL.GetProcessAffinityMask(this, ctypes.byref(own), ctypes.byref(every))
+        return count_records(records.raw[: size.value], own.value, platform.processor())
+
+    def describe_processor() -> tuple[str, set[str]]:
+        key = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+        try:
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, key) as opened:
+                name = str(winreg.QueryValueEx(opened, "ProcessorNameString")[0]).strip()
+        except OSError:
+            name = ""
+        has = _KERNEL.IsProcessorFeaturePresent
+        return name, {flag for number, flag in _FEATURES.items() if has(number)}
+
+    def give_way() -> None:
+        thread = wintypes.HANDLE(_KERNEL.GetCurrentThread())
+        _KERNEL.SetThreadPriority(thread, _PRIORITY_IDLE)
 
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}

@@ -40,7 +40,7 @@ def test_features(tmp_path: Path, cpuinfo: str, name: str, features: str) -> Non
 def test_unknown_machine(tmp_path: Path) -> None:
     machine = hardware.probe(tmp_path)
     assert machine.cpu.name
-    assert machine.cpu.features == () or sys.platform == "darwin"
+    assert machine.cpu.features == () or sys.platform != "linux"
     assert 1 <= machine.cpu.usable_cores <= machine.cpu.logical_cores
     assert 0 < machine.memory.available <= machine.memory.total
     assert machine.disk is None
